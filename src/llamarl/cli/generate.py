@@ -185,7 +185,7 @@ def _generate(
     args: argparse.Namespace, config: RunConfig, named: NamedModel, requests: list[_Request], output: OutputFile | None
 ) -> int:
     """How many answers failed."""
-    from llamarl.data.unknown_text import holds_unknown, unknown_text_warning, unknown_token_id
+    from llamarl.data.prompts import holds_unknown, unknown_text_warning, unknown_token_id
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.engine.sequence import Sequence
     from llamarl.executors.self_check import check_generated

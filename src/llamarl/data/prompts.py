@@ -9,7 +9,7 @@ order comes from sorting 64-bit keys derived from (seed, epoch, place): the same
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -20,12 +20,19 @@ import numpy.typing as npt
 from llamarl.data.chat import Tokenizer, render_prompt
 from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, Split, TaskItem
-from llamarl.data.unknown_text import holds_unknown, unknown_text_warning, unknown_token_id
 from llamarl.errors import DataError
 from llamarl.seeding import derive_seed
 from llamarl.types import Opening, Prompt
 
-__all__ = ["EVAL_INDEX_OFFSET", "Opened", "Opener", "PromptStream"]
+__all__ = [
+    "EVAL_INDEX_OFFSET",
+    "Opened",
+    "Opener",
+    "PromptStream",
+    "holds_unknown",
+    "unknown_text_warning",
+    "unknown_token_id",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -245,3 +252,27 @@ class PromptStream:
             keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
         keys ^= keys >> np.uint64(31)
         return np.argsort(keys, kind="stable")
+
+
+def unknown_token_id(tokenizer: Any) -> int | None:
+    """The token that replaces what the vocabulary lacks; None where there is none, or where it is also written on purpose."""
+    token = getattr(tokenizer, "unk_token_id", None)
+    if token is None:  # a tokenizer may know of one that its settings do not name
+        model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        word = getattr(model, "unk_token", None)
+        token = tokenizer.convert_tokens_to_ids(word) if isinstance(word, str) else None
+    on_purpose = (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None))
+    return None if token is None or token in on_purpose else int(token)
+
+
+def holds_unknown(tokens: Sequence[int] | npt.NDArray[np.int32], unknown: int | None) -> bool:
+    """Whether a prompt's tokens, [P], hold the one that ``unknown_token_id`` gave."""
+    return unknown is not None and unknown in tokens
+
+
+def unknown_text_warning(count: int, total: int, what: str, first: str) -> str:
+    """In words; ``what`` is what there are ``total`` of, ``first`` says which one to look at."""
+    return (
+        f"{count} of {total} {what} hold text that the model's vocabulary has no token for, so the model cannot read it: {first} "
+        f"is one. Write them in what the vocabulary has, or choose a model that takes any text (model.path)"
+    )

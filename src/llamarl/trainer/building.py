@@ -41,8 +41,7 @@ from llamarl.models.value import HEAD, load_value_model, value_skeleton
 from llamarl.trainer.config import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
-from llamarl.trainer.policy import Policy, check_output_layer, is_worth_offloading
-from llamarl.trainer.value_model import ValueModel
+from llamarl.trainer.policy import Policy, ValueModel, check_output_layer, is_worth_offloading
 
 __all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model", "layout_of"]
 

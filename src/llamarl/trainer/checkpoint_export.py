@@ -24,7 +24,7 @@ from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import settle_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.models.value import value_skeleton
-from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
+from llamarl.trainer.narrowing import KLText, export_version
 from llamarl.trainer.sharded_state import read_state
 from llamarl.trainer.storage import export_folder, plan_files, resolve_dtype
 
@@ -82,24 +82,17 @@ def export_checkpoint(
                 return _merged(config, shapes, dict(_stored(state, trained)), base_weight)
             return _stored(state, shapes)
 
-        count = NarrowingCount(base_weight, served) if is_narrower(dtype, served) else None
-        export_folder(
+        return export_version(
             out,
             model,
-            weights(),
+            weights,
             shapes,
             source=config.model.path,
             dtype=dtype,
-            look=None if count is None else count.look,
+            served_dtype=served,
+            version=version,
+            texts=texts,
         )
-        narrowing = None
-        if count is not None:
-            narrowing = count.result(measure_kl(out, weights(), texts, served_dtype=served))
-    facts = ExportFacts(
-        policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served, narrowing=narrowing
-    )
-    write_export(out, facts)
-    return facts
 
 
 def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts:

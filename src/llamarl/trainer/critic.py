@@ -29,10 +29,10 @@ from llamarl.trainer.config import CriticConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.pipeline import Forward, make_links
+from llamarl.trainer.policy import ValueModel
 from llamarl.trainer.scoring import Located, lay_out
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.value_model import ValueModel
 from llamarl.types import Group
 
 __all__ = ["Critic"]

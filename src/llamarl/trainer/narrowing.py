@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.exported import Narrowing
+from llamarl.models.exported import ExportFacts, Narrowing, write_export
 from llamarl.models.loading import load_model
+from llamarl.models.sharded_loading import stored_weights
+from llamarl.trainer.storage import export_folder
 from llamarl.types import Group
 
-__all__ = ["KLText", "NarrowingCount", "is_narrower", "measure_kl", "text_of", "texts_of"]
+__all__ = ["KLText", "export_version", "is_narrower", "measure_kl", "text_of", "texts_of"]
 
 _HELD_BY = {
     "float32": frozenset({"float32", "bfloat16", "float16"}),
@@ -50,7 +54,41 @@ def text_of(prompt: list[int], response: list[int]) -> KLText | None:
     return KLText([*prompt, *response[:_MAX_TOKENS_OF_A_TEXT]], len(prompt)) if prompt and response else None
 
 
-class NarrowingCount:
+def export_version(
+    folder: Path,
+    model: PreTrainedModel,
+    weights: Callable[[], Iterator[tuple[str, Tensor]]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    source: str | Path,
+    dtype: torch.dtype,
+    served_dtype: str,
+    version: int,
+    texts: Sequence[KLText],
+) -> ExportFacts:
+    """Write a version as a Hugging Face folder, and beside it what it lost where it was served in more bits.
+
+    Args:
+        weights: Called for each pass over them; then as ``export_folder`` takes them.
+        source: The base model, too.
+        texts: What the KL is measured on; without any it is not.
+    """
+    narrowing = None
+    with ExitStack() as stack:
+        count = None
+        if is_narrower(dtype, served_dtype):
+            count = _NarrowingCount(stack.enter_context(stored_weights(source, shapes)), served_dtype)
+        look = None if count is None else count.look
+        export_folder(folder, model, weights(), shapes, source=source, dtype=dtype, look=look)
+        if count is not None:
+            narrowing = count.result(measure_kl(folder, weights(), texts, served_dtype=served_dtype))
+    written = str(dtype).removeprefix("torch.")
+    facts = ExportFacts(policy_version=version, dtype=written, served_dtype=served_dtype, narrowing=narrowing)
+    write_export(folder, facts)
+    return facts
+
+
+class _NarrowingCount:
     """Compares each weight, as served and as written, with the base model's, while it is written."""
 
     def __init__(self, base: Callable[[str], Tensor], served_dtype: str) -> None:

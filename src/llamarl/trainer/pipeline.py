@@ -46,7 +46,6 @@ __all__ = [
     "idle_share",
     "logprobs_of",
     "make_links",
-    "most_alive",
     "run_stage",
     "schedule",
 ]
@@ -83,15 +82,6 @@ def schedule(stage: int, num_stages: int, num_microbatches: int) -> list[Action]
 def forward_only(num_microbatches: int) -> list[Action]:
     """What every stage does where nothing is learned."""
     return [("F", i) for i in range(num_microbatches)]
-
-
-def most_alive(actions: Sequence[Action]) -> int:
-    """Most micro-batches at once whose forward pass is done and whose backward pass is not."""
-    alive = most = 0
-    for kind, _ in actions:
-        alive += 1 if kind == "F" else -1
-        most = max(most, alive)
-    return most
 
 
 def idle_share(num_stages: int, num_microbatches: int) -> float:

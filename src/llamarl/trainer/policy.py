@@ -23,11 +23,12 @@ from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
 from llamarl.models.experts import Routing, current_routing, num_experts, watch_experts, watching
 from llamarl.models.stages import Stage
+from llamarl.models.value import value_head
 from llamarl.models.vocabulary import vocabulary_part
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
-__all__ = ["Policy", "check_output_layer", "is_worth_offloading"]
+__all__ = ["Policy", "ValueModel", "check_output_layer", "is_worth_offloading"]
 
 _SMALL = 1 << 16
 """Bytes below which a copy costs more than the room that it makes."""
@@ -114,11 +115,11 @@ class Policy(nn.Module):
             def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
                 packing, routing = current_packing(), current_routing()
 
-                def again(*args: Any, **kwargs: Any) -> Any:
+                def redo(*args: Any, **kwargs: Any) -> Any:
                     with attending(packing), watching(routing):
                         return original(*args, **kwargs)
 
-                return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                return checkpoint(redo, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
             layer.forward = forward  # type: ignore[method-assign]
 
@@ -175,6 +176,46 @@ def _saved_on_host(goes: Callable[[Tensor], bool]) -> Iterator[None]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class ValueModel(nn.Module):
+    """A decoder with a value head.
+
+    Args:
+        stage: Which part of the decoder ``model`` is; None: all of it.
+
+    Raises:
+        ModelError: The model has no such head.
+    """
+
+    def __init__(self, model: PreTrainedModel, stage: Stage | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.stage = stage or Stage(model)
+        if self.stage.is_last:
+            value_head(model)  # refuse one without
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers that are here, first to last."""
+        return self.stage.layers
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """By their Hugging Face names."""
+        return dict(self.model.named_parameters())
+
+    def forward(self, batch: Microbatch, received: Tensor | None = None) -> Tensor:
+        """Value before each trained token, [T], float32, of the whole row where several ranks share it; on another stage than the last, hidden states for the next one, [1, N, H].
+
+        Args:
+            received: [1, N, H] of the stage before; None on the first.
+        """
+        with attending(batch.packed):
+            states = self.stage.hidden_states(self.model, batch.input_ids, batch.position_ids, received)
+        if not self.stage.is_last:
+            return states
+        values: Tensor = value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1).float()
+        return values if batch.own is None else batch.own.whole(values)
 
 
 @torch.no_grad()

@@ -24,9 +24,9 @@ from llamarl.models.reward_model import is_packed, last_token, load_reward_model
 from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.building import build_reward_model
 from llamarl.trainer.pipeline import Links, forward_all, make_links
+from llamarl.trainer.policy import ValueModel
 from llamarl.trainer.scoring import pack_microbatches
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.value_model import ValueModel
 
 __all__ = ["RewardScorer", "distinct", "padded_batches"]
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar, Generic
 
@@ -35,11 +34,10 @@ from llamarl.models.sharded_adapters import with_whole_factors
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
-from llamarl.trainer.narrowing import KLText, NarrowingCount, is_narrower, measure_kl
+from llamarl.trainer.narrowing import KLText, export_version
 from llamarl.trainer.optimizer import MasterWeights, TiedStages
 from llamarl.trainer.parking import Parking
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
-from llamarl.trainer.storage import export_folder
 
 __all__ = ["ShardedModel"]
 
@@ -239,34 +237,17 @@ class ShardedModel(Generic[Module]):
             for _ in gather_parameters(tensors, shards, self.layout):  # send this rank's parts
                 raise AssertionError("only rank 0 receives whole parameters")
             return None
-        narrowing = None
-        with ExitStack() as stack:
-            count = None
-            if is_narrower(dtype, served_dtype):
-                count = NarrowingCount(stack.enter_context(stored_weights(self.model_path, shards)), served_dtype)
-            export_folder(
-                Path(folder),
-                self.module.model,
-                gather_parameters(tensors, shards, self.layout),
-                {name: shard.shape for name, shard in shards.items()},
-                source=self.model_path,
-                dtype=dtype,
-                look=None if count is None else count.look,
-            )
-            if count is not None:
-                kl = None
-                if self.layout.num_ranks == 1:  # no rank of a mesh has memory for the whole
-                    whole = gather_parameters(tensors, shards, self.layout)
-                    kl = measure_kl(Path(folder), whole, texts, served_dtype=served_dtype)
-                narrowing = count.result(kl)
-        facts = ExportFacts(
-            policy_version=version,
-            dtype=str(dtype).removeprefix("torch."),
+        return export_version(
+            Path(folder),
+            self.module.model,
+            lambda: gather_parameters(tensors, shards, self.layout),
+            {name: shard.shape for name, shard in shards.items()},
+            source=self.model_path,
+            dtype=dtype,
             served_dtype=served_dtype,
-            narrowing=narrowing,
+            version=version,
+            texts=texts if self.layout.num_ranks == 1 else (),  # no rank of a mesh has memory for the whole
         )
-        write_export(Path(folder), facts)
-        return facts
 
     def _exported(self) -> dict[str, Tensor]:
         """This rank's part of the weights, adapters merged as generators have them."""

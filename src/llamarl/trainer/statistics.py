@@ -85,7 +85,7 @@ class StepStatistics:
         if chosen is not None:
             self._chosen_experts = chosen if self._chosen_experts is None else self._chosen_experts + chosen
 
-    def bring_experts_together(self) -> None:
+    def sum_experts_over_stages(self) -> None:
         """Add up what each pipeline stage knows of its own sparse layers; every stage calls it, before ``metrics``."""
         if self._chosen_experts is not None:
             self._chosen_experts = self._layout.sum_over_stages(self._chosen_experts.clone())

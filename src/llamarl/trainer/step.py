@@ -203,7 +203,7 @@ class Trainer(ShardedModel[Policy]):
                 break
         self.policy_version += 1
         for counts in statistics:
-            counts.bring_experts_together()
+            counts.sum_experts_over_stages()
         self.metrics = {
             **self.layout.from_last_stage(lambda: tick_metrics(statistics)),
             **planned,

@@ -11,13 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llamarl.trainer.pipeline import Action, idle_share, most_alive, run_stage, schedule
+from llamarl.trainer.pipeline import Action, idle_share, run_stage, schedule
 
 COST = {"F": 1, "B": 2}
 
 
 def words(actions: Sequence[Action]) -> str:
     return " ".join(f"{kind}{i}" for kind, i in actions)
+
+
+def most_alive(actions: list[Action]) -> int:
+    """Most micro-batches at once whose forward pass is done and whose backward pass is not."""
+    alive = most = 0
+    for kind, _ in actions:
+        alive += 1 if kind == "F" else -1
+        most = max(most, alive)
+    return most
 
 
 def test_three_stages_and_four_micro_batches_by_hand() -> None:
