@@ -336,7 +336,7 @@ def gather_then_broadcast(
             full[name] = torch.empty(spec.shape)
         dist.broadcast(full[name], src=0, group=receivers)
     if rank >= 4:
-        for piece in sink.pieces[rank - 4]:
+        for piece in sink.pieces_of(rank - 4):
             tensors[piece.parameter].copy_(full[piece.parameter][tuple(slice(a, b) for a, b in piece.box)])
 
 

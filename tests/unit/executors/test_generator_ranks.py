@@ -69,7 +69,7 @@ def test_each_rank_of_each_replica_holds_its_part_of_the_heads_and_all_of_what_i
     assert generator_weights(_config("--generator.dp", "2")) is None
     layout = generator_weights(_config("--generator.dp", "2", "--generator.tp", "2"))
     assert layout is not None
-    held = [{p.parameter: p.box for p in pieces} for pieces in layout.listed().pieces]
+    held = [{p.parameter: p.box for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
     assert held[0] == held[2] and held[1] == held[3]
     rows, columns = layout.parameters["model.layers.0.self_attn.o_proj.weight"].shape
     assert held[1]["model.layers.0.self_attn.o_proj.weight"] == ((0, rows), (columns // 2, columns))
@@ -85,8 +85,13 @@ def test_adapters_are_cut_as_the_weights_beside_them() -> None:
     generator, evaluator = generator_weights(config), evaluator_weights(config)
     assert whole is not None and generator is not None and evaluator is not None
     layer = "model.layers.1.{}_proj.lora_{}.default.weight".format
-    held = [{piece.parameter: piece.box for piece in pieces} for pieces in generator.listed().pieces]
-    weights = [{piece.parameter: piece.box for piece in pieces} for pieces in whole.listed().pieces]
+    held = [
+        {piece.parameter: piece.box for piece in pieces}
+        for pieces in map(generator.pieces_of, range(generator.num_ranks))
+    ]
+    weights = [
+        {piece.parameter: piece.box for piece in pieces} for pieces in map(whole.pieces_of, range(whole.num_ranks))
+    ]
     assert set(held[0]) == set(held[1]) == set(generator.parameters)
     for name, cut in (("self_attn.q", 0), ("self_attn.v", 0), ("mlp.down", 1)):
         for rank in range(2):
@@ -96,7 +101,7 @@ def test_adapters_are_cut_as_the_weights_beside_them() -> None:
             assert held[rank][layer(name, "B")] == (rows, (0, 3))
     heads = [
         {piece.parameter: piece.box for piece in pieces}[layer("self_attn.k", "B")]
-        for pieces in evaluator.listed().pieces
+        for pieces in map(evaluator.pieces_of, range(evaluator.num_ranks))
     ]
     assert heads[0] == heads[1] == heads[4] and heads[2] == heads[3] and heads[0] != heads[2]  # two key-value heads
 
@@ -121,7 +126,7 @@ def test_stages_are_neighbouring_ranks_of_a_replica() -> None:
 def test_each_stage_holds_its_layers_of_the_weights_and_the_ends_where_they_are_computed_with() -> None:
     layout = generator_weights(_config("--generator.dp", "2", "--generator.pp", "2"))
     assert layout is not None
-    held = [{p.parameter for p in pieces} for pieces in layout.listed().pieces]
+    held = [{p.parameter for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
     assert held[:2] == held[2:]  # both replicas
     assert held[0] | held[1] == set(layout.parameters)
     layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in held[:2]]
@@ -135,7 +140,7 @@ def test_unlike_replicas_may_have_stages_of_their_own() -> None:
     assert config.generator.replica_ranks == (4, 1, 1)
     layout = generator_weights(config)
     assert layout is not None and layout.num_ranks == 6
-    held = [{p.parameter for p in pieces} for pieces in layout.listed().pieces]
+    held = [{p.parameter for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
     assert held[0] == held[1] != held[2] == held[3]
     assert held[4] == held[5] == held[0] | held[2] == set(layout.parameters)
     with pytest.raises(ConfigError, match="generator.replicas.0.pp = 9 is more than the 3 layers"):
@@ -176,7 +181,7 @@ def test_parts_of_the_tokens_are_handed_the_weights_of_their_tensor_parallel_ran
     assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
     layout, of_tp = generator_weights(config), generator_weights(_config("--generator.dp", "4", "--generator.tp", "2"))
     assert layout is not None and of_tp is not None and layout.num_ranks == 8
-    assert layout.listed().pieces == of_tp.listed().pieces
+    assert all(layout.pieces_of(rank) == of_tp.pieces_of(rank) for rank in range(of_tp.num_ranks))
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_ranks_of_unlike_replicas_stand_one_after_the_other() -> None:
 def test_each_rank_is_handed_what_its_replica_holds() -> None:
     layout = generator_weights(recipe({"tp": 2}, {}, {"tp": 4}))
     assert layout is not None
-    held = [{p.parameter: p.box for p in pieces} for pieces in layout.listed().pieces]
+    held = [{p.parameter: p.box for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
     name = "model.layers.0.self_attn.o_proj.weight"
     rows, columns = layout.parameters[name].shape
     half, quarter = columns // 2, columns // 4
@@ -251,7 +251,9 @@ def test_each_kind_takes_its_own_part_of_adapters_that_travel_alone() -> None:
     layout = generator_weights(load_config(None, [*lora, "--generator.replicas", "[{tp = 2}, {}]"]))
     assert layout is not None and layout.num_ranks == 3
     name = "model.layers.0.mlp.up_proj.lora_B.default.weight"
-    first, second, whole = ({p.parameter: p.box for p in pieces}[name] for pieces in layout.listed().pieces)
+    first, second, whole = (
+        {p.parameter: p.box for p in pieces}[name] for pieces in map(layout.pieces_of, range(layout.num_ranks))
+    )
     assert whole[0][1] == layout.parameters[name].shape[0]
     assert (first[0], second[0]) == ((0, whole[0][1] // 2), (whole[0][1] // 2, whole[0][1]))
 
