@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,8 @@ BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", 
 
 _OF_DATA = ("math", "function", "gsm8k", "code")
 """Kinds whose questions are in files or tables."""
+
+_OF_TABLES = ("data", "eval_data", "eval_split", "revision", "eval_revision", "subset", "columns", "template", "split")
 
 OWN_CODE = ("agent", "trl", "gem")
 """Kinds of environments that are code of the user's own: behind the colon stands its import path."""
@@ -196,74 +199,64 @@ class TaskConfig:
         return self.environment if colon and kind not in _LIBRARIES else ""
 
     def _mistakes(self) -> Iterator[Mistake]:
-        kind = self.name.partition(":")[0]
-        if kind not in BUILT_IN and not self.by_import_path:
-            yield Mistake(
-                "name",
-                f"must be steps, reasoning_gym:DATASET, math, function, code, episodes, or a task of your own as package.module:Task or "
-                f"file.py:Task, got {self.name!r}",
-            )
-        if kind == "reasoning_gym" and not self.name.partition(":")[2]:
-            yield Mistake("name", "reasoning_gym needs a dataset, such as reasoning_gym:chain_sum")
-        if kind in BUILT_IN and kind != "reasoning_gym" and ":" in self.name:
-            yield Mistake("name", f"{self.name!r}: only reasoning_gym takes a dataset after the colon")
-        if kind in ("function", "code") and not self.data:
-            yield Mistake(
-                "data", f"must name a file of JSON lines or another table, as name is {self.name!r}", ("name",)
-            )
-        of_tables = [
-            name
-            for name in (
-                "data",
-                "eval_data",
-                "eval_split",
-                "revision",
-                "eval_revision",
-                "subset",
-                "columns",
-                "template",
-            )
-            if getattr(self, name)
-        ]
-        of_tables += ["split"] * (self.split != "train")
-        if of_tables and kind not in _OF_DATA:
-            yield Mistake(
-                of_tables[0], f"is of a table, but name is {self.name!r}, which makes its own questions", ("name",)
-            )
-        if kind in ("math", "function", "gsm8k") and self.options:
-            yield Mistake("options", f"must be empty, as name is {self.name!r}, got {sorted(self.options)}", ("name",))
-        if self.reward and self.rewards:
-            yield Mistake("rewards", f"and reward {self.reward!r}: give one of them", ("reward",))
-        for place, part in enumerate(self.rewards):
-            if not part.function:
-                yield Mistake(f"rewards.{place}.function", "must name one, such as my_rewards.py:format")
-        names = [part.part for part in self.rewards]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            yield Mistake("rewards", f": more than one is called {twice[0]!r}; give each a name of its own")
-        if self.rewards and not any(part.weight for part in self.rewards):
-            yield Mistake("rewards", ": every weight is 0, so that every reward would be")
-        yield from self._environment_mistakes()
-        if kind == "function" and not self.judges and not self.environment:
-            yield Mistake(
-                "reward", "must name a function, as name is 'function', such as my_rewards.py:score", ("name",)
-            )
-        if self.reward_batch_size > 0 and not self.judges:
-            yield Mistake(
-                "reward_batch_size",
-                f"{self.reward_batch_size} is for a reward of your own: set reward, or leave it at 0",
-                ("reward",),
-            )
+        for check in (_name_mistakes, _table_mistakes, _reward_mistakes, _environment_mistakes):
+            yield from check(self)
 
-    def _environment_mistakes(self) -> Iterator[Mistake]:
-        if self.name == "episodes" and not self.environment:
-            yield Mistake("environment", "must name one, as name is 'episodes', such as my_game.py:Game", ("name",))
-        if self.name == "episodes" and self.options:
-            yield Mistake("options", "are of a task with questions: set environment_options", ("environment_options",))
-        if self.environment:
-            return
-        for key, value in (("environment_options", {}), ("max_turns", 8), ("max_turn_tokens", 0)):
-            if getattr(self, key) != value:
-                yield Mistake(key, "is of an environment, but environment is empty", ("environment",))
+
+def _name_mistakes(task: TaskConfig) -> Iterator[Mistake]:
+    kind, colon, dataset = task.name.partition(":")
+    if kind == "reasoning_gym" and not dataset:
+        yield Mistake("name", "reasoning_gym needs a dataset, such as reasoning_gym:chain_sum")
+    elif kind in BUILT_IN and kind != "reasoning_gym" and colon:
+        yield Mistake("name", f"{task.name!r}: only reasoning_gym takes a dataset after the colon")
+    elif kind not in BUILT_IN and not task.by_import_path:
+        text = "must be steps, reasoning_gym:DATASET, math, function, code, episodes, or a task of your own as package.module:Task or"
+        yield Mistake("name", f"{text} file.py:Task, got {task.name!r}")
+
+
+def _table_mistakes(task: TaskConfig) -> Iterator[Mistake]:
+    kind = task.name.partition(":")[0]
+    given = [
+        key for key in _OF_TABLES if getattr(task, key) != ("train" if key == "split" else type(getattr(task, key))())
+    ]
+    if given and kind not in _OF_DATA:
+        yield Mistake(given[0], f"is of a table, but name is {task.name!r}, which makes its own questions", ("name",))
+    if kind in ("function", "code") and not task.data:
+        yield Mistake("data", f"must name a file of JSON lines or another table, as name is {task.name!r}", ("name",))
+    if kind in _OF_DATA and kind != "code" and task.options:
+        yield Mistake("options", f"must be empty, as name is {task.name!r}, got {sorted(task.options)}", ("name",))
+
+
+def _reward_mistakes(task: TaskConfig) -> Iterator[Mistake]:
+    if task.reward and task.rewards:
+        yield Mistake("rewards", f"and reward {task.reward!r}: give one of them", ("reward",))
+    for place, part in enumerate(task.rewards):
+        if not part.function:
+            yield Mistake(f"rewards.{place}.function", "must name one, such as my_rewards.py:format")
+    if twice := _repeated(part.part for part in task.rewards):
+        yield Mistake("rewards", f": more than one is called {twice!r}; give each a name of its own")
+    if task.rewards and not any(part.weight for part in task.rewards):
+        yield Mistake("rewards", ": every weight is 0, so that every reward would be")
+    if task.name == "function" and not task.judges and not task.environment:
+        yield Mistake("reward", "must name a function, as name is 'function', such as my_rewards.py:score", ("name",))
+    if task.reward_batch_size and not task.judges:
+        text = f"{task.reward_batch_size} is for a reward of your own: set reward, or leave it at 0"
+        yield Mistake("reward_batch_size", text, ("reward",))
+
+
+def _environment_mistakes(task: TaskConfig) -> Iterator[Mistake]:
+    if task.name == "episodes" and not task.environment:
+        yield Mistake("environment", "must name one, as name is 'episodes', such as my_game.py:Game", ("name",))
+    if task.name == "episodes" and task.options:
+        yield Mistake("options", "are of a task with questions: set environment_options", ("environment_options",))
+    for key, default in (("environment_options", {}), ("max_turns", 8), ("max_turn_tokens", 0)):
+        if not task.environment and getattr(task, key) != default:
+            yield Mistake(key, "is of an environment, but environment is empty", ("environment",))
+
+
+def _repeated(names: Iterable[str]) -> str:
+    """The first name, in their order as words, that stands more than once; else empty."""
+    return min((name for name, count in Counter(names).items() if count > 1), default="")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -315,19 +308,10 @@ class TaskSection(TaskConfig):
         yield from super()._mistakes()
         if (self.name == "mixture") != bool(self.mixture):
             yield Mistake("mixture", "goes with name = 'mixture': write each task as a table [[task]]", ("name",))
-        titles = [task.title for task in self.mixture]
-        if twice := sorted({title for title in titles if titles.count(title) > 1}):
-            yield Mistake("mixture", f": more than one task is called {twice[0]!r}; give each a label of its own")
+        if twice := _repeated(task.title for task in self.mixture):
+            yield Mistake("mixture", f": more than one task is called {twice!r}; give each a label of its own")
         defaults = TaskConfig()
-        own = (
-            "options",
-            "data",
-            "reward",
-            "rewards",
-            "reward_batch_size",
-            "eval_fraction",
-            "environment",
-        )
+        own = ("options", "data", "reward", "rewards", "reward_batch_size", "eval_fraction", "environment")
         for key in own if self.mixture else ():
             if getattr(self, key) != getattr(defaults, key):
                 yield Mistake(key, "is of one task: set it in the [[task]] that it is meant for", ("mixture",))

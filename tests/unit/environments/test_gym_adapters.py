@@ -14,9 +14,9 @@ import pytest
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.gymnasium import without_colors
 from llamarl.environments.adapters.openenv import text_field, websocket_url
-from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.adapters.strings import GemShape, TextArenaShape
 from llamarl.environments.episode import EpisodeOver
+from llamarl.environments.games.game import OwnRandomness
 from llamarl.environments.registry import make_environment
 from llamarl.errors import DataError
 

@@ -21,9 +21,18 @@ from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
 from llamarl.environments.code import CodeOptions, judge_program
 from llamarl.environments.sandbox import installation, run
 from llamarl.environments.sandbox.inside import syscall_filter
-from llamarl.environments.sandbox.installation import Installation, without_nested
-from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, MemoryGroup, limit_in_words
-from llamarl.environments.sandbox.run import Kind, Program, box_user, find_box, run_in_box, run_together, why_no_box
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, limit_in_words
+from llamarl.environments.sandbox.run import (
+    Installation,
+    Kind,
+    Program,
+    box_user,
+    find_box,
+    run_in_box,
+    run_together,
+    why_no_box,
+    without_nested,
+)
 from llamarl.process_tree import adopt_orphans
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -380,20 +389,3 @@ def test_a_filter_is_of_whole_instructions_and_unknown_machines_have_none() -> N
     assert strong is not None and weak is not None and len(weak) > len(strong)
     assert len(strong) % 8 == len(weak) % 8 == 0
     assert syscall_filter("riscv64", None) is None
-
-
-def test_a_group_of_the_kernels_holds_the_memory_of_a_box_where_its_parent_hands_it_out(tmp_path: Path) -> None:
-    (tmp_path / "user/app").mkdir(parents=True)
-    (tmp_path / "own").write_text("9:name=systemd:/\n0::/user/app\n")
-    limits = BoxLimits(memory_mb=200, disk_mb=8)
-    assert MemoryGroup.make(limits, root=tmp_path, own=tmp_path / "own").enter == []
-    (tmp_path / "user/cgroup.subtree_control").write_text("cpu memory pids\n")
-    group = MemoryGroup.make(limits, root=tmp_path, own=tmp_path / "own")
-    (folder,) = (tmp_path / "user").glob("llamarl-box-*")
-    assert (folder / "memory.max").read_text() == str((200 + 8 + 64) << 20)
-    pid = subprocess.run([*group.enter, "sh", "-c", "echo $$"], capture_output=True, text=True).stdout
-    assert (folder / "cgroup.procs").read_text() == pid
-    (folder / "memory.events").write_text("max 12\noom_kill 0\n")
-    assert not group.was_exceeded()
-    (folder / "memory.events").write_text("max 12\noom_kill 1\n")
-    assert group.was_exceeded()

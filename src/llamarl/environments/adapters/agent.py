@@ -24,10 +24,9 @@ from pydantic import PositiveFloat
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.chat_server import MODEL, Called, ChatServer, Refused
-from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.functions import NotANumber
-from llamarl.environments.games.game import checked
+from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.environments.tools import waited_for
 from llamarl.import_path import import_user
 

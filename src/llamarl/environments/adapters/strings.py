@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import EpisodeOver, Observation, Step
-from llamarl.environments.games.game import checked
+from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.import_path import import_user
 
 __all__ = ["GemShape", "TextArenaShape", "gem", "textarena"]

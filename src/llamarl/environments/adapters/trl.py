@@ -19,9 +19,8 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.adapters.randomness import OwnRandomness
 from llamarl.environments.episode import Observation, Step
-from llamarl.environments.games.game import checked
+from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.environments.math import judge_answer
 from llamarl.environments.tools import Tool, ToolEnvironment, tools_of, waited_for
 from llamarl.import_path import import_user

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from types import TracebackType
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt, validate_call
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Observation, Step
 
-__all__ = ["Game", "Outcome", "Share", "Style", "checked", "said"]
+__all__ = ["Game", "Outcome", "OwnRandomness", "Share", "Style", "checked", "said"]
 
 Style = Literal["words", "compact"]
 """``words``: sentences. ``compact``: only a to z, digits, space, newline and ``# + =``, which ``bundled:tiny`` can read."""
@@ -30,6 +32,41 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 checked = validate_call(config=ConfigDict(strict=True))
 """Decorates an ``__init__`` whose options come from a recipe: values of another type or range than annotated are refused."""
+
+
+class OwnRandomness:
+    """The state of the global generators of one episode; entered around each call.
+
+    Args:
+        seed: What they are seeded with, any non-negative integer.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed % 2**32
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = None
+        self._others: tuple[Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        numpy = sys.modules.get("numpy")  # where it was not imported, nothing draws from it
+        self._others = (random.getstate(), numpy.random.get_state() if numpy else None)
+        random.setstate(self._python)
+        if numpy and self._numpy is not None:
+            numpy.random.set_state(self._numpy)
+        elif numpy:
+            numpy.random.seed(self._seed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._others is not None
+        numpy = sys.modules.get("numpy")
+        self._python = random.getstate()
+        random.setstate(self._others[0])
+        if numpy:
+            self._numpy = numpy.random.get_state()
+            if self._others[1] is not None:
+                numpy.random.set_state(self._others[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -251,17 +251,17 @@ def _end_all(plain: bool) -> None:
         time.sleep(0.002)
 
 
-def _reap() -> dict[int, tuple[int, int]]:
-    """Of the children that have ended: number -> wait status and peak resident KiB."""
-    ended: dict[int, tuple[int, int]] = {}
+def _reap() -> dict[int, int]:
+    """Number -> wait status, of the children that have ended."""
+    ended: dict[int, int] = {}
     while True:
         try:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return ended
         if pid == 0:
             return ended
-        ended[pid] = (status, usage.ru_maxrss)
+        ended[pid] = status
 
 
 def _start(job: dict[str, Any], channel: int) -> int:
@@ -317,8 +317,7 @@ def _run(job: dict[str, Any], wanted: int, status: int, channel: int) -> None:
     while not said:
         happened = {fd for fd, _ in poll.poll(_LOOK_S * 1000)}
         if program in (ended := _reap()):
-            code, peak = ended[program]
-            said = {"code": os.waitstatus_to_exitcode(code), "peak_mb": peak / 1024}
+            said = {"code": os.waitstatus_to_exitcode(ended[program])}
         elif wanted in happened:
             break
         elif limit := _exceeded(job):

@@ -21,18 +21,29 @@ import selectors
 import shutil
 import socket
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from llamarl.environments.sandbox.installation import find_installation
-from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, MemoryGroup, limit_in_words
+from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
 
-__all__ = ["Kind", "Program", "find_box", "run_in_box", "run_together", "why_no_box"]
+__all__ = [
+    "Installation",
+    "Kind",
+    "Program",
+    "find_box",
+    "find_installation",
+    "run_in_box",
+    "run_together",
+    "why_no_box",
+    "without_nested",
+]
 
 Kind = Literal["bwrap", "plain"]
 
@@ -148,11 +159,9 @@ class _Box:
             given = [fd for fd in (wanted, status, program.channel) if fd >= 0]
             self.started = time.monotonic()
             self.deadline = self.started + _START_S
-            self._memory = MemoryGroup.make(limits)
-            on_error.callback(self._memory.close)
             try:
                 self._process = subprocess.Popen(
-                    [*self._memory.enter, *_command(kind, limits, (wanted, status, program.channel))],
+                    _command(kind, limits, (wanted, status, program.channel)),
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -201,9 +210,6 @@ class _Box:
         os.close(self._said)
         self._close_input()
         self._remove_folder()
-        if self._memory.was_exceeded():
-            self._over = self._over or "memory"
-        self._memory.close()
         self.wall_s = time.monotonic() - self.started
 
     def result(self) -> BoxResult:
@@ -312,6 +318,52 @@ def _remove(folder: str) -> None:
             with contextlib.suppress(OSError):
                 os.chmod(os.path.join(path, name), 0o700, follow_symlinks=False)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+_SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""Where the C library and its loader lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What is bound into a box."""
+
+    python: str
+    """The interpreter, not the link to it that a virtual environment has."""
+    packages: tuple[str, ...]
+    """Folders of installed packages, put behind the standard library."""
+    readable: tuple[str, ...]
+    """Files and folders, none inside another."""
+    links: tuple[tuple[str, str], ...]
+    """Symbolic links at the top, such as /lib, and what they say."""
+
+
+@cache
+def find_installation() -> Installation:
+    """Of the interpreter that runs this."""
+    python = os.path.realpath(sys.executable)
+    packages = dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    base = {name: sys.base_prefix for name in ("base", "platbase", "installed_base", "installed_platbase")}
+    stdlib = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
+    libraries = [os.path.join(os.path.dirname(os.path.dirname(python)), name) for name in ("lib", "lib64")]
+    if library := sysconfig.get_config_var("LIBDIR"):
+        libraries.append(library)
+    links, readable = [], [python, *packages, *stdlib, *libraries]
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            links.append((path, os.readlink(path)))
+        else:
+            readable.append(path)
+    return Installation(python, tuple(packages), without_nested(filter(os.path.exists, readable)), tuple(links))
+
+
+def without_nested(paths: Iterable[str]) -> tuple[str, ...]:
+    """Without those that lie inside another, in order of their names."""
+    kept: list[str] = []
+    for path in sorted({os.path.normpath(path) for path in paths}):
+        if not any(path.startswith(outer + "/") for outer in kept):
+            kept.append(path)
+    return tuple(kept)
 
 
 def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
