@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar, cast
 
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.environments.episodes import episode_score
@@ -33,16 +34,21 @@ __all__ = ["RewardPool", "split_into_batches"]
 _Sample = tuple[Prompt, tuple[str, ...], list[int]]
 """What a worker judges: prompt, the policy's words, and their tokens."""
 
+_Place = tuple[int, int]
+"""Of a sample: its group, and where in it."""
+
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 
-def split_into_batches(groups: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
+def split_into_batches(groups: Sequence[Sequence[T]], size: int) -> list[tuple[T, ...]]:
     """The samples of groups in batches of at most ``size``, in order; a group is divided only if it is larger.
 
     Which samples are judged together so depends on the groups alone, not on which worker is free.
     """
-    batches: list[tuple[int, ...]] = []
-    batch: list[int] = []
+    batches: list[tuple[T, ...]] = []
+    batch: list[T] = []
     for group in groups:
         if batch and len(batch) + len(group) > size:
             batches.append(tuple(batch))
@@ -57,7 +63,7 @@ def split_into_batches(groups: Sequence[Sequence[int]], size: int) -> list[tuple
 class RewardPool(WorkerPool):
     """Judges groups of responses in worker processes.
 
-        Args:
+    Args:
         task_config: Task and pool settings.
         num_workers: Overrides ``task_config.pool.num_workers``.
         timeout_s: Overrides ``task_config.pool.timeout_s``.
@@ -107,87 +113,80 @@ class RewardPool(WorkerPool):
         """
         if self._closed:
             raise ValueError("the reward pool is closed")
-        samples: list[_Sample] = []
-        outcomes: dict[int, Score | Failure] = {}
-        to_judge: list[list[int]] = []
-        places: list[list[int | None]] = []
-        for group in groups:
-            row: list[int | None] = []
-            to_judge.append([])
-            for response in group.responses:
+        outcomes: dict[_Place, Score | Failure] = {}
+        to_judge: dict[str, list[list[_Place]]] = {}  # task -> of each group what a worker judges
+        for number, group in enumerate(groups):
+            row: list[_Place] = []
+            for place, response in enumerate(group.responses):
                 if response.outcome is not None:
-                    row.append(None)
-                    continue
-                place = len(samples)
-                row.append(place)
-                if response.finish_reason in ("error", "cancelled"):
+                    outcomes[number, place] = response.outcome
+                elif response.finish_reason in ("error", "cancelled"):
                     detail = f"generation ended with finish_reason {response.finish_reason!r}"
-                    outcomes[place] = Failure(kind="generation", detail=detail)
+                    outcomes[number, place] = Failure(kind="generation", detail=detail)
                 elif response.turns and not self._is_judged(group):
-                    outcomes[place] = episode_score(response.turns)
+                    outcomes[number, place] = episode_score(response.turns)
                 else:
-                    to_judge[-1].append(place)
-                samples.append(_sample(group.prompt, response))
-            places.append(row)
-        batches: list[tuple[int, ...]] = []
-        for label in dict.fromkeys(group.prompt.task if self._batch_sizes else "" for group in groups):
-            of_task = [row for row, group in zip(to_judge, groups, strict=True) if label in ("", group.prompt.task)]
-            batches += split_into_batches(of_task, self._batch_sizes.get(label, self._batch_size))
-        for batch, outcome in self._judge(batches, samples, limit_s):
-            outcomes.update(zip(batch, outcome, strict=True))
-        scored = []
-        for group, row in zip(groups, places, strict=True):
-            responses = tuple(
-                response
-                if place is None
-                else replace(response, outcome=self._with_turns(group, response, outcomes[place]))
-                for response, place in zip(group.responses, row, strict=True)
+                    row.append((number, place))
+            to_judge.setdefault(group.prompt.task if self._batch_sizes else "", []).append(row)
+        batches: list[tuple[_Place, ...]] = []
+        for label, rows in to_judge.items():
+            batches += split_into_batches(rows, self._batch_sizes.get(label, self._batch_size))
+        self._judge(
+            {batch: [_sample(groups[n].prompt, groups[n].responses[i]) for n, i in batch] for batch in batches}, limit_s
+        )
+        for batch in batches:
+            answer = self._answers.pop(batch)
+            verdicts = answer if isinstance(answer, tuple) else [cast(Failure, answer)] * len(batch)
+            for (n, i), verdict in zip(batch, verdicts, strict=True):
+                outcomes[n, i] = _with_turns(groups[n].responses[i], verdict)
+        return [
+            replace(
+                group,
+                responses=tuple(
+                    replace(response, outcome=outcomes[n, i]) for i, response in enumerate(group.responses)
+                ),
             )
-            scored.append(replace(group, responses=responses))
-        return scored
+            for n, group in enumerate(groups)
+        ]
 
     def accepts(self, job: Job, answer: Answer) -> bool:
         return isinstance(answer, tuple) and len(answer) == len(job.request)
 
-    def _judge(
-        self, batches: Sequence[tuple[int, ...]], samples: Sequence[_Sample], limit_s: float | None
-    ) -> Iterator[tuple[tuple[int, ...], Sequence[Score | Failure]]]:
-        """The outcomes of every batch."""
+    def _judge(self, jobs: Mapping[tuple[_Place, ...], Sequence[_Sample]], limit_s: float | None) -> None:
+        """Have every batch answered."""
         self._queue.clear()
         self._answers.clear()
         self._deaths.clear()
-        for batch in batches:
-            self.put(batch, [samples[place] for place in batch])
+        for batch, samples in jobs.items():
+            self.put(batch, samples)
         end = math.inf if limit_s is None else running_s() + limit_s
         self.watch()
-        while len(self._answers) < len(batches):
+        while len(self._answers) < len(jobs):
             if running_s() >= end:  # a judge that hangs on every sample must not hold up the tick for ever
-                left = sum(len(batch) for batch in batches if batch not in self._answers)
+                left = sum(len(batch) for batch in jobs if batch not in self._answers)
                 detail = (
-                    f"{left} of {len(samples)} samples had no verdict after {limit_s:.1f} s, and were failed so that the tick "
-                    f"keeps its deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or "
+                    f"{left} of {sum(map(len, jobs))} samples had no verdict after {limit_s:.1f} s, and were failed so that the "
+                    f"tick keeps its deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or "
                     f"deadlines.step_s, or lower task.pool.timeout_s ({self._timeout_s})"
                 )
                 _log.warning("reward pool: %s", detail)
                 self.fail_all("timeout", detail)
-                break
+                return
             self.turn(end)
-        for batch in batches:
-            answer = self._answers.pop(batch)
-            yield batch, answer if isinstance(answer, tuple) else [answer] * len(batch)  # type: ignore[list-item]
 
     def _is_judged(self, group: Group) -> bool:
         """Whether functions of the user's own judge it."""
         return self._judged.get(group.prompt.task, self._judged_alone)
 
-    def _with_turns(self, group: Group, response: Response, verdict: Score | Failure) -> Score | Failure:
-        """The verdict, and of an episode that was judged what the environment gave on the way."""
-        if not response.turns or not self._is_judged(group) or isinstance(verdict, Failure):
-            return verdict
-        own = episode_score(response.turns)
-        names = [*own.parts, *(name for name in verdict.parts if name not in own.parts)]
-        parts = {name: own.parts.get(name, 0.0) + verdict.parts.get(name, 0.0) for name in names}
-        return Score(value=own.value + verdict.value, parts=parts)
+
+def _with_turns(response: Response, verdict: Score | Failure) -> Score | Failure:
+    """A judge's verdict, and of an episode what the environment gave on the way."""
+    if not response.turns or isinstance(verdict, Failure):
+        return verdict
+    own = episode_score(response.turns)
+    names = dict.fromkeys([*own.parts, *verdict.parts])
+    parts = {name: own.parts.get(name, 0.0) + verdict.parts.get(name, 0.0) for name in names}
+    return Score(value=own.value + verdict.value, parts=parts)
 
 
 def _sample(prompt: Prompt, response: Response) -> _Sample:

@@ -110,6 +110,8 @@ class WorkerProcess:
         self._frames = Frames()
         self._report = bytearray()
         self._end: str | None = None
+        self.was_killed = False
+        """Whether SIGKILL ended it, or its guardian: somebody else's doing. Known after :meth:`stop`."""
         self.jobs, jobs = socket.socketpair()
         self.control, control = socket.socketpair()
         fds = (jobs.fileno(), control.fileno())
@@ -203,33 +205,20 @@ class WorkerProcess:
                 self.guardian.wait(_EXIT_WAIT_S)
             self.jobs.close()
             self.control.close()
-            self._end = _describe_end(bytes(self._report), self.guardian.returncode)
+            said = self._last_words()
+            status = said.get("status", self.guardian.returncode)
+            self.was_killed = status == -signal.SIGKILL
+            how = "killed" if status is None else _describe_status(status)
+            self._end = "\n".join([how, *said["output"]]) if said else f"was killed: its guardian {how}"
         return self._end
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether SIGKILL ended it, or its guardian: somebody else's doing. After :meth:`stop`."""
-        status = _said(bytes(self._report)).get("status", self.guardian.returncode)
-        return status == -signal.SIGKILL
-
-
-def _describe_end(report: bytes, guardian_status: int) -> str:
-    """How a worker ended, from its guardian's last words."""
-    try:
-        said = _said(report)
-        status, output = said["status"], said["output"]
-    except KeyError:
-        return f"was killed: its guardian {_describe_status(guardian_status)}"
-    return "\n".join(["killed" if status is None else _describe_status(status), *output])
-
-
-def _said(report: bytes) -> dict[str, Any]:
-    """The guardian's last words; empty if it had none."""
-    try:
-        said = json.loads(report)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+    def _last_words(self) -> dict[str, Any]:
+        """What the guardian said of the worker's end; empty if nothing."""
+        try:
+            said = json.loads(self._report)
+        except ValueError:
+            return {}
+        return said if isinstance(said, dict) and {"status", "output"} <= set(said) else {}
 
 
 def _describe_status(status: int) -> str:

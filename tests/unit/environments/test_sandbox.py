@@ -19,7 +19,7 @@ import pytest
 from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
 
 from llamarl.environments.code import CodeOptions, judge_program
-from llamarl.environments.sandbox import installation, run
+from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.inside import syscall_filter
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, limit_in_words
 from llamarl.environments.sandbox.run import (
@@ -364,7 +364,7 @@ def test_folders_inside_others_are_left_out() -> None:
 
 
 def test_an_installation_is_whole_files_of_this_python() -> None:
-    found = installation.find_installation()
+    found = run.find_installation()
     assert os.path.exists(found.python) and not os.path.islink(found.python)
     assert any(os.__file__.startswith(folder) for folder in found.readable)
     assert not {"/", "/home", "/root", "/etc", os.path.expanduser("~"), os.getcwd()} & set(found.readable)
