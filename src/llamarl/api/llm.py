@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from llamarl.config import DataConfig, ModelConfig, RunConfig, load_config
+from llamarl.config import Check, DataConfig, RunConfig, load_config
 from llamarl.errors import ConfigError, DataError
+from llamarl.mistakes import list_mistakes
 
-__all__ = ["LLM", "Completion"]
+if TYPE_CHECKING:
+    from llamarl.engine.sequence import Sequence as TokenSequence
+    from llamarl.models.named import NamedModel
+
+__all__ = ["LLM", "Completion", "open_policy"]
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: objects with ``role`` and ``content``."""
@@ -30,6 +36,60 @@ class Completion:
     finish_reason: str
     """"stop", "length", or "error"; then ``error`` says why."""
     error: str | None = None
+
+
+def open_policy(
+    name: str,
+    *,
+    base: str | None = None,
+    recipe: str | None = None,
+    revision: str = "",
+    words: Sequence[str] = (),
+    settings: Mapping[str, tuple[str, Any]] | None = None,
+    checks: Sequence[Check] = (),
+    section: str = "generator",
+) -> tuple[NamedModel, RunConfig]:
+    """Find a model by its name, with the settings under which it is served; loads no weights.
+
+    A run brings its own settings, which ``words`` and then ``settings`` change.
+
+    Args:
+        name: Run folder, Hugging Face folder, adapter folder, id of the Hub, or ``bundled:tiny``.
+        base: Base model of an adapter; None: the one that it names.
+        recipe: In place of the run's own.
+        revision: Branch, tag or commit of a model of the Hub.
+        words: ``--section.key VALUE``, as typed.
+        settings: Key -> the caller's name for it, by which its mistakes are told, and its value; None leaves it as it is.
+        checks: As in ``config.validate``.
+        section: That on whose device the engine will be.
+
+    Returns:
+        The model, and a configuration whose ``model.path`` is a folder here.
+
+    Raises:
+        ConfigError, ModelError: With every mistake in the caller's names.
+    """
+    from llamarl.controller.preflight import check_engine
+    from llamarl.models.folders import local_model_path
+    from llamarl.models.named import find_model
+
+    named = find_model(name, base)
+    given = {"model.path": ("model", named.path), **(settings or {})}
+    changes = [f"--{key}={_toml(value)}" for key, (_, value) in given.items() if value is not None]
+    try:
+        config = load_config(recipe or named.recipe, [f"--model.revision={_toml(revision)}", *words, *changes], checks)
+        check_engine(config, sections=[section])
+    except ConfigError as error:
+        names = {key: name for key, (name, value) in given.items() if value is not None}
+        found = [dataclasses.replace(one, key=names.get(one.key, one.key)) for one in error.mistakes]
+        raise ConfigError(str(found[0]) if len(found) == 1 else list_mistakes(found), mistakes=found) from error
+    model = config.model
+    path = local_model_path(model.path, key="model", revision=model.revision, code=model.trust_remote_code)
+    return named, dataclasses.replace(config, model=dataclasses.replace(model, path=path, revision=""))
+
+
+def _toml(value: Any) -> str:
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # nan, inf
 
 
 class LLM:
@@ -64,30 +124,34 @@ class LLM:
         quantization: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        settings = {
+            "generator.engine.dtype": ("dtype", dtype),
+            "generator.quantization": ("quantization", quantization),
+            "generator.device": ("device", device),
+            "model.trust_remote_code": ("trust_remote_code", trust_remote_code or None),
+        }
+        self._load(*open_policy(os.fspath(path), base=base, revision=revision, settings=settings))
+
+    @classmethod
+    def of(cls, named: NamedModel, config: RunConfig) -> LLM:
+        """Load what :func:`open_policy` found."""
+        llm = cls.__new__(cls)
+        llm._load(named, config)
+        return llm
+
+    def _load(self, named: NamedModel, config: RunConfig) -> None:
         from llamarl.engine.factory import make_engine, resolve_device
         from llamarl.executors.self_check import check_generated
         from llamarl.executors.version_loader import load_adapter
-        from llamarl.models.folders import local_model_path
         from llamarl.models.loading import context_length, load_tokenizer
-        from llamarl.models.named import find_model
 
-        named = find_model(os.fspath(path), base)
-        config = RunConfig() if named.recipe is None else load_config(named.recipe)
-        generator = config.generator
-        if dtype is not None:
-            generator = dataclasses.replace(generator, engine=dataclasses.replace(generator.engine, dtype=dtype))  # type: ignore[arg-type]
-        if quantization is not None:
-            generator = dataclasses.replace(generator, quantization=quantization)  # type: ignore[arg-type]
-        code = trust_remote_code or config.model.trust_remote_code
-        path = local_model_path(named.path, key="model", revision=revision, code=code)
-        model = ModelConfig(path=path, trust_remote_code=code)
-        self.config = dataclasses.replace(config, model=model, generator=generator)
-        check_generated(self.config)
+        self.config, model = config, config.model
+        check_generated(config)
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self.context_length = context_length(model.path) or 1 << 20
         """Tokens that prompt and response may have together."""
         self._of_a_run = named.run is not None
-        self._engine = make_engine(self.config, self.tokenizer, device=resolve_device(device))
+        self._engine = make_engine(config, self.tokenizer, device=resolve_device(config.generator.device))
         if named.adapter is not None:
             load_adapter(self._engine, named.adapter, model_path=model.path)
 
@@ -116,16 +180,35 @@ class LLM:
             ConfigError: A sampling value that no distribution has, or no such name.
             DataError: A prompt that is empty or, with ``max_new_tokens``, longer than the context.
         """
+        asked: list[str | Messages] = [prompts] if isinstance(prompts, str) else list(prompts)
+        sequences = self.sequences(asked, samples=samples, seed=seed, chat_template=chat_template, **sampling)
+        return [self._completion(asked[s.prompt_index], s) for s in self.decode(sequences)]
+
+    def sequences(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        names: Sequence[str] = (),
+        samples: int = 1,
+        seed: int = 0,
+        chat_template: bool = True,
+        **sampling: Any,
+    ) -> list[TokenSequence]:
+        """What :meth:`generate` decodes, with nothing sampled yet: one a prompt and sample, in order.
+
+        Args:
+            names: Of the prompts, for errors.
+        """
         from llamarl.engine.factory import sampling_params
         from llamarl.engine.sequence import Sequence as TokenSequence
         from llamarl.seeding import derive_seed
 
-        asked: list[str | Messages] = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [self._encode(prompt, index, chat_template) for index, prompt in enumerate(asked)]
-        names = {field.name for field in dataclasses.fields(self.config.generator.sampling)}
-        if unknown := sorted(set(sampling) - names):
+        names = names or [f"prompts[{index}]" for index in range(len(prompts))]
+        tokens = [self._encode(prompt, name, chat_template) for prompt, name in zip(prompts, names, strict=True)]
+        known = {field.name for field in dataclasses.fields(self.config.generator.sampling)}
+        if unknown := sorted(set(sampling) - known):
             raise ConfigError(
-                f"generate has no setting {unknown[0]!r}; it has samples, seed, {', '.join(sorted(names))}"
+                f"generate has no setting {unknown[0]!r}; it has samples, seed, {', '.join(sorted(known))}"
             )
         if samples < 1:
             raise ConfigError(f"samples must be >= 1, got {samples}")
@@ -137,45 +220,64 @@ class LLM:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         params = sampling_params(changed, self.tokenizer)
-        sequences = [
+        for name, prompt in zip(names, tokens, strict=True):
+            if len(prompt) + params.max_new_tokens > self.context_length:
+                raise DataError(
+                    f"{name}: {len(prompt)} prompt tokens and max_new_tokens = {params.max_new_tokens} exceed the model's "
+                    f"context of {self.context_length} tokens: shorten the prompt or lower max_new_tokens"
+                )
+        return [
             TokenSequence(
                 prompt_index=index,
                 sample_index=sample,
-                prompt_tokens=prompt,
+                prompt_tokens=list(prompt),
                 params=params,
                 seed=derive_seed(seed, index, sample),
             )
             for index, prompt in enumerate(tokens)
             for sample in range(samples)
         ]
+
+    def decode(
+        self, sequences: Sequence[TokenSequence], after_step: Callable[[Sequence[TokenSequence]], None] | None = None
+    ) -> Iterator[TokenSequence]:
+        """Sample all at once; each is given back when it and those before it are finished.
+
+        Args:
+            after_step: Called with all of them after each step of the engine.
+        """
+        done = 0
         try:
             self._engine.add(sequences)
             while self._engine.has_work:
                 self._engine.step()
+                if after_step is not None:
+                    after_step(sequences)
+                while done < len(sequences) and sequences[done].finished:
+                    yield sequences[done]
+                    done += 1
         except ValueError as error:
             raise DataError(str(error)) from error
         finally:
             self._engine.suspend()  # nothing of an interrupted call may answer in the next one
-        return [self._completion(asked[s.prompt_index], s) for s in sequences]
 
-    def _encode(self, prompt: str | Messages, index: int, chat_template: bool) -> list[int]:
+    def _encode(self, prompt: str | Messages, name: str, chat_template: bool) -> list[int]:
         from llamarl.data.chat import render_prompt
         from llamarl.data.items import TaskItem, read_messages
 
-        where = f"prompts[{index}]"
+        data: DataConfig = self.config.data
         if isinstance(prompt, str):
             item = TaskItem(question=prompt)
+            data = data if chat_template else dataclasses.replace(data, chat_template="none")
         elif not self.tokenizer.chat_template:
-            raise DataError(f"{where}: this model has no chat template: give text instead of messages")
+            raise DataError(f"{name}: this model has no chat template: give text instead of messages")
         else:
-            item = TaskItem(question="", messages=tuple(read_messages({"messages": list(prompt)}, where) or ()))
-        data: DataConfig = self.config.data
-        if not isinstance(prompt, str) or not chat_template:
-            data = dataclasses.replace(data, chat_template="auto" if chat_template else "none")
+            item = TaskItem(question="", messages=tuple(read_messages({"messages": list(prompt)}, name) or ()))
+            data = dataclasses.replace(data, chat_template="auto")
         try:
             _, tokens = render_prompt(item, self.tokenizer, data)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise DataError(f"{name}: {error}") from error
         return [int(token) for token in tokens]
 
     def _completion(self, prompt: str | Messages, sequence: Any) -> Completion:

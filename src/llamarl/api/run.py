@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from llamarl.config import RunConfig, load_config
 from llamarl.errors import ConfigError
-from llamarl.reading import read_toml
+from llamarl.reading import read_toml, user_path
 
 if TYPE_CHECKING:
     from llamarl.api.llm import LLM, Completion
@@ -62,9 +62,9 @@ class Run:
     """
 
     def __init__(self, dir: str | os.PathLike[str]) -> None:
-        self.dir = Path(dir).expanduser().resolve()
+        self.dir = user_path(dir, "RUN").resolve()
         if not (self.dir / _CONFIG_FILE).is_file():
-            raise ConfigError(f"{self.dir} holds no run (no {_CONFIG_FILE})")
+            raise ConfigError(f"{self.dir} holds no run (no {_CONFIG_FILE}): give the folder of a run")
 
     @property
     def config(self) -> RunConfig:

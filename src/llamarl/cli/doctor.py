@@ -157,20 +157,16 @@ def _compare(args: argparse.Namespace) -> int:
     config = _generator(args)
     import numpy as np
 
-    from llamarl.controller.preflight import check_engine
     from llamarl.engine.factory import resolve_device
     from llamarl.executors.mismatch import judge, measure, sample_and_score
     from llamarl.executors.self_check import check_architecture
-    from llamarl.models.folders import check_supported, local_model_path
+    from llamarl.models.folders import check_supported
     from llamarl.models.loading import context_length, load_tokenizer
     from llamarl.models.precision import settle_precision
 
     quantization = config.generator.quantization
     rho = math.inf if config.algorithm.rho == "none" else float(config.algorithm.rho)
     device = resolve_device(args.device)
-    check_engine(config, sections=["generator"])
-    path = local_model_path(config.model.path, code=config.model.trust_remote_code)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
     config = settle_precision(config)
     engine = config.generator.engine
     uses: list[Use] = ["train", "vllm" if engine.name == "vllm" else "generate"]
@@ -250,38 +246,27 @@ def _read_prompts(file: str) -> tuple[str, ...]:
 
 def _generator(args: argparse.Namespace) -> RunConfig:
     """The run's own configuration, or the defaults, with what the flags say on top."""
-    from llamarl.config import ModelConfig, RunConfig, load_config
+    from llamarl.api.llm import open_policy
     from llamarl.errors import ConfigError
-    from llamarl.models.named import find_model
 
-    named = find_model(args.model)
+    quantized = args.precision in ("int8", "fp8")
+    dtype = "bfloat16" if args.precision == "fp8" else None if quantized else args.precision
+    quantization = None if args.precision is None else args.precision if quantized else "none"
+    router = "live" if args.engine not in (None, "native") else args.router  # no other engine notes its experts
+    settings = {
+        "generator.engine.name": ("--engine", args.engine),
+        "generator.engine.dtype": ("--precision", dtype),
+        "generator.quantization": ("--precision", quantization),
+        "generator.sampling.temperature": ("--temperature", args.temperature),
+        "generator.device": ("--device", args.device),
+        "algorithm.rho": ("--rho", args.rho),
+        "trainer.dtype": ("--trainer-precision", args.trainer_precision),
+        "trainer.router": ("--router", router),
+    }
+    named, config = open_policy(args.model, settings=settings)
     if named.adapter is not None:
         raise ConfigError(f"doctor compares whole models, {args.model} is an adapter: merge it first (llamarl export)")
-    config = RunConfig() if named.recipe is None else load_config(named.recipe)
-    generator, algorithm, trainer = config.generator, config.algorithm, config.trainer
-    engine, quantization = generator.engine, generator.quantization
-    if args.engine is not None:
-        engine = dataclasses.replace(engine, name=args.engine)
-    if args.precision in ("int8", "fp8"):
-        dtype = "bfloat16" if args.precision == "fp8" else engine.dtype
-        engine, quantization = dataclasses.replace(engine, dtype=dtype), args.precision
-    elif args.precision is not None:
-        engine, quantization = dataclasses.replace(engine, dtype=args.precision), "none"
-    sampling = generator.sampling
-    if args.temperature is not None:
-        sampling = dataclasses.replace(sampling, temperature=args.temperature)
-    if args.rho is not None:
-        algorithm = dataclasses.replace(algorithm, rho=args.rho)
-    if args.trainer_precision is not None:
-        trainer = dataclasses.replace(trainer, dtype=args.trainer_precision)
-    if args.router is not None or engine.name != "native":  # no other engine notes its experts
-        trainer = dataclasses.replace(trainer, router=args.router or "live")
-    device = "auto" if args.device == "auto" else args.device
-    generator = dataclasses.replace(
-        generator, engine=engine, quantization=quantization, sampling=sampling, device=device, dp=1, tp=1
-    )
-    model = ModelConfig(path=named.path, trust_remote_code=config.model.trust_remote_code)
-    return dataclasses.replace(config, model=model, generator=generator, algorithm=algorithm, trainer=trainer)
+    return config
 
 
 def _with_length(config: RunConfig, new_tokens: int) -> RunConfig:

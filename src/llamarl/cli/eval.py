@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
-from llamarl.errors import ConfigError, Mistake, ModelError
-from llamarl.models.named import NamedModel, find_model
+from llamarl.cli.flags import OutputFile
+from llamarl.errors import Mistake, ModelError
+
+if TYPE_CHECKING:
+    from llamarl.models.named import NamedModel
 
 __all__ = ["add_parser", "run"]
 
@@ -54,27 +55,22 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from llamarl.config import load_config
-    from llamarl.controller.preflight import check_engine
-    from llamarl.models.folders import local_model_path
+    from llamarl.api.llm import open_policy
 
-    named = find_model(args.model, args.base)
-    recipe = args.recipe or named.recipe
-    given = {"model.path": ("model", json.dumps(named.path, ensure_ascii=False))}
-    for key, flag in (("num_prompts", "prompts"), ("samples_per_prompt", "samples"), ("temperature", "temperature")):
-        if getattr(args, flag) is not None:
-            given[f"evaluation.{key}"] = (f"--{flag}", str(getattr(args, flag)))
-    own = ["--model.revision", '""']  # the recipe's is of another model
-    overrides = [word for key, (_, value) in given.items() for word in (f"--{key}", value)]
-    try:
-        config = load_config(recipe, [*own, *args.overrides, *overrides], [_find_missing])
-    except ConfigError as error:
-        refuse_flags(in_flags(error.mistakes, {key: flag for key, (flag, _) in given.items()}), "the configuration")
-        raise
-    check_engine(config, sections=["evaluation"])
-    model = config.model
-    path = local_model_path(model.path, revision=model.revision, code=model.trust_remote_code)
-    config = dataclasses.replace(config, model=dataclasses.replace(model, path=path, revision=""))
+    settings = {
+        "evaluation.num_prompts": ("--prompts", args.prompts),
+        "evaluation.samples_per_prompt": ("--samples", args.samples),
+        "evaluation.temperature": ("--temperature", args.temperature),
+    }
+    named, config = open_policy(
+        args.model,
+        base=args.base,
+        recipe=args.recipe,
+        words=args.overrides,
+        settings=settings,
+        checks=[_find_missing],
+        section="evaluation",
+    )
     if (note := named.narrowed()) is not None:
         print(note, file=sys.stderr)
     _compute_as_in_a_run(config.evaluation.threads)

@@ -56,14 +56,12 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from llamarl.api.run import Run
     from llamarl.checkpoint.storage import CheckpointStore
-    from llamarl.config import load_config
     from llamarl.controller.model_sources import fetch_weights, local
 
-    run_dir, out = Path(args.run_dir).expanduser(), Path(args.out).expanduser()
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir} holds no run (no config.toml): give the folder of a run")
-    config = load_config(run_dir / "config.toml")
+    given = Run(args.run_dir)
+    run_dir, config, out = given.dir, given.config, Path(args.out).expanduser()
     if args.adapter and not config.lora.rank:
         raise ConfigError(f"--adapter: {run_dir} trained all weights (lora.rank is 0); leave it out")
     if args.adapter and args.dtype not in (None, "float32"):

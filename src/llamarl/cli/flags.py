@@ -1,33 +1,23 @@
-"""What verbs share: mistakes told in the names that the user typed, and files written under the user's names."""
+"""What verbs share: refusing flags, and files written under the user's names."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from llamarl.errors import ConfigError, LlamaRLError, Mistake
 
-__all__ = ["OutputFile", "in_flags", "refuse_flags"]
+__all__ = ["OutputFile", "refuse_flags"]
 
 
-def in_flags(mistakes: Sequence[Mistake], names: Mapping[str, str]) -> list[Mistake]:
-    """The same mistakes by the names that the user typed.
-
-    Args:
-        names: Key of the configuration -> flag.
-    """
-    return [dataclasses.replace(mistake, key=names.get(mistake.key, mistake.key)) for mistake in mistakes]
-
-
-def refuse_flags(mistakes: Sequence[Mistake | str], where: str = "the command line") -> None:
+def refuse_flags(mistakes: Sequence[Mistake | str]) -> None:
     """Raises ConfigError with all of them, if there are any."""
     if mistakes:
         from llamarl.mistakes import list_mistakes
 
-        raise ConfigError(str(mistakes[0]) if len(mistakes) == 1 else list_mistakes(mistakes, where))
+        raise ConfigError(str(mistakes[0]) if len(mistakes) == 1 else list_mistakes(mistakes, "the command line"))
 
 
 class OutputFile:

@@ -9,18 +9,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llamarl.cli.flags import OutputFile, in_flags, refuse_flags
-from llamarl.errors import ConfigError, DataError, FileError, Mistake
-from llamarl.models.folders import local_model_path
-from llamarl.models.named import NamedModel, find_model
+from llamarl.cli.flags import OutputFile, refuse_flags
+from llamarl.errors import DataError, FileError, Mistake
 from llamarl.reading import parse_json, read_text
 
 if TYPE_CHECKING:
-    from llamarl.config import RunConfig
-    from llamarl.data.config import DataConfig
+    from llamarl.api.llm import LLM
+    from llamarl.engine.sequence import Sequence as TokenSequence
 
 __all__ = ["add_parser", "run"]
 
@@ -101,200 +99,124 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_flags(args)
-    named = find_model(args.model, args.base)
-    path = local_model_path(named.path, revision=args.revision, code=args.trust_remote_code)
+    from llamarl.api.llm import LLM, open_policy
+
+    sampling = _sampling(args)
+    settings = {
+        "generator.engine.dtype": ("--dtype", args.dtype),
+        "generator.quantization": ("--quantization", args.quantization),
+        "generator.device": ("--device", args.device),
+        "model.trust_remote_code": ("--trust-remote-code", args.trust_remote_code or None),
+    }
+    named, config = open_policy(args.model, base=args.base, revision=args.revision, settings=settings)
     requests = list(_requests(args))
     if not requests:
         raise DataError("no prompt: give --prompt, --input FILE.jsonl, or lines on standard input")
-    config = _config(args, named, path)
     with OutputFile(args.output, "--output") if args.output else contextlib.nullcontext() as output:
-        failed = _generate(args, config, named, requests, output)
+        failed = _generate(args, LLM.of(named, config), sampling, requests, output)
     return 1 if failed else 0
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    """Raises ConfigError with every value that no sampling could have, in the words of a recipe's sampling section."""
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of sampling, by the names of a recipe.
+
+    Raises:
+        ConfigError: With every flag that is wrong, or does not go with another.
+    """
     from pydantic import ValidationError
 
     from llamarl.executors.config import SamplingConfig
     from llamarl.mistakes import mistakes_of
 
+    flags = {name: f"--{name.replace('_', '-')}" for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    flags |= {"stop_strings": "--stop", "stop_token_ids": "--stop-token-id"}
+    values = {name: getattr(args, flag[2:].replace("-", "_")) for name, flag in flags.items()}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None}
     lines: list[Mistake | str] = [f"--{name} must be >= {least}, got {value}" for name, least, value in
              (("samples", 1, args.samples), ("seed", 0, args.seed)) if value < least]  # fmt: skip
-    values = _given_sampling(args)
     if args.prompt is not None and args.input is not None:
         lines.append("give --prompt or --input, not both")
-    if args.output is not None and args.input not in (None, "-") and _same_file(args.input, args.output):
-        lines.append(f"--output {args.output} is the file of --input: answers would replace the prompts")
+    if args.output is not None and args.input not in (None, "-"):
+        with contextlib.suppress(OSError):  # one is not there (yet)
+            if os.path.samefile(args.input, args.output):
+                lines.append(f"--output {args.output} is the file of --input: answers would replace the prompts")
     try:
         SamplingConfig(**values)
     except ValidationError as error:
-        names = {name: f"--{name.replace('_', '-')}" for name in values} | {
-            "stop_strings": "--stop",
-            "stop_token_ids": "--stop-token-id",
-        }
-        lines += in_flags(mistakes_of(error, SamplingConfig), names)
+        lines += [dataclasses.replace(one, key=flags[one.key]) for one in mistakes_of(error, SamplingConfig)]
     refuse_flags(lines)
-
-
-def _same_file(a: str, b: str) -> bool:
-    try:
-        return os.path.samefile(a, b)
-    except OSError:
-        return False  # one is not there (yet)
-
-
-def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user said of sampling, by the names of a recipe."""
-    values = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    values["stop_strings"] = None if args.stop is None else tuple(args.stop)
-    values["stop_token_ids"] = None if args.stop_token_id is None else tuple(args.stop_token_id)
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _config(args: argparse.Namespace, named: NamedModel, path: str | None = None) -> RunConfig:
-    """The run's own configuration, or the defaults, with what the user said of engine and prompts on top."""
-    from llamarl.config import ModelConfig, RunConfig, load_config
-
-    config = RunConfig() if named.recipe is None else load_config(named.recipe)
-    generator, data = config.generator, config.data
-    if args.dtype is not None:
-        generator = dataclasses.replace(generator, engine=dataclasses.replace(generator.engine, dtype=args.dtype))
-    if args.quantization is not None:
-        generator = dataclasses.replace(generator, quantization=args.quantization)
-    if args.no_chat_template:
-        data = dataclasses.replace(data, chat_template="none")
-    code = args.trust_remote_code or config.model.trust_remote_code
-    model = ModelConfig(path=path or named.path, trust_remote_code=code)
-    return dataclasses.replace(config, model=model, generator=generator, data=data)
-
-
-def _check_quantization(config: RunConfig, device: str) -> None:
-    from llamarl.engine.config import QUANTIZATIONS
-
-    engine, quantization = config.generator.engine.name, config.generator.quantization
-    choices = QUANTIZATIONS[engine, device.partition(":")[0]]
-    if quantization not in choices:
-        raise ConfigError(
-            f"--quantization {quantization} is not available on {device}: use one of {', '.join(choices)}"
-        )
+    return values
 
 
 def _generate(
-    args: argparse.Namespace, config: RunConfig, named: NamedModel, requests: list[_Request], output: OutputFile | None
+    args: argparse.Namespace,
+    llm: LLM,
+    sampling: dict[str, Any],
+    requests: list[_Request],
+    output: OutputFile | None,
 ) -> int:
     """How many answers failed."""
     from llamarl.data.prompts import holds_unknown, unknown_text_warning, unknown_token_id
-    from llamarl.engine.factory import make_engine, resolve_device, sampling_params
-    from llamarl.engine.sequence import Sequence
-    from llamarl.executors.self_check import check_generated
-    from llamarl.executors.version_loader import load_adapter
-    from llamarl.models.loading import context_length, load_tokenizer
-    from llamarl.seeding import derive_seed
 
-    device = resolve_device(args.device)
-    _check_quantization(config, device)
-    model = config.model.path
-    check_generated(config)
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    prompts = [_encode(request, tokenizer, config.data) for request in requests]
-    unknown = unknown_token_id(tokenizer)
-    if unread := [i for i, prompt in enumerate(prompts) if holds_unknown(prompt, unknown)]:
-        first = "--prompt" if args.prompt is not None else f"that of {requests[unread[0]].where}"
+    names = [request.where for request in requests]
+    prompts = [request.record.get("messages") or request.record["prompt"] for request in requests]
+    sequences = llm.sequences(
+        prompts, names=names, samples=args.samples, seed=args.seed, chat_template=not args.no_chat_template, **sampling
+    )
+    unknown = unknown_token_id(llm.tokenizer)
+    if unread := [s.prompt_index for s in sequences[:: args.samples] if holds_unknown(s.prompt_tokens, unknown)]:
+        first = "--prompt" if args.prompt is not None else f"that of {names[unread[0]]}"
         print(unknown_text_warning(len(unread), len(prompts), "prompts", first), file=sys.stderr)
-    context = context_length(model) or 1 << 20
-    sampling = _given_sampling(args)
-    if named.run is None:
-        sampling.setdefault("max_new_tokens", max(1, min(256, context - max(map(len, prompts)))))
-    params = sampling_params(dataclasses.replace(config.generator.sampling, **sampling), tokenizer)
-    refuse_flags([
-        f"{request.where}: {len(prompt)} prompt tokens and --max-new-tokens {params.max_new_tokens} exceed the model's context "
-        f"of {context} tokens: shorten the prompt or lower --max-new-tokens"
-        for request, prompt in zip(requests, prompts, strict=True)
-        if len(prompt) + params.max_new_tokens > context
-    ])  # fmt: skip
-    engine = make_engine(config, tokenizer, device=device)
-    if named.adapter is not None:
-        load_adapter(engine, named.adapter, model_path=model)
-    sequences = [
-        Sequence(
-            prompt_index=index,
-            sample_index=sample,
-            prompt_tokens=list(prompt),
-            params=params,
-            seed=derive_seed(args.seed, index, sample),
-        )
-        for index, prompt in enumerate(prompts)
-        for sample in range(args.samples)
-    ]
-    try:
-        engine.add(sequences)
-    except ValueError as error:
-        raise DataError(str(error)) from error
     as_json = args.input is not None or args.output is not None
     if len(sequences) == 1 and not as_json:
-        _stream(engine, sequences[0], tokenizer)
-        return _tell_failures(requests, sequences)
-    write = _print if output is None else output.write_line
-    progress = _Progress(len(sequences)) if output is not None or not sys.stdout.isatty() else None
-    written = 0
-    while engine.has_work:
-        engine.step()
-        while written < len(sequences) and sequences[written].finished:  # in order; later ones wait for their turn
-            sequence = sequences[written]
-            answer = _answer(requests[sequence.prompt_index], sequence, tokenizer, as_json=as_json)
-            write(answer if as_json else f"{_label(sequence, args.samples)}\n{answer}")
-            written += 1
-        if progress is not None:
-            progress.show(sequences)
-    return _tell_failures(requests, sequences)
-
-
-def _tell_failures(requests: list[_Request], sequences: list[Any]) -> int:
+        _stream(llm, sequences)
+    else:
+        progress = _Progress() if output is not None or not sys.stdout.isatty() else None
+        for sequence in llm.decode(sequences, progress):
+            answer = _answer(requests[sequence.prompt_index], sequence, llm.tokenizer, as_json=as_json)
+            text = answer if as_json else f"{_label(sequence, args.samples)}\n{answer}"
+            print(text, flush=True) if output is None else output.write_line(text)
     failed = [sequence for sequence in sequences if sequence.finish_reason == "error"]
     for sequence in failed:
-        print(f"{requests[sequence.prompt_index].where}: no answer: {sequence.error}", file=sys.stderr)
+        print(f"{names[sequence.prompt_index]}: no answer: {sequence.error}", file=sys.stderr)
     return len(failed)
 
 
-def _stream(engine: Any, sequence: Any, tokenizer: Any) -> None:
-    """A single answer, as it comes."""
-    shown = 0
-    while engine.has_work:
-        engine.step()
-        text = str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # half of a multi-byte character
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-    print(str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))[shown:])
+def _stream(llm: LLM, sequences: Sequence[TokenSequence]) -> None:
+    """Print a single answer as it comes."""
+    shown = ""
+
+    def show(sequences: Sequence[TokenSequence]) -> None:
+        nonlocal shown
+        text = str(llm.tokenizer.decode(sequences[0].tokens, skip_special_tokens=True))
+        if not text.endswith("\ufffd") or sequences[0].finished:  # half of a multi-byte character
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    for _ in llm.decode(sequences, show):
+        print()
 
 
-def _label(sequence: Any, samples: int) -> str:
+def _label(sequence: TokenSequence, samples: int) -> str:
     """Which prompt the answer below is for, counted from 1."""
     sample = f", sample {sequence.sample_index + 1}" if samples > 1 else ""
     return f"[prompt {sequence.prompt_index + 1}{sample}]"
 
 
 class _Progress:
-    """A line on standard error every few seconds, where answers do not go to the terminal."""
+    """Prints a line on standard error every few seconds, where answers do not go to the terminal."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self) -> None:
         self._began = self._shown = time.monotonic()
 
-    def show(self, sequences: list[Any]) -> None:
+    def __call__(self, sequences: Sequence[TokenSequence]) -> None:
         now = time.monotonic()
         if now - self._shown < _PROGRESS_EVERY_S:
             return
         self._shown = now
         finished = sum(sequence.finished for sequence in sequences)
         rate = sum(len(sequence.tokens) for sequence in sequences) / (now - self._began)
-        print(f"{finished} of {self._total} answers, {rate:.0f} tokens/s", file=sys.stderr, flush=True)
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
+        print(f"{finished} of {len(sequences)} answers, {rate:.0f} tokens/s", file=sys.stderr, flush=True)
 
 
 def _requests(args: argparse.Namespace) -> Iterator[_Request]:
@@ -352,25 +274,7 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _encode(request: _Request, tokenizer: Any, config: DataConfig) -> list[int]:
-    """The tokens of a request, as a run's prompts are made."""
-    from llamarl.data.chat import render_prompt
-    from llamarl.data.items import TaskItem
-
-    messages = request.record.get("messages")
-    if messages is not None and not tokenizer.chat_template:
-        raise DataError(f'{request.where}: this model has no chat template: give "prompt" instead of "messages"')
-    item = TaskItem(question=request.record.get("prompt", ""), messages=None if messages is None else tuple(messages))
-    if messages is not None:
-        config = dataclasses.replace(config, chat_template="auto")
-    try:
-        _, tokens = render_prompt(item, tokenizer, config)
-    except DataError as error:
-        raise DataError(f"{request.where}: {error}") from error
-    return [int(token) for token in tokens]
-
-
-def _answer(request: _Request, sequence: Any, tokenizer: Any, *, as_json: bool) -> str:
+def _answer(request: _Request, sequence: TokenSequence, tokenizer: Any, *, as_json: bool) -> str:
     text = str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
     if not as_json:
         return text

@@ -6,24 +6,25 @@ import argparse
 import difflib
 import gc
 import importlib
+import io
 import os
+import select
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any, TextIO
 
 from llamarl import __version__
-from llamarl.cli.streams import open_missing_streams
 from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
 from llamarl.process_end import end_process
 
 __all__ = ["VERBS", "command", "main"]
 
-VERBS = (
-    "train", "recipes", "new", "eval", "generate", "export", "plan", "simulate", "report", "watch", "scale", "worker", "doctor",
-    "completion",
-)  # fmt: skip
+_EVERY_DAY = ("train", "report", "watch", "eval", "generate", "export", "recipes", "new", "doctor", "completion")
+_AT_SCALE = ("plan", "simulate", "scale", "worker")
+VERBS = (*_EVERY_DAY, *_AT_SCALE)
 _NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")
 
 
@@ -41,15 +42,16 @@ def command() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. An expected error is printed once, without a traceback."""
-    open_missing_streams()
+    _open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="llamarl",
         description="Asynchronous, repeatable reinforcement learning for language models.",
         epilog="First steps: llamarl doctor; llamarl train tiny; llamarl new my-task; llamarl VERB --help.",
+        formatter_class=_InGroups,
     )
     parser.add_argument("--version", action="version", version=f"llamarl {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     words = _join_overrides(arguments)
     overrides = [word for word in words if _is_override(word)]
     words = [word for word in words if not _is_override(word)]  # argparse must not take them for the verb's own
@@ -67,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}{hint}")
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        if args.verb == "train":
+            _outlive_the_console()
         if args.verb in _NEED_TEMPORARY_FILES:
             _check_temporary_folder()
         return int(args.run(args))
@@ -79,6 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
         return RunInterrupted.exit_code
+
+
+class _InGroups(argparse.HelpFormatter):
+    """Lists verbs under what they are for."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        for title, first in (("every day", _EVERY_DAY[0]), ("at scale", _AT_SCALE[0])):
+            if action.metavar == first or getattr(action, "dest", None) == first:
+                return f"\n{' ' * (self._current_indent - 2)}{title}:\n{text}"
+        return text
 
 
 def _check_temporary_folder() -> None:
@@ -109,6 +124,81 @@ def _is_override(word: str) -> bool:
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started with closed standard descriptors (``>&-``) the null device in their place.
+
+    Without it the next file that is opened becomes standard output, and is written into by whoever prints.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            assert null == descriptor, f"descriptor {descriptor} was closed, the null device came as {null}"
+            os.set_inheritable(descriptor, True)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
+
+
+def _outlive_the_console() -> None:
+    """Send what follows to the null device once standard output or error cannot be written: a long run must not end because ``| head``
+    has read enough, the terminal is gone or the disk of a log file is full."""
+    sys.stdout = _outliving(sys.stdout)
+    sys.stderr = _outliving(sys.stderr)
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # a test's own stream
+        return stream
+    raw = _Outliving(descriptor)
+    try:
+        stream.flush()
+    except OSError:
+        raw.give_up()
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True, write_through=False
+    )
+
+
+class _Outliving(io.RawIOBase):
+    """Writes to a descriptor until that fails, which it hides. A full one is waited for, also where whoever shares it (a terminal
+    with a program beside this one) made it non-blocking."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any, /) -> int:
+        while True:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError:
+                self.give_up()
+                return memoryview(data).nbytes
+
+    def give_up(self) -> None:
+        """The descriptor stays open, so that nobody else gets its number, and children that share it may print."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._descriptor)
+        os.close(null)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 __all__ = ["add_parser", "run"]
@@ -29,7 +28,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.set_defaults(run=run)
     if not full:
         return
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="folder of a run that goes on")
+    parser.add_argument("run_dir", metavar="RUN", help="folder of a run that goes on")
     parser.add_argument("change", metavar="generator=N", help="the replicas that it shall have (generator.dp)")
     parser.add_argument(
         "--wait", metavar="S", type=float, default=600.0, help="longest wait for the tick at work to end (default: 600)"
@@ -38,8 +37,8 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and wait for the answer. Raises ConfigError for what is refused, and where nobody carries the run out (any more)."""
-    from llamarl.config import load_config
-    from llamarl.controller.run_folder import CONFIG_FILE, who_holds
+    from llamarl.api.run import Run
+    from llamarl.controller.run_folder import who_holds
     from llamarl.controller.scaling import (
         answer_to,
         ask,
@@ -55,10 +54,8 @@ def run(args: argparse.Namespace) -> int:
     executor, _, number = args.change.partition("=")
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected generator=N, with N replicas, got {args.change!r}")
-    run_dir: Path = args.run_dir.resolve()
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise ConfigError(f"{run_dir} holds no run (no {CONFIG_FILE})")
-    config, replicas = load_config(run_dir / CONFIG_FILE), int(number)
+    run = Run(args.run_dir)
+    run_dir, config, replicas = run.dir, run.config, int(number)
     if why := why_not_scale(config, executor) or why_not_replicas(config, replicas):
         raise ConfigError(why)
     later = f"to go on with it so: llamarl train --resume {run_dir} --generator.dp {number}"

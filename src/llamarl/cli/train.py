@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llamarl.cli.streams import outlive_the_console
 from llamarl.reading import user_path
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ Runs generator, reward and trainer at once, each in its own process, as a recipe
   llamarl train --resume runs/tiny --run.num_ticks 200      the same, and longer
   llamarl train --resume runs/tiny --fork runs/slower --optimizer.lr 1e-5
                                                             a new run from that checkpoint, with other settings
-  llamarl train tiny --supervise                            and resume it by itself when its controller dies
   llamarl train recipes/tiny.toml --schedule.weights latest in-flight weight updates; decisions go to events.jsonl
   llamarl train --replay runs/tiny                          repeat such a run from its event log, bit for bit
   llamarl train recipes/tiny.toml --dry-run                 print the configuration, graph and placement; run nothing
@@ -81,12 +79,6 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         help="a host on which `llamarl worker` runs: it keeps a copy of the run's folder, and goes on with the run when this machine is "
         "gone (docs/survival.md)",
     )
-    parser.add_argument(
-        "--supervise",
-        action="store_true",
-        help="run it below this process and resume it by itself when its controller dies, or fails with progress since the last time, "
-        "at most recovery.max_restarts times within recovery.window_s (docs/survival.md)",
-    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
     if full:
@@ -101,15 +93,12 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.controller.preflight import find_missing, find_without_effect
     from llamarl.errors import ConfigError
 
-    outlive_the_console()
     overrides = list(args.overrides)
     hosts = _hosts(args, overrides)
     if args.standby is not None:
         overrides.append(f"--hosts.standby={args.standby}")
     if args.fork and not args.resume:
         raise ConfigError("--fork needs --resume RUN_DIR: the run whose checkpoint the new one begins with")
-    if args.supervise:
-        return _supervise(args, [*overrides, *hosts])
     if args.replay:
         return _replay(args, overrides, hosts)
     if args.resume:
@@ -172,27 +161,6 @@ def modules_of_model(path: str) -> tuple[str, ...]:
     return (f"transformers.models.{kind}.modeling_{kind}", "llamarl.models.first_load")
 
 
-def _supervise(args: argparse.Namespace, overrides: list[str]) -> int:
-    from llamarl.cli.supervise import supervise
-    from llamarl.config import load_config
-    from llamarl.controller.preflight import find_missing, find_without_effect
-    from llamarl.errors import ConfigError
-
-    if args.replay or args.fork or args.dry_run or not (args.recipe or args.resume):
-        raise ConfigError(
-            "--supervise goes with a recipe or --resume RUN_DIR, not with --replay, --fork or --dry-run, which it would start again"
-        )
-    if args.resume:
-        run_dir = user_path(args.resume, "--resume").resolve()
-        words = ["--resume", str(run_dir), *([args.recipe] if args.recipe else [])]
-        recovery = load_config(run_dir / "config.toml").recovery
-    else:
-        words = [args.recipe]
-        config = load_config(args.recipe, overrides, [find_missing, find_without_effect])
-        run_dir, recovery = user_path(config.run.dir, "run.dir").resolve(), config.recovery
-    return supervise(words, overrides, run_dir, max_restarts=recovery.max_restarts, window_s=recovery.window_s)
-
-
 def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """What --hosts and --on set, as overrides."""
     from llamarl.errors import ConfigError
@@ -243,7 +211,7 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
 
 
 def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
-
+    from llamarl.api.run import Run
     from llamarl.config import load_config, read_settings
     from llamarl.controller.preflight import find_missing
     from llamarl.controller.replay import replay_folder, replay_run
@@ -254,9 +222,7 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):
         if other:
             raise ConfigError(f"--replay takes the run's own configuration and log: leave {name} out")
-    source = user_path(args.replay, "--replay").resolve()
-    if not (source / "config.toml").is_file():
-        raise ConfigError(f"--replay: {source} holds no run (no config.toml)")
+    source = Run(args.replay).dir
     into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
     words = [*into, *overrides, *hosts]
     refuse_code_of_a_run(load_config(source / "config.toml", words), source, read_settings(None, overrides))

@@ -243,9 +243,10 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
         for wanted, quantization in asked.items():
             if quantization and quantization not in choices:
                 where = f"{key} = {device!r}" + (f", here {kind}" if device == "auto" else "")
-                raise ConfigError(
-                    f"{wanted} is {quantization!r}, which the {engine} engine does not have on {kind} ({where}): "
-                    f"use one of {', '.join(choices)}"
+                raise ConfigError.at(
+                    wanted,
+                    f"is {quantization!r}, which the {engine} engine does not have on {kind} ({where}): "
+                    f"use one of {', '.join(choices)}",
                 )
 
 

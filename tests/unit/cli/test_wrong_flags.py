@@ -85,7 +85,11 @@ def test_every_wrong_flag_of_generate_is_told_at_once_by_its_own_name(capsys: py
             ["--temperature", "nan"],
             "--temperature must be a finite number, got nan (Logits are divided by it; 0 is greedy)",
         ),
-        (["--quantization", "fp8"], "--quantization fp8 is not available on cpu: use one of none, int8"),
+        (
+            ["--quantization", "fp8"],
+            "--quantization is 'fp8', which the native engine does not have on cpu (generator.device = 'auto', here cpu): "
+            "use one of none, int8",
+        ),
         (
             ["--output", "/no/such/folder/x"],
             "--output /no/such/folder/x: cannot be written (No such file or directory); give a file in a folder that exists",
@@ -106,7 +110,7 @@ def test_one_wrong_flag_of_generate_is_one_line(
         ('{"prompt": null}', "field 'prompt' is NoneType None, expected text"),
         ('{"messages": "hello"}', "field 'messages' is 'hello', expected a list"),
         ('{"messages": [{"role": "user", "content": 5}]}', "expected a list of {role, content}"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', 'no chat template: give "prompt" instead of "messages"'),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no chat template: give text instead of messages"),
         ('{"prompt": ""}', "gives a prompt without a token"),
         ('{"question": "a"}', 'expected an object with "prompt" or "messages"'),
         ('{"prompt": ', "not JSON"),

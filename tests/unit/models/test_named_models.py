@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from llamarl.cli import generate
+from llamarl.api.llm import open_policy
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.exported import ExportFacts, Narrowing, write_export
@@ -86,25 +85,26 @@ def test_a_torn_export_is_refused_and_a_narrower_one_is_told(tmp_path: Path) -> 
         find_model(str(run))
 
 
-def test_generate_takes_engine_and_sampling_from_the_run_and_flags_change_them(tmp_path: Path) -> None:
+def test_a_runs_engine_and_sampling_are_its_own_and_settings_change_them(tmp_path: Path) -> None:
     recipe = (
         'generator = { quantization = "int8", engine = { dtype = "bfloat16" }, '
         'sampling = { temperature = 0.5, top_k = 3, stop_strings = ["#"] } }'
     )
     run = write_run(tmp_path / "run", recipe)
-    named = NamedModel(str(write_model(run / "model")), run=run)
-    verbs = argparse.ArgumentParser().add_subparsers()
-    generate.add_parser(verbs)
-    parser = verbs.choices["generate"]
-    config = generate._config(parser.parse_args([str(run)]), named)
+    write_model(run / "model")
+    named, config = open_policy(str(run))
+    assert (named.run, config.model.path) == (run, str(run / "model"))
     assert (config.generator.engine.dtype, config.generator.quantization) == ("bfloat16", "int8")
     assert (config.generator.sampling.temperature, config.generator.sampling.stop_strings) == (0.5, ("#",))
-    assert config.model.path == str(run / "model")
-    flags = ["--dtype", "float32", "--quantization", "none", "--temperature", "0", "--stop", "x"]
-    args = parser.parse_args([str(run), *flags])
-    config = generate._config(args, named)
-    assert (config.generator.engine.dtype, config.generator.quantization) == ("float32", "none")
-    assert generate._given_sampling(args) == {"temperature": 0.0, "stop_strings": ("x",)}
+    settings = {
+        "generator.quantization": ("--quantization", "none"),
+        "generator.sampling.temperature": ("--temperature", 0.7),
+        "generator.sampling.stop_strings": ("--stop", ["x"]),
+        "generator.engine.dtype": ("--dtype", None),
+    }
+    _, config = open_policy(str(run), settings=settings)
+    assert (config.generator.engine.dtype, config.generator.quantization) == ("bfloat16", "none")
+    assert (config.generator.sampling.temperature, config.generator.sampling.stop_strings) == (0.7, ("x",))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 LINES = """
 import sys
-from llamarl.cli.streams import open_missing_streams, outlive_the_console
-open_missing_streams()
-outlive_the_console()
+from llamarl.cli.main import _open_missing_streams, _outlive_the_console
+_open_missing_streams()
+_outlive_the_console()
 for number in range(20000):
     print("line", number)
     print("trouble", number, file=sys.stderr)
@@ -82,9 +82,7 @@ def test_a_full_pipe_that_somebody_made_non_blocking_is_waited_for(tmp_path: Pat
 def test_a_terminal_is_still_seen_as_one() -> None:
     """The live console asks the stream."""
     main, side = os.openpty()
-    code = (
-        "import sys; from llamarl.cli.streams import outlive_the_console as o; o(); sys.exit(not sys.stdout.isatty())"
-    )
+    code = "import sys; from llamarl.cli.main import _outlive_the_console as o; o(); sys.exit(not sys.stdout.isatty())"
     assert subprocess.run([sys.executable, "-c", code], stdout=side, timeout=60).returncode == 0
     os.close(main)
     os.close(side)
