@@ -162,12 +162,12 @@ def _compare(args: argparse.Namespace) -> int:
     from llamarl.executors.self_check import check_architecture
     from llamarl.models.folders import check_supported
     from llamarl.models.loading import context_length, load_tokenizer
-    from llamarl.models.precision import settle_precision
+    from llamarl.models.precision import resolve_precision
 
     quantization = config.generator.quantization
     rho = math.inf if config.algorithm.rho == "none" else float(config.algorithm.rho)
     device = resolve_device(args.device)
-    config = settle_precision(config)
+    config = resolve_precision(config)
     engine = config.generator.engine
     uses: list[Use] = ["train", "vllm" if engine.name == "vllm" else "generate"]
     if quantization != "none":

@@ -205,7 +205,7 @@ def run_graph(
             for name, handles in report.outputs.items():
                 marking.put_back(name, report.tick, handles)
         else:
-            report = report if replacing is None else replacing.told_of(report)
+            report = report if replacing is None else replacing.with_recovery_metrics(report)
             if stragglers is not None:
                 stragglers.note(marking.busy[report.executor], report.finished_s - report.started_s)
             marking.complete(report.executor, report.tick, report.outputs)
@@ -213,7 +213,7 @@ def run_graph(
                 journal.append(report)
             for observer in observers:
                 observer.on_report(report)
-        orders.go_on(report.executor)
+        orders.next_order(report.executor)
         _tell_sinks(graph, runtime, marking, report)
         if checkpoints and not report.at_start:
             if checkpoints.due(report.tick):

@@ -23,7 +23,7 @@ from llamarl.controller.frozen_models import record_models
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
-from llamarl.controller.run import absolute_dir, description, execute, prepare, save_settings, settle_rate
+from llamarl.controller.run import absolute_dir, description, execute, fix_end_of_decay, prepare, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
 from llamarl.controller.settings import Difference, differences
 from llamarl.errors import CheckpointError, ConfigError
@@ -57,7 +57,7 @@ def fork_run(config: RunConfig, source: Path) -> None:
     run_dir = absolute_dir(config)
     refuse_a_run(run_dir)
     begun = load_config(source / CONFIG_FILE)
-    prepared = prepare(settle_rate(config, begun))
+    prepared = prepare(fix_end_of_decay(config, begun))
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     checkpoint = CheckpointStore(source / "checkpoints").load()

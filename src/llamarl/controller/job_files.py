@@ -232,7 +232,7 @@ def open_job_files(
     hosts = [_host(number, worker, key, run_id) for number, worker in workers.items()]
     question = ask(run_dir)
 
-    def settle(host: _Host) -> None:
+    def compare_folder(host: _Host) -> None:
         host.why_apart = 'hosts.run_folder = "own"'
         if not own_folders:
             host.why_apart = judge(question, host.client.host, host.client.share(question))
@@ -240,7 +240,7 @@ def open_job_files(
             host.open_run()
 
     try:
-        _on_all(hosts, settle)
+        _on_all(hosts, compare_folder)
     except BaseException:
         for host in hosts:
             host.client.close()
@@ -265,11 +265,11 @@ def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> d
     hosts = [_host(number, worker, key, "") for number, worker in enumerate(workers)]
     question = ask(folder)
 
-    def settle(host: _Host) -> None:
+    def compare_folder(host: _Host) -> None:
         host.why_apart = judge(question, host.client.host, host.client.share(question))
 
     try:
-        _on_all(hosts, settle)
+        _on_all(hosts, compare_folder)
     finally:
         withdraw(question)
         for host in hosts:

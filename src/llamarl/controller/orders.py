@@ -1,6 +1,6 @@
 """Orders of a run: who works at what, since when, and what is repeated before it.
 
-firing ─▶ give ─────────────▶ runtime          report ─▶ go_on ─▶ the next of what is repeated, then the order that waits
+firing ─▶ give ─────────────▶ runtime          report ─▶ next_order ─▶ the next of what is repeated, then the order that waits
 Redo ──▶ again: repeated ticks ─▶ runtime
 """
 
@@ -61,9 +61,9 @@ class Orders:
         lost = (tick for _, tick in self._marking.withdrawn(executor))
         self._begins[executor] = first_tick
         self._repeat[executor] = min([first_tick, *lost])
-        self.go_on(executor)
+        self.next_order(executor)
 
-    def go_on(self, executor: str) -> None:
+    def next_order(self, executor: str) -> None:
         """An executor has reported, or stands ready."""
         self.drop(executor)
         tick = self._repeat.get(executor)

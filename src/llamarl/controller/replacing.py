@@ -117,7 +117,7 @@ class Replacing:
         self._moved[spec.name] = time.monotonic()
         runtime.rescale(spec, incarnation=self._recovery.renew(spec.name), first_tick=first_tick)
 
-    def told_of(self, report: Report) -> Report:
+    def with_recovery_metrics(self, report: Report) -> Report:
         """The report, with what a replacement has cost where it is the first after one."""
         moved_s = self._moved.pop(report.executor, None)
         if moved_s is not None:

@@ -24,11 +24,11 @@ from llamarl.controller.run import (
     absolute_dir,
     describe_plan,
     execute,
+    fix_end_of_decay,
     join_network,
     num_rows,
     prepare,
     save_settings,
-    settle_rate,
 )
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
@@ -120,7 +120,7 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
     """
     run_dir = absolute_dir(config)
     begun = load_config(run_dir / CONFIG_FILE)
-    prepared = prepare(settle_rate(config, begun), begun)
+    prepared = prepare(fix_end_of_decay(config, begun), begun)
     try:
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         if not store.list():
@@ -147,12 +147,12 @@ def resume_run(config: RunConfig) -> None:
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
     refuse_if_held(run_dir)
     begun = load_config(run_dir / CONFIG_FILE)
-    prepared = prepare(settle_rate(config, begun), begun)
+    prepared = prepare(fix_end_of_decay(config, begun), begun)
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     refuse_other_models(prepared.local, run_dir)
     with held(run_dir) as folder:
-        folder.go_on()
+        folder.keep_id()
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         for note in store.clean():
             print(left_behind(store.folder / note, store.list()), file=sys.stderr)
@@ -163,7 +163,7 @@ def resume_run(config: RunConfig) -> None:
                 )
                 return
             _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
-            _go_on(prepared, folder, after_tick=-1, load_from=None)
+            _continue_run(prepared, folder, after_tick=-1, load_from=None)
             return
         checkpoint = store.load()
         _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
@@ -183,10 +183,10 @@ def resume_run(config: RunConfig) -> None:
             )
             return
         store.clean(after_tick=checkpoint.tick)
-        _go_on(prepared, folder, after_tick=checkpoint.tick, load_from=checkpoint.path)
+        _continue_run(prepared, folder, after_tick=checkpoint.tick, load_from=checkpoint.path)
 
 
-def _go_on(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from: Path | None) -> None:
+def _continue_run(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from: Path | None) -> None:
     """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
     join_network(prepared)

@@ -47,11 +47,11 @@ from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, resca
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
-from llamarl.controller.weight_edges import WeightEdge, settle_weight_edges
+from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.environments.code import warning_of_no_box
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.precision import settled_precisions
+from llamarl.models.precision import resolved_precisions
 from llamarl.observability.events import REPLAY_FILE, EventLog
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
@@ -81,7 +81,7 @@ __all__ = [
     "plan_run",
     "prepare",
     "save_settings",
-    "settle_rate",
+    "fix_end_of_decay",
     "start",
     "start_run",
 ]
@@ -194,10 +194,10 @@ def num_rows(run_dir: Path) -> int:
     return max((int(row.get("step") or 0) for row in read_metrics(path)), default=-1) + 1 if path.is_file() else 0
 
 
-def settle_rate(config: RunConfig, begun: RunConfig) -> RunConfig:
+def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
     """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with the run that it describes."""
 
-    def settled(optimizer: OptimizerConfig, earlier: OptimizerConfig) -> OptimizerConfig:
+    def with_end(optimizer: OptimizerConfig, earlier: OptimizerConfig) -> OptimizerConfig:
         if optimizer.schedule == "constant" or optimizer.decay_ticks:
             return optimizer
         return dataclasses.replace(optimizer, decay_ticks=earlier.decay_ticks or begun.run.num_ticks)
@@ -205,7 +205,7 @@ def settle_rate(config: RunConfig, begun: RunConfig) -> RunConfig:
     for role in ROLES.values():
         if role.optimizer:
             mine, earlier = (attrgetter(role.optimizer)(one) for one in (config, begun))
-            config = _replace(config, role.optimizer, settled(mine, earlier))
+            config = _replace(config, role.optimizer, with_end(mine, earlier))
     return config
 
 
@@ -261,7 +261,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     """
     if warning := warning_of_no_box(config.task):
         print(warning, file=sys.stderr)
-    recorded = pinned(settle_rate(config, config))
+    recorded = pinned(fix_end_of_decay(config, config))
     config = local(recorded)
     check_models(config)
     check_reward_models(config)
@@ -278,7 +278,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)
     try:
-        prepared = _settle(recorded, config, folder, graph, hosts)
+        prepared = _place_executors(recorded, config, folder, graph, hosts)
     except BaseException:
         if hosts is not None:
             hosts.close()
@@ -288,7 +288,9 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     return prepared
 
 
-def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None) -> Prepared:
+def _place_executors(
+    recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None
+) -> Prepared:
     """Threads, devices and transports, on this machine or on hosts."""
     colocated = colocated_group(config, graph)
     if hosts is None:
@@ -303,7 +305,7 @@ def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, 
     }
     config, recorded = with_settings(config, used), with_settings(recorded, used)
     processor = hosts.facts["processor"] if hosts is not None else ""
-    precisions = settled_precisions(config, processor)
+    precisions = resolved_precisions(config, processor)
     config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
     if config.lora.rank and not config.lora.targets:
         from llamarl.models.adapters import with_targets
@@ -322,7 +324,7 @@ def _settle(recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, 
         raise ConfigError(why_no_room(hosts.absent, hosts.named, str(error))) from error
     executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
     graph = Graph(executors, graph.channels)
-    graph, weight_edges = settle_weight_edges(config, graph, hosts=placement.hosts or None)
+    graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
     _tell_of_micro_batches(config, folder)
     if config.trainer.activation_offload and config.trainer.device == "cpu":
@@ -552,7 +554,7 @@ def execute(
         remove_partial(run_dir)
         if files is not None and stopped:
             files.hurry()
-        checkpoints.settle()
+        checkpoints.flush()
         if standby is not None:
             standby.close()
         if files is not None:
@@ -563,7 +565,7 @@ def execute(
         if stopped and not folder.identity.change():
             last = next(reversed(store.list()), None)
             print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), config.run.num_ticks)}", file=sys.stderr)
-    _refuse_nothing(recorder.summary())
+    raise_if_nothing_trained(recorder.summary())
 
 
 def _scaling(prepared: Prepared, folder: RunFolder, recorder: Recorder, checkpoints: RunCheckpoints) -> Scaling:
@@ -594,7 +596,7 @@ def _replacing(config: RunConfig, rule: Recovery, recorder: Recorder) -> Replaci
     return Replacing(rule, lambda redo: recorder.restarted(redo.next_tick, redo.describe()))
 
 
-def _refuse_nothing(summary: RunSummary) -> None:
+def raise_if_nothing_trained(summary: RunSummary) -> None:
     """Raises NothingTrained if no token of the whole run ever trained."""
     if summary.trained_nothing:
         causes = "".join(f"\n  {line}" for line in summary.failures)

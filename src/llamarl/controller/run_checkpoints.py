@@ -250,14 +250,14 @@ class RunCheckpoints:
         if self._far is not None:
             self._finishing.append((None, self._thread.submit(self._far.sweep)))
         self._look(wait=True)
-        self.settle()
+        self.flush()
         if (last := self._num_ticks - 1) in self._given_up:
             raise CheckpointError(
                 f"the last of {plural(self._num_ticks, 'tick')} is done, but the checkpoint after it could not be written: "
                 f"{self._given_up[last]}. {self._kept()}. Free some space or make the folder writable, then resume the run"
             )
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Return when nothing is being proved any more, well or ill; what was begun and not finished is removed."""
         self._thread.shutdown(wait=True)
         if self._folder.identity.change():

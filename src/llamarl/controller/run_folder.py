@@ -120,7 +120,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"run.dir: cannot write {self.path / RUN_ID_FILE}: {error.strerror}") from error
 
-    def go_on(self) -> None:
+    def keep_id(self) -> None:
         """The run that lies here goes on; one of an earlier release is given an id."""
         if not self.identity.run_id:
             self.begin()

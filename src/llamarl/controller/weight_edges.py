@@ -23,7 +23,7 @@ from llamarl.transports.table import Place, choose_transport
 from llamarl.weight_sync.layout import fullest_rank_bytes
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, holding_stages, model_parameters
 
-__all__ = ["WeightEdge", "edge_copies_held", "settle_weight_edges", "versions_held"]
+__all__ = ["WeightEdge", "edge_copies_held", "choose_transports", "versions_held"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class WeightEdge:
         return line
 
 
-def settle_weight_edges(
+def choose_transports(
     config: RunConfig,
     graph: Graph,
     *,

@@ -80,7 +80,7 @@ class GeneratorExecutor(BaseExecutor):
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
         own = generator.as_of_kind(self.replica.kind)
         self._stage = (context.rank - self.replica.first_rank) // (own.tp * own.cp)
-        self._speaks = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
+        self._is_leader = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(
                 index,
@@ -179,10 +179,10 @@ class GeneratorExecutor(BaseExecutor):
         if self._lease is not None:
             metrics |= self._lease.metrics
             spans += self._lease.spans
-        if self.config.generator.replicas and self._speaks:
+        if self.config.generator.replicas and self._is_leader:
             metrics[REPLICA_KEY.format(self.replica.number)] = time.monotonic() - began
         metrics = self.own_keys(metrics)
-        if not self._speaks:
+        if not self._is_leader:
             return StepResult(outputs=self.outputs_of([]), metrics=own_metrics(metrics), spans=spans, events=events)
         first = (
             [self.replica.first_rank]

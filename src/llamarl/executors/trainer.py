@@ -26,7 +26,7 @@ from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
-from llamarl.models.precision import settle_precision
+from llamarl.models.precision import resolve_precision
 from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import write_trained
 from llamarl.observability.writing import Patience
@@ -61,7 +61,7 @@ class TrainerExecutor(BaseExecutor):
     """Owns the policy. Version v is the weights after v ticks."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
-        super().__init__(settle_precision(config), context)
+        super().__init__(resolve_precision(config), context)
         self._stop = ""
         self._readers: list[_Released] = []
         """Copies of the last version into slots that may still be running."""

@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import FileError, ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.precision import settled_dtype
+from llamarl.models.precision import resolve_dtype
 from llamarl.models.support import Use, text_part
 from llamarl.reading import read_object
 
@@ -63,7 +63,7 @@ def torch_dtype(asked: str, *, device: str, model: str | Path) -> torch.dtype:
     Args:
         model: Hugging Face folder.
     """
-    dtype = getattr(torch, settled_dtype(asked, device=device, model=model))
+    dtype = getattr(torch, resolve_dtype(asked, device=device, model=model))
     assert isinstance(dtype, torch.dtype)
     return dtype
 

@@ -24,9 +24,9 @@ __all__ = [
     "engine_dtype",
     "has_bfloat16_products",
     "num_parameters",
-    "settle_precision",
-    "settled_dtype",
-    "settled_precisions",
+    "resolve_precision",
+    "resolve_dtype",
+    "resolved_precisions",
 ]
 
 BFLOAT16_PAYS_FROM = 20_000_000
@@ -34,18 +34,18 @@ BFLOAT16_PAYS_FROM = 20_000_000
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
-def settle_precision(config: RunConfig, processor: str = "") -> RunConfig:
+def resolve_precision(config: RunConfig, processor: str = "") -> RunConfig:
     """``config`` with what "auto" means for each role that has a model; itself, if nothing is left open.
 
     Args:
         config: With models as folders, or with names that can be resolved to such.
-        processor: As for ``settled_dtype``.
+        processor: As for ``resolve_dtype``.
     """
-    return with_settings(config, settled_precisions(config, processor))
+    return with_settings(config, resolved_precisions(config, processor))
 
 
-def settled_precisions(config: RunConfig, processor: str = "") -> dict[str, dict[str, Any]]:
-    """Role -> what ``settle_precision`` changes in its section."""
+def resolved_precisions(config: RunConfig, processor: str = "") -> dict[str, dict[str, Any]]:
+    """Role -> what ``resolve_precision`` changes in its section."""
     changes = {role.name: _settled(role, config, processor) for role in present_roles(config)}
     return {name: change for name, change in changes.items() if change}
 
@@ -73,11 +73,11 @@ def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
             for place, kind in enumerate(kinds)
         )
     if open_model:
-        found["dtype"] = settled_dtype(like.dtype, **where)
+        found["dtype"] = resolve_dtype(like.dtype, **where)
     return found
 
 
-def settled_dtype(asked: str, *, device: str, model: str | Path, processor: str = "") -> str:
+def resolve_dtype(asked: str, *, device: str, model: str | Path, processor: str = "") -> str:
     """``asked``, or what "auto" means for a model in a folder on a device.
 
     Args:
@@ -99,10 +99,10 @@ def settled_dtype(asked: str, *, device: str, model: str | Path, processor: str 
 
 
 def engine_dtype(asked: str, quantization: str, *, device: str, model: str | Path, processor: str = "") -> str:
-    """``settled_dtype`` of an engine: "auto" leaves what stands around int8 weights in float32, and around fp8 in bfloat16."""
+    """``resolve_dtype`` of an engine: "auto" leaves what stands around int8 weights in float32, and around fp8 in bfloat16."""
     if asked == "auto" and quantization != "none":
         return "float32" if quantization == "int8" else "bfloat16"
-    return settled_dtype(asked, device=device, model=model, processor=processor)
+    return resolve_dtype(asked, device=device, model=model, processor=processor)
 
 
 def has_bfloat16_products(processor: str) -> bool:

@@ -163,11 +163,11 @@ class ForkServer:
         assert self._loop is not None
         kind, pid, code = ANSWER.unpack(answer)
         if kind == ENDED:
-            _settle(self._codes[pid], code)
+            _resolve(self._codes[pid], code)
             return
         if kind == STARTED:
             self._codes[pid] = self._loop.create_future()
-        _settle(self._starting.popleft(), pid if kind == STARTED else None)
+        _resolve(self._starting.popleft(), pid if kind == STARTED else None)
 
     def _leave(self) -> None:
         if not self._gone:
@@ -176,7 +176,7 @@ class ForkServer:
                 self._loop.remove_reader(self._requests)
             self._requests.close()
             for waiting in (*self._starting, *self._codes.values()):
-                _settle(waiting, None)
+                _resolve(waiting, None)
 
 
 async def forked(server: ForkServer, label: str, stdout: int, stderr: int) -> tuple[socket.socket, Child] | None:
@@ -234,7 +234,7 @@ def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> For
 _early: dict[tuple[str, ...], tuple[dict[str, str], ForkServer]] = {}
 
 
-def _settle(future: asyncio.Future[int | None], value: int | None) -> None:
+def _resolve(future: asyncio.Future[int | None], value: int | None) -> None:
     if not future.done():
         future.set_result(value)
 

@@ -182,7 +182,7 @@ def place(
     together = colocated.sharing if colocated is not None else ()
     devices: dict[str, str] = {}
     for spec in sorted(executors, key=lambda spec: spec.name not in together):  # those that share come first
-        devices[spec.name] = _settle_device(spec, cuda_devices, used, from_first=spec.name in together)
+        devices[spec.name] = _choose_device(spec, cuda_devices, used, from_first=spec.name in together)
     settled = tuple(replace(spec, threads=threads[spec.name], device=devices[spec.name]) for spec in executors)
     return Placement(settled, cores, cuda_devices, colocated)
 
@@ -245,7 +245,7 @@ def _fills(spec: ExecutorSpec, cores: int) -> bool:
     return spec.fills_cores and spec.threads == 0 and spec.num_ranks == 1 and cores <= MOST_AT_ONCE
 
 
-def _settle_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int], *, from_first: bool) -> str:
+def _choose_device(spec: ExecutorSpec, cuda_devices: int, used: Counter[int], *, from_first: bool) -> str:
     devices = _devices(spec)
     if devices == ["auto"]:
         devices = ["cuda"] if cuda_devices else ["cpu"]

@@ -21,7 +21,7 @@ from llamarl.models.attention import PACKED_ATTENTION
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParameterShard
-from llamarl.models.precision import settle_precision
+from llamarl.models.precision import resolve_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.models.value import value_skeleton
 from llamarl.trainer.narrowing import KLText, export_version
@@ -57,7 +57,7 @@ def export_checkpoint(
         ModelError: The run's base model is gone, or a weight is too large for the precision.
     """
     state = checkpoint / "trainer" / "state"
-    config = settle_precision(config)
+    config = resolve_precision(config)
     served, lora = config.generator.served_dtype, config.lora
     model = make_skeleton(config.model.path, attention=PACKED_ATTENTION)
     parameters = dict(model.named_parameters())

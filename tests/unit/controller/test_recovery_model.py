@@ -294,7 +294,7 @@ class World:
             else:
                 self.past[name, tick] = firing.inputs
         at_start = tick < self.begins[name]
-        self.orders.go_on(name)
+        self.orders.next_order(name)
         if tick in self.due and not at_start:
             self.saves[tick, name] = state
             self.finish(tick)

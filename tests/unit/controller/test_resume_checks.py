@@ -187,10 +187,10 @@ def test_each_falling_rate_keeps_its_own_end_through_a_second_prolonging() -> No
     falling = dataclasses.replace(asked.critic.optimizer, schedule="linear")
     constant = dataclasses.replace(asked.optimizer, schedule="constant")
     asked = dataclasses.replace(asked, optimizer=constant, critic=dataclasses.replace(asked.critic, optimizer=falling))
-    begun = run.settle_rate(asked, asked)
+    begun = run.fix_end_of_decay(asked, asked)
     for num_ticks in (200, 300):
         longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
-        begun = run.settle_rate(longer, begun)
+        begun = run.fix_end_of_decay(longer, begun)
         assert (begun.optimizer.decay_ticks, begun.critic.optimizer.decay_ticks) == (0, 100)
 
 

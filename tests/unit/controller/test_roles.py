@@ -10,7 +10,7 @@ from llamarl import roles
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config, validate
 from llamarl.controller.preflight import check_models, find_missing
-from llamarl.controller.run import prepare, settle_rate
+from llamarl.controller.run import fix_end_of_decay, prepare
 from llamarl.controller.settings import RESHARDABLE
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.errors import ModelError
@@ -136,6 +136,6 @@ def test_what_a_run_leaves_and_may_reshard_stands_in_the_table() -> None:
 def test_every_rate_whose_end_is_open_ends_with_the_run() -> None:
     falling = {"schedule": "linear", "lr": 0.1}
     config = validate({"run": {"num_ticks": 7}, "optimizer": falling, "critic": {"optimizer": falling}})
-    settled = settle_rate(config, config)
+    settled = fix_end_of_decay(config, config)
     assert (settled.optimizer.decay_ticks, settled.critic.optimizer.decay_ticks) == (7, 7)
     assert (settled.optimizer.lr, settled.critic.optimizer.lr) == (0.1, 0.1)

@@ -78,7 +78,7 @@ def test_a_rank_that_told_of_nothing_is_named(tmp_path: Path) -> None:
     written = {"generator rank 0": put(folder, "generator/rank_0/g"), "trainer rank 0": ()}
     with pytest.raises(CheckpointError, match="of tick 1 is not whole: trainer rank 1 told of no state"):
         made.on_saved(1, written)
-    made.settle()
+    made.flush()
     assert not CheckpointStore(tmp_path / "checkpoints").list()
 
 
@@ -93,7 +93,7 @@ def test_each_rank_that_there_was_at_a_tick_must_have_told(tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match=f"of tick {tick} is not whole: {missing} told of no state"):
             made.on_saved(tick, {**generator, **trainers[there - 1]})
         made.on_saved(tick, {**generator, **trainers[there]})
-    made.settle()
+    made.flush()
 
 
 def save(made: RunCheckpoints, tick: int, *, spoil: bool = False) -> None:
@@ -145,7 +145,7 @@ def test_more_failed_checkpoints_in_a_row_than_allowed_end_the_run_and_a_good_on
     ):
         save(made, 3, spoil=True)
     assert [tick for tick, _, _ in WARNINGS] == [0, 2]
-    made.settle()
+    made.flush()
     assert CheckpointStore(tmp_path / "checkpoints").load().tick == 1
 
 

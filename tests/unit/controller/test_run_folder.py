@@ -194,11 +194,11 @@ def test_a_folder_that_is_removed_or_started_over_under_its_run_is_noticed(tmp_p
 
 def test_a_run_keeps_its_identity_through_a_resume_and_a_new_one_gets_its_own(tmp_path: Path) -> None:
     with held(tmp_path) as folder:
-        folder.go_on()  # of a release without ids
+        folder.keep_id()  # of a release without ids
         first = folder.identity
     assert first.run_id
     with held(tmp_path) as folder:
-        folder.go_on()
+        folder.keep_id()
         assert folder.identity == first
         folder.begin()
         assert folder.identity.run_id not in ("", first.run_id)

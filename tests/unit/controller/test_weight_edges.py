@@ -13,18 +13,18 @@ from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import Graph
 from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
-from llamarl.controller.weight_edges import WeightEdge, edge_copies_held, settle_weight_edges, versions_held
+from llamarl.controller.weight_edges import WeightEdge, choose_transports, edge_copies_held, versions_held
 from llamarl.errors import ConfigError
-from llamarl.models.precision import settle_precision
+from llamarl.models.precision import resolve_precision
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 
 
 def settled(config: RunConfig, devices: dict[str, str]) -> tuple[Graph, dict[str, WeightEdge]]:
-    config = settle_precision(config)
+    config = resolve_precision(config)
     graph = llamarl_graph(config)
     executors = tuple(dataclasses.replace(e, device=devices.get(e.name, "cpu")) for e in graph.executors)
-    graph, edges = settle_weight_edges(config, Graph(executors, graph.channels))
+    graph, edges = choose_transports(config, Graph(executors, graph.channels))
     return graph, {edge.channel: edge for edge in edges}
 
 
@@ -47,15 +47,15 @@ def test_ends_that_share_a_process_use_no_handles_of_gpu_memory() -> None:
 
 
 def test_ranks_on_several_hosts_take_tcp_and_the_hosts_are_named() -> None:
-    config = settle_precision(load_config(None))
+    config = resolve_precision(load_config(None))
     graph = llamarl_graph(config)
     hosts = {e.name: ["b" if e.name == "generator" else "a"] * e.num_ranks for e in graph.executors}
-    graph, found = settle_weight_edges(config, graph, hosts=hosts)
+    graph, found = choose_transports(config, graph, hosts=hosts)
     edges = {edge.channel: edge for edge in found}
     assert (edges["weights"].transport, edges["weights"].reason) == ("tcp", "ranks lie on 2 hosts (a, b)")
     assert edges["eval_weights"].transport == "shared_memory"
     with pytest.raises(ConfigError, match="'cuda_ipc' stays on one host, and ranks lie on 2 hosts"):
-        settle_weight_edges(
+        choose_transports(
             dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, transport="cuda_ipc")),
             graph,
             hosts=hosts,

@@ -21,7 +21,7 @@ from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of
 from llamarl.executors.in_flight import digest_of
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.precision import settle_precision
+from llamarl.models.precision import resolve_precision
 from llamarl.runtime.rank_plans import combine_reports
 from llamarl.runtime.worker import RankReport
 from llamarl.strict import Effect
@@ -204,11 +204,11 @@ def test_weights_travel_in_the_precision_of_all_replicas_or_in_float32() -> None
 
 def test_auto_is_settled_kind_by_kind() -> None:
     config = recipe({"dtype": "auto"}, {"quantization": "int8"}, engine={"dtype": "auto"})
-    settled = settle_precision(config, "x86_64 a processor without such products")
+    settled = resolve_precision(config, "x86_64 a processor without such products")
     assert [kind.dtype for kind in settled.generator.replicas] == ["float32", "float32"]
     assert settled.generator.engine.dtype == "float32"
     untouched = recipe({"dtype": "bfloat16"}, {})
-    assert settle_precision(untouched) is untouched or settle_precision(untouched) == untouched
+    assert resolve_precision(untouched) is untouched or resolve_precision(untouched) == untouched
 
 
 # -- what a recipe may say --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from llamarl.config import validate
 from llamarl.models import precision
-from llamarl.models.precision import engine_dtype, has_bfloat16_products, settle_precision, settled_dtype
+from llamarl.models.precision import engine_dtype, has_bfloat16_products, resolve_dtype, resolve_precision
 
 FAST = "x86_64 AMD EPYC amx_bf16 avx2 avx512_bf16 avx512f"
 SLOW = "x86_64 Intel Xeon avx2 avx512f"
@@ -41,11 +41,11 @@ def test_auto_is_bfloat16_for_large_models_where_it_is_fast(
     device: str, processor: str, parameters: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "num_parameters", lambda model: parameters)
-    assert settled_dtype("auto", device=device, model="m", processor=processor) == expected
+    assert resolve_dtype("auto", device=device, model="m", processor=processor) == expected
 
 
 def test_what_is_named_is_kept() -> None:
-    assert settled_dtype("float32", device="cpu", model="no/such/folder", processor=FAST) == "float32"
+    assert resolve_dtype("float32", device="cpu", model="no/such/folder", processor=FAST) == "float32"
     assert engine_dtype("float16", "int8", device="cpu", model="no/such/folder", processor=FAST) == "float16"
 
 
@@ -64,11 +64,11 @@ def test_every_section_with_a_model_is_settled_and_the_reference_follows_the_tra
         "trainer": {**cpus, "dtype": "auto"},
         "reference": cpus,
     }
-    config = settle_precision(validate({**settings, "algorithm": {"kl_coef": 0.1}}), FAST)
+    config = resolve_precision(validate({**settings, "algorithm": {"kl_coef": 0.1}}), FAST)
     assert (config.trainer.dtype, config.reference.dtype) == ("bfloat16", "bfloat16")
     assert config.generator.engine.dtype == "float32"
     pinned = validate({**settings, "trainer": {**cpus, "dtype": "float32"}, "algorithm": {"kl_coef": 0.1}})
-    assert settle_precision(pinned, FAST).reference.dtype == "float32"
+    assert resolve_precision(pinned, FAST).reference.dtype == "float32"
 
 
 def test_the_size_of_the_bundled_model_is_that_of_its_weights() -> None:
