@@ -22,7 +22,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
-from llamarl.engine.config import why_not_in_vllm
+from llamarl.engine.config import EngineConfig, why_not_in_vllm
 from llamarl.environments.config import TaskSection
 from llamarl.errors import ConfigError, FileError, Mistake
 from llamarl.executors.config import (
@@ -212,6 +212,12 @@ class RunConfig:
     def has_judge(self) -> bool:
         """Whether the job has a judge that is a language model."""
         return self.judge.asked
+
+    @property
+    def judge_engine(self) -> EngineConfig:
+        """Of a judge that the job runs itself: the generator's, or llamarl's own where that is the user's."""
+        engine = self.generator.engine
+        return dataclasses.replace(engine, name="native", options={}) if engine.by_import_path else engine
 
     @property
     def has_critic(self) -> bool:

@@ -82,6 +82,8 @@ class Reader(Generic[T]):
             best = homes[0]  # a word that one kind of section has; "name" is in many, and means another thing in each
         if best:
             return best, f"did you mean {best!r}?"
+        if len(homes) == 2:
+            return None, f"did you mean {homes[0]!r} or {homes[1]!r}?"
         return None, f"{f'[{section}] has' if section else 'the sections are'} {', '.join(siblings)}"
 
     def _section(self, cls: Any, raw: dict[str, Any], prefix: str, listed: list[Mistake], wrong: set[str]) -> Any:

@@ -138,8 +138,6 @@ class Role:
     """Those of ``sizes`` whose neighbouring ranks talk most: in every layer."""
     model: Model | None = None
     products: tuple[Product, ...] = ()
-    optimizer: str = ""
-    """Section of its optimizer, dotted, if it has one."""
     reshards: bool = False
     """Whether other ``sizes`` and threads go on from its checkpoints (``checkpoint.reshard``)."""
     present: Callable[[RunConfig], bool] = lambda config: True
@@ -200,7 +198,7 @@ def _judges(config: RunConfig) -> tuple[Use, ...]:
     """One behind a URL is no model of this job."""
     if not config.judge.path:
         return ()
-    return ("vllm",) if config.judge.engine.name == "vllm" else ("generate",)
+    return ("vllm",) if config.generator.engine.name == "vllm" else ("generate",)
 
 
 ROLES: Mapping[str, Role] = {
@@ -232,8 +230,8 @@ ROLES: Mapping[str, Role] = {
             reads=(Reads(channels=("completions",), kind="scatter"),),
             writes=("rated",),
             section="reward_model",
-            sizes=("fsdp", "tp", "pp"),
-            model_sizes=("fsdp", "tp", "pp"),
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
             model=Model(key="reward_model.path", uses=_scores, own_tokens=True),
             present=lambda config: config.has_reward_model,
             asked_by={"reward_model.path": "to its folder"},
@@ -262,8 +260,8 @@ ROLES: Mapping[str, Role] = {
             reads=(Reads(channels=("scored",), kind="scatter"),),
             writes=("referenced",),
             section="reference",
-            sizes=("fsdp", "tp", "pp", "cp"),
-            model_sizes=("fsdp", "tp", "pp", "cp"),
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
             model=Model(key="reference.path", uses=lambda config: ("train",)),
             present=lambda config: config.has_reference,
             asked_by={"algorithm.kl_coef": "above 0", "reference.enabled": "to true"},
@@ -275,11 +273,10 @@ ROLES: Mapping[str, Role] = {
             reads=(Reads(channels=("referenced", "scored"), kind="scatter"),),
             writes=("valued",),
             section="critic",
-            sizes=("fsdp", "tp", "pp", "cp"),
-            model_sizes=("fsdp", "tp", "pp", "cp"),
+            sizes=("fsdp", "tp"),
+            model_sizes=("fsdp", "tp"),
             model=Model(key="critic.path", uses=lambda config: ("critic",), trained=True),
             products=(Product(folder="critic", writer="llamarl.trainer.checkpoint_export:write_critic"),),
-            optimizer="critic.optimizer",
             present=lambda config: config.has_critic,
             asked_by={"algorithm.advantage": "to 'gae', 'turn_gae' or 'two_level_gae'"},
         ),
@@ -305,7 +302,6 @@ ROLES: Mapping[str, Role] = {
                     wanted=lambda config: not config.lora.rank or config.lora.export_merged,
                 ),
             ),
-            optimizer="optimizer",
             reshards=True,
         ),
         Role(
@@ -344,7 +340,7 @@ def idle_size_mistakes(config: RunConfig) -> Iterator[Mistake]:
     for role in ROLES.values():
         if role.section in used or not role.asked_by:
             continue
-        for name in (*role.sizes, "ep"):
+        for name in role.sizes:
             if (size := getattr(role.settings(config), name, 1)) > 1:
                 wanted = " or ".join(f"{key} {value}" for key, value in role.asked_by.items())
                 yield Mistake(

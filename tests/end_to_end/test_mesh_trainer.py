@@ -21,7 +21,7 @@ MESHES = [
     {"trainer.fsdp": 2, "trainer.pp": 2, "generator.pp": 2, "trainer.max_tokens_per_microbatch": 256},
     pytest.param({"trainer.fsdp": 2, "trainer.tp": 2, "generator.dp": 2, "generator.pp": 2}, marks=pytest.mark.long),
     pytest.param(
-        {"trainer.fsdp": 2, "trainer.cp": 2, "reference.enabled": "true", "reference.cp": 2}, marks=pytest.mark.long
+        {"trainer.fsdp": 2, "trainer.cp": 2, "reference.enabled": "true", "reference.fsdp": 2}, marks=pytest.mark.long
     ),
 ]
 PIPELINE = REPOSITORY / "recipes" / "pipeline.toml"

@@ -68,7 +68,7 @@ def test_a_dry_run_shows_both_nodes(tmp_path: Path) -> None:
     text = plan_run(_config(tmp_path / "run"))
     for line in ("reward -> reference", "reference -> critic", "critic -> trainer"):
         assert line in text
-    assert "[critic.optimizer]" in text
+    assert "[critic]" in text
 
 
 def test_a_reference_of_another_vocabulary_is_refused_before_anything_starts(tmp_path: Path) -> None:

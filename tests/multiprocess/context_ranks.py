@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "traine
 from trainer_ranks import (
     LENGTHS_DIFFER,
     NUM_TICKS,
-    make_reference,
     make_trainer,
     refuse_together,
-    run_critic,
     share,
     train_plans,
+    with_reference,
 )
 from training_fixtures import make_groups
 
@@ -49,7 +48,7 @@ def sizes_of(named: str) -> dict[str, int]:
 
 def _run(folder: Path, family: str, named: str, *, resumes: bool) -> tuple[Trainer, list[dict[str, float]]]:
     sizes = sizes_of(named)
-    reference, trainer = make_reference(folder, family, **sizes), make_trainer(folder, family, **sizes)
+    trainer = make_trainer(folder, family, **sizes)
     metrics = []
     for tick in range(NUM_TICKS):
         if resumes and tick == NUM_TICKS - 1:
@@ -58,7 +57,7 @@ def _run(folder: Path, family: str, named: str, *, resumes: bool) -> tuple[Train
             trainer = make_trainer(folder, family, **sizes)
             trainer.load(state)
         groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), sizes["fsdp"], trainer.layout.fsdp_rank)
-        metrics.append(trainer.train(reference.score(groups), tick))
+        metrics.append(trainer.train(with_reference(groups), tick))
     return trainer, metrics
 
 
@@ -72,9 +71,6 @@ def _train(folder: Path, family: str, named: str, out: Path, rank: int) -> None:
     boxes = {name: shard.box for name, shard in trainer.sync_layout().items()}
     (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
     trainer.save(folder / "final" / out.name)
-    if family == "llama":
-        sizes = sizes_of(named)
-        run_critic(folder, sizes.pop("fsdp"), sizes.pop("tp"), out, rank, **sizes)
 
 
 def _two_ticks(folder: Path, family: str, named: str, kind: str) -> list[dict[str, float]]:

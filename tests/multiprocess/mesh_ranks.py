@@ -23,11 +23,8 @@ from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer import building
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
-from llamarl.trainer.critic import Critic
-from llamarl.trainer.scoring import FrozenScorer
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
-from llamarl.types import Group
 
 AXES = ("pp", "fsdp", "cp", "tp", "ep")
 ALONE = "1x1x1x1x1"
@@ -59,34 +56,6 @@ def make_trainer(folder: Path, family: str, named: str) -> Trainer:
 def train(trainer: Trainer, tick: int) -> dict[str, float]:
     groups = make_groups(seed=tick, **LENGTHS_DIFFER)
     return trainer.train(share(groups, trainer.layout.fsdp, trainer.layout.fsdp_rank), tick)
-
-
-def judge(folder: Path, family: str, named: str) -> dict[str, Any]:
-    """What a reference says of this rank's groups, and a critic of two batches, between which it learns."""
-    sizes = sizes_of(named)
-    reference = FrozenScorer(
-        folder / family,
-        ReferenceConfig(**sizes, max_tokens_per_microbatch=40, logprob_chunk_tokens=9),
-        AlgorithmConfig(kl_coef=0.01),
-        temperature=0.9,
-    )
-    config = CriticConfig(**sizes, max_tokens_per_microbatch=40, optimizer=OptimizerConfig(lr=1e-3))
-    critic = Critic(folder / family, config, AlgorithmConfig(advantage="gae"))
-
-    def own(tick: int) -> list[Group]:
-        return share(make_groups(seed=tick, **LENGTHS_DIFFER), sizes["fsdp"], reference.layout.fsdp_rank)
-
-    found: dict[str, Any] = {"reference": _rows(reference.score(own(0)), "reference_logprobs"), "critic": []}
-    for tick in range(2):
-        valued, metrics = critic.step(own(tick), tick)
-        found["critic"].append({"values": _rows(valued, "values"), "metrics": metrics})
-    return found
-
-
-def _rows(groups: list[Group], name: str) -> dict[str, list[float]]:
-    """Prompt and sample -> what was written beside its trained tokens; none on a stage that does not know it."""
-    told = [(r, getattr(r, name)) for group in groups for r in group.responses]
-    return {f"{r.prompt_index}.{r.sample_index}": row[r.loss_mask].tolist() for r, row in told if row is not None}
 
 
 def _refuse_whole_model(*args: object, **kwargs: object) -> None:
@@ -127,8 +96,6 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         assert same == metrics
         for name, tensor in trainer.weights.state().items():
             assert torch.equal(tensor, again.weights.state()[name]), name
-        if family == "qwen3_moe" and (named == ALONE or sizes_of(named)["ep"] > 1):
-            (out / f"judged-{rank}.json").write_text(json.dumps(judge(folder, family, named)))
         if named != ALONE:
             elsewhere = make_trainer(folder, family, named)
             elsewhere.load(folder / f"{family}-{ALONE}" / "state")

@@ -19,13 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "traine
 from trainer_ranks import (
     LENGTHS_DIFFER,
     NUM_TICKS,
-    make_reference,
     make_trainer,
     refuse_together,
-    run_critic,
     share,
     train_plans,
     train_replayed,
+    with_reference,
 )
 from training_fixtures import make_groups
 
@@ -39,7 +38,6 @@ def _refuse_whole_model(*args: object, **kwargs: object) -> None:
 
 def run(folder: Path, family: str, sizes: tuple[int, int, int], dtype: str, resumes: bool) -> tuple[Trainer, Any]:
     pp, fsdp, tp = sizes
-    reference = make_reference(folder, family, fsdp, tp, dtype, pp=pp)
     trainer = make_trainer(folder, family, fsdp, tp, dtype, pp=pp)
     metrics = []
     for tick in range(NUM_TICKS):
@@ -49,7 +47,7 @@ def run(folder: Path, family: str, sizes: tuple[int, int, int], dtype: str, resu
             trainer = make_trainer(folder, family, fsdp, tp, dtype, pp=pp)
             trainer.load(state)
         groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
-        metrics.append(trainer.train(reference.score(groups), tick))
+        metrics.append(trainer.train(with_reference(groups), tick))
     return trainer, metrics
 
 
@@ -86,7 +84,5 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
         trainer.export(out / "model")
         trainer.save(folder / "final" / out.name)
-        if family == "llama" and dtype == "float32":
-            run_critic(folder, fsdp, tp, out, rank, pp=pp)
     if world > 1:
         dist.destroy_process_group()

@@ -41,12 +41,12 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         building.load_reward_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, sizes = case.split(":")
-        fsdp, tp, pp = (int(n) for n in sizes.split("x"))
-        scorer = RewardScorer(folder / family, fsdp=fsdp, tp=tp, pp=pp, max_tokens=40)
+        fsdp, tp = (int(n) for n in sizes.split("x"))
+        scorer = RewardScorer(folder / family, fsdp=fsdp, tp=tp, max_tokens=40)
         mine = share(fsdp, scorer.layout.fsdp_rank)
         scores = scorer.score([TEXTS[g] for g in mine])
         nobody_has_any = scorer.score([])
-        found = {"groups": mine, "scores": scores, "empty": nobody_has_any, "last": scorer.layout.is_last_stage}
+        found = {"groups": mine, "scores": scores, "empty": nobody_has_any}
         (folder / f"{family}-{sizes}-{rank}.json").write_text(json.dumps(found))
     if world > 1:
         dist.destroy_process_group()

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rank_processes import join_group
@@ -57,28 +59,37 @@ def make_trainer(
     )  # fmt: skip
 
 
-def make_reference(
-    folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1, cp: int = 1
-) -> FrozenScorer:
-    config = ReferenceConfig(
-        fsdp=fsdp, tp=tp, pp=pp, cp=cp, dtype=dtype, max_tokens_per_microbatch=40, logprob_chunk_tokens=9
-    )
-    return FrozenScorer(folder / family, config, ALGORITHM, temperature=0.9)
+def make_reference(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32") -> FrozenScorer:
+    packing = TrainerConfig(max_tokens_per_microbatch=20, logprob_chunk_tokens=9)
+    config = ReferenceConfig(fsdp=fsdp, tp=tp, dtype=dtype)
+    return FrozenScorer(folder / family, config, ALGORITHM, packing, temperature=0.9)
 
 
-def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int, *, pp: int = 1, cp: int = 1) -> None:
+def with_reference(groups: list[Group]) -> list[Group]:
+    """What a reference would say, made up: near what the policy said."""
+    return [
+        dataclasses.replace(
+            group,
+            responses=tuple(
+                dataclasses.replace(r, reference_logprobs=r.behavior_logprobs - np.float32(0.1))
+                for r in group.responses
+            ),
+        )
+        for group in groups
+    ]
+
+
+def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
     """Three ticks of the critic of one family; the last in a fresh one that loaded the state of the one before."""
-    config = CriticConfig(
-        fsdp=fsdp, tp=tp, pp=pp, cp=cp, max_tokens_per_microbatch=40, updates_per_tick=2, value_clip=0.1,
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01),
-    )  # fmt: skip
-    critic = Critic(folder / "llama", config, GAE)
+    config = CriticConfig(fsdp=fsdp, tp=tp, updates_per_tick=2, value_clip=0.1, lr=1e-3)
+    as_trainer = TrainerConfig(max_tokens_per_microbatch=40), OptimizerConfig(weight_decay=0.01)
+    critic = Critic(folder / "llama", config, GAE, *as_trainer)
     metrics, values = [], []
     for tick in range(NUM_TICKS):
         if tick == NUM_TICKS - 1:
-            state = folder / "critic_state" / f"{pp}x{fsdp}x{cp}x{tp}"  # one folder of all ranks
+            state = folder / "critic_state" / f"{fsdp}x{tp}"  # one folder of all ranks
             critic.save(state)
-            critic = Critic(folder / "llama", config, GAE)
+            critic = Critic(folder / "llama", config, GAE, *as_trainer)
             critic.load(state)
         groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, critic.layout.fsdp_rank)
         valued, row = critic.step(groups, tick)

@@ -207,7 +207,7 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
             "run.dir may hold braces only as its one placeholder {name}, the recipe's file name; got 'runs/{seed}'",
         ),
         ({"run": {"zzz": 1}}, "run.zzz: unknown key; [run] has dir, seed, num_ticks, runtime, cores"),
-        ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; did you mean 'optimizer.lr'?"),
+        ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; did you mean 'optimizer.lr' or 'critic.lr'?"),
         (
             {"generator": {"sampling": {"stop_token_ids": [3, -1]}}},
             "generator.sampling.stop_token_ids must be >= 0, got -1 (A response ends with one of these tokens, besides those "

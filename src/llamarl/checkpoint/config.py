@@ -34,10 +34,6 @@ class CheckpointConfig:
     at_end: Annotated[bool, NO_BITS] = True
     """Also take one after the last tick, so that the run can be prolonged."""
 
-    background: Annotated[bool, NO_BITS] = True
-    """Write the trainer's state beside the training: its tick waits only for a copy in host memory (12 bytes a parameter,
-    and 4 for each version on the weights edge), and a checkpoint counts once all of it is written and proved. False waits."""
-
     reshard: Annotated[bool, NO_BITS] = False
     """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp`` or ``threads`` than its checkpoint: to rounding, no longer bit
     for bit."""

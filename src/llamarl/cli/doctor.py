@@ -197,7 +197,6 @@ def _compare(args: argparse.Namespace) -> int:
         rho=rho,
         dtype=engine.dtype,
         quantization=quantization,
-        quantize_head=engine.quantize_head and engine.name == "native",
         trainer_dtype=config.trainer.dtype,
     )
     if args.json:

@@ -440,14 +440,6 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
 def find_without_effect(config: RunConfig) -> Iterator[Mistake]:
     """What a recipe sets and its job would never look at. For ``load_config`` of a new run: one that began with it goes on."""
     yield from idle_size_mistakes(config)
-    for section, engine in (("generator", config.generator.engine), ("judge", config.judge.engine)):
-        if engine.speculative_tokens and engine.speculative_rows == 1:
-            keys = f"{section}.engine.speculative_rows", f"{section}.engine.speculative_tokens"
-            yield Mistake(
-                keys[0],
-                f"is 1, the row of a sequence itself, so that no guess fits beside it: set it to at least 2, or {keys[1]} to 0",
-                keys[1:],
-            )
 
 
 def check_lora(config: RunConfig) -> None:

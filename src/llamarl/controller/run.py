@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +60,13 @@ from llamarl.observability.summary import RunSummary
 from llamarl.observability.writing import Patience
 from llamarl.plural import plural
 from llamarl.reading import user_path
-from llamarl.roles import ROLES, present_roles, with_settings
+from llamarl.roles import present_roles, with_settings
 from llamarl.runtime.absent_hosts import why_no_room
 from llamarl.runtime.base import Report, Runtime
 from llamarl.runtime.journal import Journal, Resumed, remove_journal
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.placement import Placement, place
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import TrainerConfig
 from llamarl.transports.network import join
 
 __all__ = [
@@ -196,23 +195,11 @@ def num_rows(run_dir: Path) -> int:
 
 def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
     """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with the run that it describes."""
-
-    def with_end(optimizer: OptimizerConfig, earlier: OptimizerConfig) -> OptimizerConfig:
-        if optimizer.schedule == "constant" or optimizer.decay_ticks:
-            return optimizer
-        return dataclasses.replace(optimizer, decay_ticks=earlier.decay_ticks or begun.run.num_ticks)
-
-    for role in ROLES.values():
-        if role.optimizer:
-            mine, earlier = (attrgetter(role.optimizer)(one) for one in (config, begun))
-            config = _replace(config, role.optimizer, with_end(mine, earlier))
-    return config
-
-
-def _replace(config: Any, key: str, value: Any) -> Any:
-    """``config`` with another value at a dotted key."""
-    head, _, rest = key.partition(".")
-    return dataclasses.replace(config, **{head: _replace(getattr(config, head), rest, value) if rest else value})
+    optimizer = config.optimizer
+    if optimizer.schedule == "constant" or optimizer.decay_ticks:
+        return config
+    ends = begun.optimizer.decay_ticks or begun.run.num_ticks
+    return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, decay_ticks=ends))
 
 
 def _tell_of_micro_batches(config: RunConfig, folder: Path) -> None:
@@ -273,7 +260,10 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
             "give task.eval_data",
             file=sys.stderr,
         )
-        config, recorded = (_replace(one, "evaluation.every", 0) for one in (config, recorded))
+        config, recorded = (
+            dataclasses.replace(one, evaluation=dataclasses.replace(one.evaluation, every=0))
+            for one in (config, recorded)
+        )
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)

@@ -51,8 +51,7 @@ class EngineConfig:
 
     name: Annotated[str, AfterValidator(_name)] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
-    depend on the batch, so runs with it do not repeat bit for bit. block_size, speculative_*, cuda_graphs and quantize_head
-    are the native one's.
+    depend on the batch, so runs with it do not repeat bit for bit. block_size, speculative_tokens and cuda_graphs are the native one's.
     Or an engine of your own as package.module:Class or file.py:Class (docs/engine.md)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
@@ -78,19 +77,14 @@ class EngineConfig:
     speculative_tokens: NonNegativeInt = 0
     """Most tokens of a sequence that are guessed ahead in a step, from what its prompt, it itself and the other responses to its prompt
     went on with; 0: none. A guess counts if it is what is drawn, so tokens and log-probabilities stay what they are without (in
-    float32; bfloat16 and int8 may round a row otherwise in a larger step). Pays where few long responses are left."""
-
-    speculative_rows: PositiveInt = 8
-    """Rows of a step, sequences and guesses together, up to which it guesses, at least 2: as many as cost little more than one."""
+    float32; bfloat16 and int8 may round a row otherwise in a larger step). It guesses in steps of at most 8 rows, sequences and guesses
+    together, which cost little more than one: where few long responses are left."""
 
     cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
     """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's step is then bound by its
     kernels, not by launching them. "auto": where it can be, on CUDA, on one rank; "on": there, else an error that says why not;
     "off"; "padded": the same padded batches, launched one by one, on any device, to tell a fault of a graph from one of padding.
     Costs one KV block, and memory for the widest step. Bits depend on whether batches are padded."""
-
-    quantize_head: bool = True
-    """Whether quantization also covers the output head; embedding and norms are never quantized."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())

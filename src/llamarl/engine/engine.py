@@ -36,6 +36,9 @@ from llamarl.types import FinishReason
 
 __all__ = ["NativeEngine"]
 
+_MAX_GUESSING_ROWS = 8
+"""Rows of a step, sequences and guesses together, up to which it guesses: as many as cost little more than one."""
+
 
 class NativeEngine:
     """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``Drains``, ``AdoptsWeights`` and ``Parkable`` beside it.
@@ -89,7 +92,7 @@ class NativeEngine:
         self._waves = Waves(self._ranks.num_stages, self._runner.links)
         self._drafter: Drafter | None = None
         if config.speculative_tokens:
-            self._drafter = Drafter(max_tokens=config.speculative_tokens, max_rows=config.speculative_rows)
+            self._drafter = Drafter(max_tokens=config.speculative_tokens, max_rows=_MAX_GUESSING_ROWS)
         self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
         self._policy_version = 0
         self._members: dict[int, Member] = {}

@@ -305,8 +305,6 @@ def serve_linears(
     model: nn.Module,
     *,
     quantization: str,
-    head: nn.Module,
-    quantize_head: bool,
     device: torch.device,
     ranks: EngineRanks | None = None,
     summed: Collection[str] = (),
@@ -316,7 +314,6 @@ def serve_linears(
     Take ``named_parameters`` before: the replaced modules no longer show up in the model.
 
     Args:
-        head: The output embedding; it stays in full precision unless ``quantize_head``.
         ranks: Of a model whose layers are cut over tensor-parallel ranks.
         summed: Names of the layers whose products are parts of a sum over these ranks.
     """
@@ -329,9 +326,8 @@ def serve_linears(
             linears = [source for source in sources if type(source) is nn.Linear]
             if len(linears) < len(names):
                 continue
-            quantized = quantization != "none" and (linears[0] is not head or quantize_head)
             plain = _OneDnnLinear if device.type == "cpu" and _packs(linears[0].weight.dtype) else _PlainLinear
-            kind = kinds[quantization] if quantized else plain
+            kind = plain if quantization == "none" else kinds[quantization]
             if len(names) == 1 and f"{path}.{names[0]}" in summed:
                 fused = kind(linears, summed=ranks)
             else:

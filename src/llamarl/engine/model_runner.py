@@ -112,8 +112,6 @@ class ModelRunner:
         self.linears = serve_linears(
             self.model,
             quantization=quantization,
-            head=self.model.get_output_embeddings(),
-            quantize_head=config.quantize_head,
             device=self.device,
             ranks=self.ranks,
             summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),

@@ -22,6 +22,7 @@ from typing import Any
 
 from llamarl.data.chat import apply_template
 from llamarl.engine.base import Engine
+from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
@@ -34,7 +35,7 @@ from llamarl.seeding import derive_seed
 __all__ = ["EngineJudge", "Question", "ServerJudge", "Verdict"]
 
 _JUDGE_SEED = 5
-_LONGEST_PAUSE_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MAX_REPLY_BYTES = 4 << 20
 _MAX_DETAIL = 300
 _PASSING_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -72,16 +73,16 @@ class Verdict:
 class EngineJudge:
     """A frozen language model on one rank."""
 
-    def __init__(self, config: JudgeConfig, *, device: str) -> None:
+    def __init__(self, config: JudgeConfig, engine: EngineConfig, *, device: str) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.path)
         self._engine: Engine
-        if config.engine.name == "vllm":
+        if engine.name == "vllm":
             from llamarl.engine.vllm import VllmEngine
 
-            self._engine = VllmEngine(config.path, config.engine, quantization="none")
+            self._engine = VllmEngine(config.path, engine, quantization="none")
         else:
-            self._engine = NativeEngine(config.path, config.engine, tokenizer=self._tokenizer, device=device)
+            self._engine = NativeEngine(config.path, engine, tokenizer=self._tokenizer, device=device)
         eos = self._tokenizer.eos_token_id
         self._params = SamplingParams(
             max_new_tokens=config.max_new_tokens,
@@ -194,7 +195,7 @@ class ServerJudge:
             verdict = _together(verdict, new)
             if verdict.score is not None or not may_pass:
                 break
-            pause_s = max(min(self._config.backoff_s * 2**attempt, _LONGEST_PAUSE_S), wait_s)
+            pause_s = max(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S), wait_s)
             if attempt + 1 == self._config.attempts or running_s() + pause_s >= until_s:
                 break
             time.sleep(pause_s)

@@ -415,10 +415,7 @@ class RewardModelConfig:
     """Ranks over which its parameters are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp`` processes."""
-
-    pp: PositiveInt = 1
-    """Stages into which its layers are cut."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
@@ -473,7 +470,8 @@ class JudgeConfig:
     """The executor that asks a language model what it thinks of each response; a ``path`` or a ``url`` asks for it."""
 
     path: str = ""
-    """Hugging Face folder or id of the Hub of a frozen language model that the job itself runs. Bit for bit repeatable."""
+    """Hugging Face folder or id of the Hub of a frozen language model that the job itself runs, on an engine with the settings of
+    ``generator.engine`` (the native one, if that is your own). Bit for bit repeatable."""
 
     revision: str = ""
     """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
@@ -511,18 +509,13 @@ class JudgeConfig:
 
     attempts: PositiveInt = 3
     """Times that a response is asked about, at most, before it is failed: after a refusal of the server that may pass, and
-    after words without a score. Greedy on an own engine the same would come again, so there it is asked once."""
-
-    backoff_s: Annotated[PositiveFloat, NO_BITS] = 1.0
-    """Seconds before the second attempt at ``url``; each further one waits twice as long, up to 30 s."""
+    after words without a score. At ``url`` a second passes before the second, and twice as long before each further one. Greedy on an own engine the same would come again, so there it is asked once."""
 
     deadline_s: Annotated[PositiveFloat, NO_BITS] = 120.0
     """Seconds that one response may take at ``url``, with all attempts."""
 
     concurrency: Annotated[PositiveInt, NO_BITS] = 8
     """Most requests at ``url`` at a time."""
-
-    engine: EngineConfig = Field(default_factory=EngineConfig)
 
     threads: NonNegativeInt = 0
     """CPU threads; 0 divides the machine's cores. Bits depend on it, so a run records it."""
@@ -549,8 +542,6 @@ class JudgeConfig:
             yield Mistake("url", "is empty, but model or api_key_env is of a server: name it", ("model", "api_key_env"))
         if len(self.score_range) != 2 or not self.score_range[0] < self.score_range[1]:
             yield Mistake("score_range", f"must be two numbers, the lower first, got {list(self.score_range)}")
-        if self.engine.by_import_path:
-            yield Mistake("engine.name", f"is {self.engine.name!r}: a judge runs on 'native' or 'vllm'")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -32,6 +32,8 @@ class CriticExecutor(BaseExecutor):
             self.config.critic.path or self.config.model.path,
             self.config.critic,
             self.config.algorithm,
+            self.config.trainer,
+            self.config.optimizer,
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
         )
@@ -52,13 +54,9 @@ class CriticExecutor(BaseExecutor):
         )
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
-        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off."""
-        background = self.config.checkpoint.background
-        state = self.critic.stage(copy=background)
-        writing = in_background(lambda: self.critic.write(state, folder.parent / "state"))
-        if not background:
-            writing.result()
-        return writing
+        """All ranks write into one folder beside their own, on a thread."""
+        state = self.critic.stage(copy=True)
+        return in_background(lambda: self.critic.write(state, folder.parent / "state"))
 
     def load(self, folder: Path, tick: int) -> None:
         self.critic.load(folder.parent / "state")

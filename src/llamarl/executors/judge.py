@@ -42,7 +42,7 @@ class JudgeExecutor(Stateless, BaseExecutor):
         self._log: VerdictLog | None = None
         self.judge: EngineJudge | ServerJudge
         if self.settings.path:
-            self.judge = EngineJudge(self.settings, device=self.context.device)
+            self.judge = EngineJudge(self.settings, self.config.judge_engine, device=self.context.device)
             return
         key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
         self.judge = ServerJudge(self.settings, api_key=key)

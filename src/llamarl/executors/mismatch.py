@@ -141,9 +141,7 @@ def measure(
     )
 
 
-def judge(
-    found: Mismatch, *, rho: float, dtype: str, quantization: str, quantize_head: bool, trainer_dtype: str
-) -> Verdict:
+def judge(found: Mismatch, *, rho: float, dtype: str, quantization: str, trainer_dtype: str) -> Verdict:
     """Whether AIPO at this ``rho`` can learn from this generator, and what to do."""
     kl = found.kl + 2 * found.kl_error
     lost = found.clipped > _MANY_CLIPPED or found.effective < _LEAST_EFFECTIVE
@@ -158,7 +156,7 @@ def judge(
         return Verdict(
             safe=False,
             sentence=f"Not safe: {'; '.join(why)}.",
-            advice=_closer(dtype, quantization, quantize_head, trainer_dtype),
+            advice=_closer(dtype, quantization, trainer_dtype),
         )
     if kl <= _SMALL_KL and found.clipped <= _FEW_CLIPPED:
         return Verdict(safe=True, sentence="Safe: generator and trainer are the same policy to rounding.", advice=())
@@ -167,11 +165,9 @@ def judge(
     return Verdict(safe=True, sentence=sentence, advice=(watch,))
 
 
-def _closer(dtype: str, quantization: str, quantize_head: bool, trainer_dtype: str) -> tuple[str, ...]:
+def _closer(dtype: str, quantization: str, trainer_dtype: str) -> tuple[str, ...]:
     """What brings generator and trainer closer, the cheapest first."""
     steps = []
-    if quantization != "none" and quantize_head:
-        steps.append("leave the output layer alone: --generator.engine.quantize_head false")
     if quantization != "none":
         steps.append(f"serve without {quantization}: --generator.quantization none")
     if dtype == "float16":

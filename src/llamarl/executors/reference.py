@@ -24,6 +24,7 @@ class ReferenceExecutor(Stateless, BaseExecutor):
             self.config.reference.path or self.config.model.path,
             self.config.reference,
             self.config.algorithm,
+            self.config.trainer,
             temperature=self.config.generator.sampling.temperature,
             device=self.context.device,
         )

@@ -67,7 +67,7 @@ class RewardExecutor(BaseExecutor):
         scored = time.monotonic()
         files: tuple[Path, ...] = ()
         run_dir, patience = self.context.run_dir, self._patience
-        if run_dir is not None and patience is not None and self.config.observability.rollouts_due(tick):
+        if run_dir is not None and patience is not None and self.config.observability.rollouts:
             self._folder.check()
             files = (write_rollouts(run_dir, tick, groups, patience),)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))

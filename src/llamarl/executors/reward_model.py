@@ -34,7 +34,6 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             self.settings.path,
             fsdp=self.settings.fsdp,
             tp=self.settings.tp,
-            pp=self.settings.pp,
             dtype=getattr(torch, self.settings.dtype),
             max_tokens=self.settings.max_tokens_per_microbatch,
             device=self.context.device,

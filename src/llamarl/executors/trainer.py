@@ -155,7 +155,7 @@ class TrainerExecutor(BaseExecutor):
 
     def _logs_tokens(self, tick: int) -> bool:
         """Whether this rank writes what it makes of the tick's tokens; of peers, which see the same, one does."""
-        due = self.context.run_dir is not None and self.config.observability.rollouts_due(tick)
+        due = self.context.run_dir is not None and self.config.observability.rollouts
         return due and self.trainer.layout.speaks
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
@@ -266,12 +266,11 @@ class TrainerExecutor(BaseExecutor):
         return written
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
-        """All ranks write into one folder beside their own, on a thread unless ``checkpoint.background`` is off. Once it is done,
+        """All ranks write into one folder beside their own, on a thread. Once it is done,
         the versions up to this tick's are whole in their slots too: who begins again from it need not make them again."""
         staleness = self.config.schedule.max_staleness
         edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - staleness), tick + 1)}
-        background = self.config.checkpoint.background
-        state = self.trainer.stage(edge, copy=background)
+        state = self.trainer.stage(edge, copy=True)
         copies = tuple(self._readers)
 
         def write() -> tuple[Path, ...]:
@@ -280,10 +279,7 @@ class TrainerExecutor(BaseExecutor):
                 copy.wait(_COPY_LIMIT_S)
             return written
 
-        writing = in_background(write)
-        if not background:
-            writing.result()
-        return writing
+        return in_background(write)
 
     def load(self, folder: Path, tick: int) -> None:
         if self._lease is not None:

@@ -268,7 +268,7 @@ def _measured_ticks(folder: Path) -> tuple[list[_Tick], Lengths, list[int]]:
     if len(ticks) < LEAST_TICKS:
         raise PlanError(
             f"a fit needs at least {LEAST_TICKS} ticks after {WARM_UP} of warm-up with their rollouts, got {len(ticks)} in {folder}: "
-            "let the run last longer, with observability.rollouts_every = 1"
+            "let the run last longer, with observability.rollouts"
         )
     lengths = empirical(np.concatenate([tick.responses for tick in ticks]).tolist(), str(folder))
     return ticks, lengths, prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from llamarl.import_path import is_import_path
@@ -32,10 +32,6 @@ class ObservabilityConfig:
     rollouts: Annotated[bool, NO_BITS] = True
     """Write prompts, responses, rewards, log-probabilities and versions into ``RUN/rollouts``."""
 
-    rollouts_every: Annotated[PositiveInt, NO_BITS] = 1
-    """Trainer ticks from one rollout file to the next; 1 writes every batch, rollouts = false
-    none."""
-
     trace: Annotated[bool, NO_BITS] = True
     """Write ``RUN/trace.json``, one lane an executor, for https://ui.perfetto.dev or chrome://tracing."""
 
@@ -46,7 +42,3 @@ class ObservabilityConfig:
     sinks: Annotated[ListOf[Annotated[str, AfterValidator(_class)]], NO_BITS] = ()
     """Where each row goes besides: classes of your own as package.module:Class or file.py:Class (docs/metrics.md). One that fails
     is left out from then on, and the run says so; ``metrics.jsonl`` has every row in any case."""
-
-    def rollouts_due(self, tick: int) -> bool:
-        """Whether the batch of ``tick`` (from 0) is written to ``RUN/rollouts``."""
-        return self.rollouts and tick % self.rollouts_every == 0

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.adapters import add_adapters, base_name, base_parameters
 from llamarl.models.decoder import changes_with_length
-from llamarl.models.experts import expert_layers, num_experts, watch_experts
+from llamarl.models.experts import num_experts, watch_experts
 from llamarl.models.loading import load_model
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
@@ -38,7 +38,7 @@ from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.stored_parts import StoredPart
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
-from llamarl.trainer.config import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.config import LoraConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, ValueModel, check_output_layer, is_worth_offloading
@@ -64,14 +64,14 @@ class Built(Generic[Module]):
     """Float32 values of the trained parameters from before they were rounded to the compute dtype; None if they still hold them."""
 
 
-def layout_of(config: TrainerConfig | ReferenceConfig | CriticConfig, section: str, device: str) -> ParallelLayout:
-    """Make the (pp, fsdp, cp, tp) mesh that a section of the configuration asks for.
+def layout_of(config: TrainerConfig, device: str) -> ParallelLayout:
+    """Make the (pp, fsdp, cp, tp) mesh that the trainer's section asks for.
 
     Raises:
         ValueError: ``fsdp * tp * pp * cp`` ranks are not there.
     """
     sizes = {axis: getattr(config, axis) for axis in ("fsdp", "tp", "pp", "cp")}
-    return make_layout(**sizes, ep=config.ep, device=device, keys=tuple(f"{section}.{axis}" for axis in sizes))
+    return make_layout(**sizes, ep=config.ep, device=device, keys=tuple(f"trainer.{axis}" for axis in sizes))
 
 
 def build_policy(
@@ -90,7 +90,6 @@ def build_policy(
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
     replay: bool = False,
-    section: str = "trainer",
 ) -> Built[Policy]:
     """This rank's part of the model in ``model_path``.
 
@@ -102,7 +101,6 @@ def build_policy(
         offload_activations: On a GPU, layers keep theirs in host memory between the passes.
         lora: With it, adapters are added and the model itself is frozen.
         replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
-        section: Of the configuration, whose keys errors name.
 
     Raises:
         ModelError: The model is not supported, or not with this ``tp``, ``pp``, ``cp`` or ``ep``.
@@ -118,19 +116,19 @@ def build_policy(
     if replay:
         let_replay(model)
     experts = watch_experts(model)
-    _check_experts(experts, layout, section)
+    _check_experts(experts, layout)
     transform = LogitTransform.of_model(model.config, temperature)
     check_output_layer(_small_copy(model.config, attention) if parts is not None else model, transform)
     names = tuple(name for name, _ in model.named_parameters())
     base_names: tuple[str, ...] = ()
-    _check_cuts(model.config, attention, layout, section)
+    _check_cuts(model.config, attention, layout)
     if lora is not None:  # while the model is whole: an adapter's first values depend on no layout
         base_names = names
         with with_storage_of_one(model):
             add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=lora_seed)
         names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         check_adapters_of_stages(model, layout.pp)
-    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key=f"{section}.pp")
+    stage = cut_into_stage(model, layout.pp_rank, layout.pp)
 
     def wrap(model: PreTrainedModel) -> Policy:
         policy = Policy(
@@ -159,7 +157,7 @@ def build_value_model(
     """This rank's part of the value model in ``model_path``, which may hold a language model.
 
     Raises:
-        ModelError: The model has no value form, or does not divide by ``tp``, ``pp``, ``cp`` or ``ep``.
+        ModelError: The model has no value form, or does not divide by ``tp``.
     """
     attention = _attention(share_prompts, layout)
     parts = None
@@ -169,11 +167,8 @@ def build_value_model(
     if parts is None:
         model = load_value_model(model_path, device=device, attention=attention)
     names = tuple(name for name, _ in model.named_parameters())
-    _check_experts(expert_layers(model), layout, "critic")
-    _check_cuts(model.config, attention, layout, "critic")
-    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="critic.pp")
     fill = None if parts is None else _reader(model_path, model, parts, layout, device)
-    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names, fill=fill)
+    return _spread(model, ValueModel, layout, dtype, names=names, fill=fill)
 
 
 def build_reward_model(
@@ -186,7 +181,7 @@ def build_reward_model(
         key: The configuration key to name in errors.
 
     Raises:
-        ModelError: It is no classifier with one label and a linear head, or does not divide by ``tp`` or ``pp``.
+        ModelError: It is no classifier with one label and a linear head, or does not divide by ``tp``.
     """
     parts = None
     if layout.num_ranks > 1:
@@ -195,10 +190,8 @@ def build_reward_model(
     if parts is None:
         model = load_reward_model(path, dtype=torch.float32, device=device, attention=attention, key=key)
     names = tuple(name for name, _ in model.named_parameters())
-    _check_cuts(model.config, attention, layout, "reward_model")
-    stage = cut_into_stage(model, layout.pp_rank, layout.pp, key="reward_model.pp")
     fill = None if parts is None else _reader(path, model, parts, layout, device)
-    return _spread(model, lambda model: ValueModel(model, stage), layout, dtype, names=names, fill=fill)
+    return _spread(model, ValueModel, layout, dtype, names=names, fill=fill)
 
 
 def _reader(
@@ -225,19 +218,19 @@ def _attention(share_prompts: bool, layout: ParallelLayout) -> str:
     return "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
 
 
-def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout, section: str) -> None:
+def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout) -> None:
     """Refuse experts over ranks that cannot each have as many."""
     count = num_experts(experts[0]) if experts else 0
     if layout.ep > 1 and (reason := why_experts_not_spread(count, tp=layout.tp, ep=layout.ep)):
-        raise ModelError(f"{section}.ep = {layout.ep}: {reason}")
+        raise ModelError(f"trainer.ep = {layout.ep}: {reason}")
 
 
-def _check_cuts(config: PretrainedConfig, attention: str, layout: ParallelLayout, section: str) -> None:
+def _check_cuts(config: PretrainedConfig, attention: str, layout: ParallelLayout) -> None:
     """Refuse stages or parts of rows that do not fit the architecture."""
     if layout.pp > 1:
-        check_stages(_small_copy(config, attention), layout.pp, key=f"{section}.pp")
+        check_stages(_small_copy(config, attention), layout.pp)
     if layout.cp > 1:
-        key, heads = f"{section}.cp", config.get_text_config().num_attention_heads
+        key, heads = "trainer.cp", config.get_text_config().num_attention_heads
         if reason := why_heads_not_shared(heads, tp=layout.tp, cp=layout.cp):
             raise ModelError(f"{key} = {layout.cp}: {reason}")
         if changes_with_length(config):

@@ -111,7 +111,7 @@ def write_critic(checkpoint: Path, config: RunConfig, out: Path) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     version = _count(state, shapes, "ticks_done")
     export_folder(out, model, _stored(state, shapes), shapes, source=path, dtype=torch.float32)
-    write_export(out, ExportFacts(policy_version=version, dtype="float32", served_dtype=config.critic.dtype))
+    write_export(out, ExportFacts(policy_version=version, dtype="float32", served_dtype=config.trainer.dtype))
 
 
 def _whole(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParameterShard]:

@@ -147,7 +147,13 @@ class TrainerConfig:
         refuse(self._mistakes())
 
     def _mistakes(self) -> Iterator[Mistake]:
-        yield from _expert_mistakes(self)
+        if self.fsdp * self.cp % self.ep:
+            yield Mistake(
+                "ep",
+                f"is {self.ep}, which does not divide the {self.fsdp * self.cp} ranks of fsdp {self.fsdp} and cp {self.cp} "
+                "over which experts are spread (1: the model has none, or each rank holds all)",
+                ("fsdp", "cp"),
+            )
         if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
             yield Mistake(
                 "selection.shuffle",
@@ -231,7 +237,7 @@ class LoraConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReferenceConfig:
     """The executor that puts a frozen model's log-probs beside every trained token. ``algorithm.kl_coef`` above 0 asks for
-    it."""
+    it. Its micro-batches are packed as the trainer's, twice as long: it keeps no activations."""
 
     enabled: bool = False
     """Run it although ``algorithm.kl_coef`` is 0, only to see how far the policy has moved (``kl/reference``)."""
@@ -247,16 +253,7 @@ class ReferenceConfig:
     """Ranks over which its parameters are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp * cp`` processes."""
-
-    pp: PositiveInt = 1
-    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers."""
-
-    cp: PositiveInt = 1
-    """Ranks over which each micro-batch's tokens are cut, >= 1; ``tp * cp`` divides the model's attention heads."""
-
-    ep: PositiveInt = 1
-    """Ranks over which the experts of a sparse model are spread, among the ``fsdp * cp`` ranks; as ``trainer.ep``."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
@@ -267,22 +264,11 @@ class ReferenceConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of its weights and of the forward pass; "auto" is that of ``trainer.dtype``, so the KL of equal weights is 0."""
 
-    max_tokens_per_microbatch: PositiveInt = 8192
-    """Tokens (prompt and response) that one forward pass packs."""
-
-    share_prompts: bool = True
-    """Compute a group's prompt once for all of its responses; exact to rounding."""
-
-    logprob_chunk_tokens: PositiveInt = 512
-    """Tokens whose logits exist at once."""
-
-    def __post_init__(self) -> None:
-        refuse(_expert_mistakes(self))
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CriticConfig:
-    """The executor that estimates returns and learns to; ``algorithm.advantage`` asks for it: "gae", "turn_gae", "two_level_gae"."""
+    """The executor that estimates returns and learns to; ``algorithm.advantage`` asks for it: "gae", "turn_gae",
+    "two_level_gae". Precision, micro-batches and limits on gradients are the trainer's."""
 
     path: str = ""
     """Hugging Face folder or id of the Hub to start from: a language model, whose value head then starts at 0, or an exported
@@ -295,31 +281,13 @@ class CriticConfig:
     """Ranks over which parameters, gradients and moments are sharded and the batch is split."""
 
     tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp * pp * cp`` processes."""
-
-    pp: PositiveInt = 1
-    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers."""
-
-    cp: PositiveInt = 1
-    """Ranks over which each micro-batch's tokens are cut, >= 1; ``tp * cp`` divides the model's attention heads."""
-
-    ep: PositiveInt = 1
-    """Ranks over which the experts of a sparse model are spread, among the ``fsdp * cp`` ranks; as ``trainer.ep``."""
+    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
 
     threads: NonNegativeInt = 0
     """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of forward and backward. Master weights and moments are float32."""
-
-    max_tokens_per_microbatch: PositiveInt = 4096
-    """Tokens (prompt and response) that one forward pass packs."""
-
-    share_prompts: bool = True
-    """Compute a group's prompt once for all of its responses; exact to rounding."""
 
     updates_per_tick: PositiveInt = 1
     """Optimizer steps on each tick's whole batch, >= 1. The values that the trainer uses were estimated before the first."""
@@ -328,28 +296,11 @@ class CriticConfig:
     """In updates after a tick's first, an estimate that moved further than this from the one it had is clipped, and the
     larger of both errors counts (PPO's value clipping); 0 is off."""
 
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this global norm; 0 does not clip."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate of its own AdamW, which else is as ``optimizer`` says."""
 
-    max_skipped_steps: Annotated[NonNegativeInt, NO_BITS] = 3
-    """Non-finite gradients in a row that are skipped; one more stops the run."""
-
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    """The critic's own AdamW; its schedule counts ticks, as the policy's does."""
-
-    def __post_init__(self) -> None:
-        refuse(_expert_mistakes(self))
-
-
-def _expert_mistakes(section: TrainerConfig | ReferenceConfig | CriticConfig) -> Iterator[Mistake]:
-    """Whether the ranks over which experts are spread are among those of the section."""
-    if section.fsdp * section.cp % section.ep:
-        yield Mistake(
-            "ep",
-            f"is {section.ep}, which does not divide the {section.fsdp * section.cp} ranks of fsdp {section.fsdp} and cp {section.cp} "
-            "over which experts are spread (1: the model has none, or each rank holds all)",
-            ("fsdp", "cp"),
-        )
+    warmup_ticks: NonNegativeInt = 0
+    """Ticks over which its rate rises linearly to ``lr``."""
 
 
 def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = True, reentrant: bool = True) -> int:

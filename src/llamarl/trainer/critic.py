@@ -10,6 +10,7 @@ before the first pass: any split over micro-batches and ranks gives the same gra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +22,13 @@ from torch import Tensor
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.value import value_loss
 from llamarl.errors import TrainingDiverged
-from llamarl.models.loading import load_model_config
+from llamarl.models.loading import load_model_config, torch_dtype
+from llamarl.models.parallel import make_layout
 from llamarl.models.repeatable import demanded
-from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.building import build_value_model, layout_of
-from llamarl.trainer.config import CriticConfig
+from llamarl.trainer.building import build_value_model
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import learning_rate
-from llamarl.trainer.pipeline import Forward, make_links
 from llamarl.trainer.policy import ValueModel
 from llamarl.trainer.scoring import Located, lay_out
 from llamarl.trainer.sharded_model import ShardedModel
@@ -39,7 +39,7 @@ __all__ = ["Critic"]
 
 
 class Critic(ShardedModel[ValueModel]):
-    """Owns the value model and its optimizer on one rank of its (pp, fsdp, cp, tp) mesh."""
+    """Owns the value model and its optimizer on one rank of its (fsdp, tp) mesh."""
 
     role = "critic"
     counters = ("ticks_done", "num_skipped_in_a_row")
@@ -49,6 +49,8 @@ class Critic(ShardedModel[ValueModel]):
         model_path: str | Path,
         config: CriticConfig,
         algorithm: AlgorithmConfig,
+        trainer: TrainerConfig,
+        optimizer: OptimizerConfig,
         *,
         device: str = "cpu",
         num_ticks: int | None = None,
@@ -57,37 +59,35 @@ class Critic(ShardedModel[ValueModel]):
         Args:
             model_path: Hugging Face folder of a language model or of an exported critic.
             algorithm: Says which responses train, and how GAE and KL make returns.
+            trainer: Says precision, micro-batches and limits on gradients.
+            optimizer: Says AdamW's constants and schedule, but for its rate and warm-up.
             num_ticks: Length of the run, for schedules that fall.
 
         Raises:
-            ModelError: The model has no value form, or does not divide by ``tp``, ``pp``, ``cp`` or ``ep``.
-            ValueError: ``fsdp * tp * pp * cp`` ranks are not there.
+            ModelError: The model has no value form, or does not divide by ``tp``.
+            ValueError: ``fsdp * tp`` ranks are not there.
         """
-        self.config, self.algorithm, self.num_ticks = config, algorithm, num_ticks
+        self.config, self.algorithm, self.trainer, self.num_ticks = config, algorithm, trainer, num_ticks
+        self.optimizer = dataclasses.replace(optimizer, lr=config.lr, warmup_ticks=config.warmup_ticks)
         self.ticks_done = 0
         self.num_skipped_in_a_row = 0
-        learning_rate(config.optimizer, config.optimizer.warmup_ticks, num_ticks)  # a bad schedule fails now
-        layout = layout_of(config, "critic", device)
-        self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
-        dtype = getattr(torch, config.dtype)
+        learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
+        layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device, keys=("critic.fsdp", "critic.tp"))
+        self.share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
+        dtype = torch_dtype(trainer.dtype, device=device, model=model_path)
         built = build_value_model(
             model_path, layout, dtype=dtype, share_prompts=self.share_prompts, device=torch.device(device)
         )
-        super().__init__(
-            built, layout, config.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype
-        )
-        self._links = make_links(self.module.model, layout, dtype=self.dtype, device=self.device)
+        super().__init__(built, layout, self.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype)
 
     def step(self, groups: Sequence[Group], tick: int) -> tuple[list[Group], dict[str, float]]:
         """Value the batch with the version of ``tick`` ticks, then learn from it.
 
         Args:
-            groups: This data-parallel rank's judged groups; its tensor- and context-parallel peers and pipeline stages get the
-                same ones.
+            groups: This data-parallel rank's judged groups; its tensor-parallel peers get the same ones.
 
         Returns:
-            The groups with ``values`` on every response that trains, and metrics over all ranks (docs/metrics.md). On another
-            pipeline stage than the last, the groups as they came.
+            The groups with ``values`` on every response that trains, and metrics over all ranks (docs/metrics.md).
 
         Raises:
             ValueError: The tick is not the next one.
@@ -95,58 +95,44 @@ class Critic(ShardedModel[ValueModel]):
         """
         if tick != self.ticks_done:
             raise ValueError(f"the critic has done {self.ticks_done} ticks, so its next is that, got {tick}")
-        batch = lay_out(
-            groups, self.algorithm, self.config, self.layout, share_prompts=self.share_prompts, device=self.device
+        laid = lay_out(
+            groups,
+            self.algorithm,
+            self.layout,
+            max_tokens=self.trainer.max_tokens_per_microbatch,
+            share_prompts=self.share_prompts,
+            device=self.device,
         )
-        num_tokens = int(self._sum([float(batch.num_tokens)])[0])
-        lr = learning_rate(self.config.optimizer, tick, self.num_ticks)
+        num_tokens = int(self._sum([float(laid.num_tokens)])[0])
+        lr = learning_rate(self.optimizer, tick, self.num_ticks)
         values: list[Tensor] = []
         targets: list[Tensor] = []
         first: dict[str, float] = {}
         skipped, clipped = 0, 0.0
         for update in range(self.config.updates_per_tick):
             loss, clipped = torch.zeros((), device=self.device), 0.0
-
-            def forward(m: int, received: Tensor | None, update: int = update) -> Tensor:
-                nonlocal loss, clipped
-                estimates: Tensor = self.module(batch.microbatches[m], received)
-                if not self.layout.is_last_stage:
-                    return estimates
-                if update == 0:
-                    values.append(estimates.detach())
-                    targets.append(self._targets(groups, [batch.located[i] for i in batch.packing[m]], values[m]))
-                terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
-                part = terms.sum() / max(1, num_tokens)
-                loss = loss + part.detach()
-                clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
-                return part
-
-            self._forward_backward(batch.microbatches, forward)
-            (total_loss,) = self._sum([self.layout.sum_over_stages(loss).item()])
+            for m, batch in enumerate(laid.microbatches):
+                with demanded(self.device):
+                    estimates: Tensor = self.module(batch)
+                    if update == 0:
+                        values.append(estimates.detach())
+                        targets.append(self._targets(groups, [laid.located[i] for i in laid.packing[m]], values[m]))
+                    terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
+                    part = terms.sum() / max(1, num_tokens)
+                    loss = loss + part.detach()
+                    clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
+                    part.backward()  # type: ignore[no-untyped-call]
+            (total_loss,) = self._sum([loss.item()])
             grad_norm, stepped = self._update(lr, total_loss, empty=num_tokens == 0)
             skipped += not stepped
             if update == 0:
                 first = {"critic/loss": total_loss, "critic/grad_norm": grad_norm}
             self._count_skips(skipped=not stepped, tick=tick)
         self.ticks_done += 1
-        metrics = first | self.layout.from_last_stage(lambda: self._fit(values, targets))
-        metrics |= {"critic/lr": lr, "critic/skipped": float(skipped)}
+        metrics = first | self._fit(values, targets) | {"critic/lr": lr, "critic/skipped": float(skipped)}
         if self.config.value_clip:
-            fraction = self.layout.from_last_stage(lambda: self._sum([clipped])[0] / max(1, num_tokens))
-            metrics["critic/clipped_fraction"] = fraction
-        if not self.layout.is_last_stage:
-            return list(groups), metrics
-        return batch.annotate(groups, values, "values"), metrics
-
-    def _forward_backward(self, batches: Sequence[Microbatch], forward: Forward) -> None:
-        """Make both passes of every micro-batch."""
-        if self._links is None:
-            for m in range(len(batches)):
-                with demanded(self.device):
-                    forward(m, None).backward()  # type: ignore[no-untyped-call]
-            return
-        with demanded(self.device):
-            self._links.run(batches, forward, trains=True)
+            metrics["critic/clipped_fraction"] = self._sum([clipped])[0] / max(1, num_tokens)
+        return laid.annotate(groups, values, "values"), metrics
 
     def _targets(self, groups: Sequence[Group], items: Sequence[Located], values: Tensor) -> Tensor:
         """Returns of one micro-batch's tokens, [T], from the values that this tick's trainer will use."""
@@ -164,18 +150,18 @@ class Critic(ShardedModel[ValueModel]):
         grad_norm = self.weights.gradient_norm().item()
         finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite and not empty:
-            if 0 < self.config.max_grad_norm < grad_norm:
-                self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
+            if 0 < self.trainer.max_grad_norm < grad_norm:
+                self.weights.scale_gradients(self.trainer.max_grad_norm / grad_norm)
             self.weights.step(lr)
         self.weights.drop_gradients()
         return grad_norm, finite
 
     def _count_skips(self, *, skipped: bool, tick: int) -> None:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
-        if self.num_skipped_in_a_row > self.config.max_skipped_steps:
+        if self.num_skipped_in_a_row > self.trainer.max_skipped_steps:
             raise TrainingDiverged(
                 f"critic: tick {tick}: {self.num_skipped_in_a_row} steps in a row with a non-finite loss or gradient"
-                f" (critic.max_skipped_steps = {self.config.max_skipped_steps}): lower critic.optimizer.lr, or look at the"
+                f" (trainer.max_skipped_steps = {self.trainer.max_skipped_steps}): lower critic.lr, or look at the"
                 " rewards of these ticks; checkpoints taken so far are untouched"
             )
 
@@ -203,4 +189,4 @@ class Critic(ShardedModel[ValueModel]):
 
         In float32, of its own weights: fewer bits would round what it has learned away.
         """
-        self.write_model(folder, dtype=torch.float32, served_dtype=self.config.dtype, version=self.ticks_done)
+        self.write_model(folder, dtype=torch.float32, served_dtype=self.trainer.dtype, version=self.ticks_done)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
+from llamarl.models.decoder import decoder_layers
 from llamarl.models.experts import Routing, current_routing, num_experts, watch_experts, watching
 from llamarl.models.stages import Stage
 from llamarl.models.value import value_head
@@ -181,41 +182,31 @@ def _storage(tensor: Tensor) -> int:
 class ValueModel(nn.Module):
     """A decoder with a value head.
 
-    Args:
-        stage: Which part of the decoder ``model`` is; None: all of it.
-
     Raises:
         ModelError: The model has no such head.
     """
 
-    def __init__(self, model: PreTrainedModel, stage: Stage | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.stage = stage or Stage(model)
-        if self.stage.is_last:
-            value_head(model)  # refuse one without
+        value_head(model)  # refuse one without
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's layers that are here, first to last."""
-        return self.stage.layers
+        """The decoder's layers, first to last."""
+        return decoder_layers(self.model)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """By their Hugging Face names."""
         return dict(self.model.named_parameters())
 
-    def forward(self, batch: Microbatch, received: Tensor | None = None) -> Tensor:
-        """Value before each trained token, [T], float32, of the whole row where several ranks share it; on another stage than the last, hidden states for the next one, [1, N, H].
-
-        Args:
-            received: [1, N, H] of the stage before; None on the first.
-        """
+    def forward(self, batch: Microbatch) -> Tensor:
+        """Value before each trained token, [T], float32."""
+        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
         with attending(batch.packed):
-            states = self.stage.hidden_states(self.model, batch.input_ids, batch.position_ids, received)
-        if not self.stage.is_last:
-            return states
+            states = self.model.base_model(**inputs).last_hidden_state
         values: Tensor = value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1).float()
-        return values if batch.own is None else batch.own.whole(values)
+        return values
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
     texts as tokens, in groups that begin alike ─▶ packed micro-batches, what a group has in common once ─▶ a float32 each
 
-Decoders that are known (``models/support.py``) are packed without padding and may lie over an (fsdp, tp, pp) mesh. Any other model
+Decoders that are known (``models/support.py``) are packed without padding and may lie over an (fsdp, tp) mesh. Any other model
 runs transformers' own forward on padded batches of texts of similar length, on one rank.
 """
 
@@ -23,7 +23,6 @@ from llamarl.models.parallel import make_layout
 from llamarl.models.reward_model import is_packed, last_token, load_reward_model
 from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.building import build_reward_model
-from llamarl.trainer.pipeline import Links, forward_all, make_links
 from llamarl.trainer.policy import ValueModel
 from llamarl.trainer.scoring import pack_microbatches
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -43,7 +42,6 @@ class RewardScorer:
         *,
         fsdp: int = 1,
         tp: int = 1,
-        pp: int = 1,
         dtype: torch.dtype = torch.float32,
         max_tokens: int = 8192,
         device: str = "cpu",
@@ -57,13 +55,12 @@ class RewardScorer:
             key: The configuration key to name in errors.
 
         Raises:
-            ModelError: It has no single score, does not divide by ``tp`` or ``pp``, or is not computed here as transformers does.
-            ValueError: ``fsdp * tp * pp`` ranks are not there.
+            ModelError: It has no single score, does not divide by ``tp``, or is not computed here as transformers does.
+            ValueError: ``fsdp * tp`` ranks are not there.
         """
         self.max_tokens, self.device = max_tokens, torch.device(device)
-        keys = ("reward_model.fsdp", "reward_model.tp", "reward_model.pp")
-        self.layout = make_layout(fsdp=fsdp, tp=tp, pp=pp, device=device, keys=keys)
-        self._links: Links | None = None
+        keys = ("reward_model.fsdp", "reward_model.tp")
+        self.layout = make_layout(fsdp=fsdp, tp=tp, device=device, keys=keys)
         self._packed: ValueModel | None = None
         self._whole: PreTrainedModel | None = None
         if is_packed(path):
@@ -73,10 +70,9 @@ class RewardScorer:
                 path, self.layout, dtype=dtype, attention=attention, device=self.device, key=key
             ).module
             self.config = self._packed.model.config
-            self._links = make_links(self._packed.model, self.layout, dtype=dtype, device=self.device)
             self._prove(path, dtype, key)
         elif self.layout.num_ranks > 1:
-            raise ModelError.at(key, f": {path} lies on one rank only: set reward_model.fsdp, tp and pp to 1")
+            raise ModelError.at(key, f": {path} lies on one rank only: set reward_model.fsdp and tp to 1")
         else:
             self._whole = load_reward_model(path, dtype=dtype, device=device, attention=None, key=key)
             self.config = self._whole.config
@@ -89,7 +85,7 @@ class RewardScorer:
 
     @torch.no_grad()
     def score(self, texts: Sequence[Sequence[list[int]]], types: Sequence[Sequence[list[int]]] = ()) -> list[float]:
-        """Scores of this rank's texts, in order; zeros on another pipeline stage than the last. All ranks call it, whatever they have.
+        """Scores of this rank's texts, in order. All ranks call it, whatever they have.
 
         Args:
             texts: Group by group: the tokens of each text, at least one. Groups only tell which texts may begin alike.
@@ -116,15 +112,9 @@ class RewardScorer:
             sequences, self.layout, max_tokens=self.max_tokens, share_prompts=self.share_prompts, device=self.device
         )
         scores = [0.0] * len(sequences)
-
-        def forward(number: int, received: Tensor | None) -> Tensor:
-            output: Tensor = model(batches[number], received)
-            if self.layout.is_last_stage:
-                for i, score in zip(packing[number], output.tolist(), strict=True):
-                    scores[i] = score
-            return output
-
-        forward_all(batches, self._links, forward)
+        for items, batch in zip(packing, batches, strict=True):
+            for i, score in zip(items, model(batch).tolist(), strict=True):
+                scores[i] = score
         return scores
 
     def _score_padded(self, texts: Sequence[list[int]], types: Sequence[list[int]]) -> list[float]:

@@ -4,7 +4,7 @@
 
 The groups keep their order and everything else they hold. Responses that cannot train pass as they are. A reference's
 distribution is the policy's as the trainer sees it: the same packing of sequences, chunked output layer and sampling
-temperature. Its model lies over the (pp, fsdp, cp, tp) mesh of its own ranks, so it need not fit one device.
+temperature. Its model lies over the (fsdp, tp) mesh of its own ranks, so it need not fit one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.loading import load_model_config, torch_dtype
-from llamarl.models.parallel import ParallelLayout
+from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.trainer.batch import (
     Microbatch,
     TrainingSequence,
@@ -31,10 +31,8 @@ from llamarl.trainer.batch import (
     trainable,
     training_sequence,
 )
-from llamarl.trainer.building import build_policy, layout_of
-from llamarl.trainer.config import CriticConfig, ReferenceConfig
-from llamarl.trainer.context_parallel import ContextRanks
-from llamarl.trainer.pipeline import logprobs_of, make_links
+from llamarl.trainer.building import build_policy
+from llamarl.trainer.config import ReferenceConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
 
@@ -92,9 +90,9 @@ class LaidOut:
 def lay_out(
     groups: Sequence[Group],
     algorithm: AlgorithmConfig,
-    config: ReferenceConfig | CriticConfig,
     layout: ParallelLayout,
     *,
+    max_tokens: int,
     share_prompts: bool,
     device: str | torch.device,
 ) -> LaidOut:
@@ -108,7 +106,7 @@ def lay_out(
     packing, microbatches = pack_microbatches(
         [item.sequence for item in located],
         layout,
-        max_tokens=config.max_tokens_per_microbatch,
+        max_tokens=max_tokens,
         share_prompts=share_prompts,
         device=device,
     )
@@ -123,18 +121,16 @@ def pack_microbatches(
     share_prompts: bool,
     device: str | torch.device,
 ) -> tuple[list[list[int]], list[Microbatch]]:
-    """Indices of each micro-batch's sequences, and its tensors, of this rank's part of it; every token weighs 1."""
+    """Indices of each micro-batch's sequences, and its tensors; every token weighs 1."""
     packing = pack_sequences(
         sequences, max_tokens=max_tokens, share_prompts=share_prompts, layout=layout, device=device
     )
-    context = ContextRanks.of(layout)
     return packing, [
         make_microbatch(
             [sequences[i] for i in items],
             [1.0] * len(items),
             torch.device(device),
             share_prompts=share_prompts,
-            context=context,
         )
         for items in packing
     ]
@@ -148,6 +144,7 @@ class FrozenScorer:
         model_path: str | Path,
         config: ReferenceConfig,
         algorithm: AlgorithmConfig,
+        trainer: TrainerConfig,
         *,
         temperature: float,
         device: str = "cpu",
@@ -156,37 +153,43 @@ class FrozenScorer:
         Args:
             model_path: Hugging Face folder.
             algorithm: Says which responses train.
+            trainer: Says how micro-batches are packed.
             temperature: The generator's.
 
         Raises:
-            ModelError: The model is not supported, or not with this ``tp``, ``pp``, ``cp`` or ``ep``.
-            ValueError: ``fsdp * tp * pp * cp`` ranks are not there, or ``temperature`` is 0.
+            ModelError: The model is not supported, or not with this ``tp``.
+            ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
         """
-        self.config, self.algorithm, self.device = config, algorithm, device
-        self.layout = layout_of(config, "reference", device)
-        self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
+        self.algorithm, self.trainer, self.device = algorithm, trainer, device
+        self.layout = make_layout(
+            fsdp=config.fsdp,
+            tp=config.tp,
+            device=device,
+            keys=("reference.fsdp", "reference.tp"),
+        )
+        self.share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.policy = build_policy(
             model_path,
             self.layout,
             temperature=temperature,
             dtype=dtype,
-            chunk_tokens=config.logprob_chunk_tokens,
+            chunk_tokens=trainer.logprob_chunk_tokens,
             share_prompts=self.share_prompts,
             device=torch.device(device),
             trained=False,
-            section="reference",
         ).module
-        self._links = make_links(self.policy.model, self.layout, dtype=dtype, device=torch.device(device))
 
     @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains; as they came on another
-        pipeline stage than the last."""
-        batch = lay_out(
-            groups, self.algorithm, self.config, self.layout, share_prompts=self.share_prompts, device=self.device
+        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains."""
+        laid = lay_out(
+            groups,
+            self.algorithm,
+            self.layout,
+            max_tokens=2 * self.trainer.max_tokens_per_microbatch,
+            share_prompts=self.share_prompts,
+            device=self.device,
         )
-        rows = logprobs_of(self.policy, batch.microbatches, self._links)
-        if not self.layout.is_last_stage:
-            return list(groups)
-        return batch.annotate(groups, rows, "reference_logprobs")
+        rows = [self.policy(batch)[0] for batch in laid.microbatches]
+        return laid.annotate(groups, rows, "reference_logprobs")

@@ -132,7 +132,7 @@ class Trainer(ShardedModel[Policy]):
         self.loss = find_loss(algorithm.name)
         lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
-        layout = layout_of(config, "trainer", device)
+        layout = layout_of(config, device)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         built = build_policy(
@@ -149,7 +149,6 @@ class Trainer(ShardedModel[Policy]):
             lora=lora,
             lora_seed=derive_seed(seed, _ADAPTER_SEED),
             replay=config.router == "replay",
-            section="trainer",
         )
         self.policy = built.module
         self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())

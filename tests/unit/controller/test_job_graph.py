@@ -45,7 +45,7 @@ def test_ranks_of_a_node_share_a_process_group_and_tensor_parallel_peers_their_s
 
 
 def test_pipeline_stages_are_processes_of_one_group_that_all_get_the_same_samples() -> None:
-    sizes = ["--reference.pp", "3", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.pp", "2"]
+    sizes = ["--reference.fsdp", "3", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.pp", "2"]
     graph = llamarl_graph(load_config(None, KL + sizes))
     specs = {e.name: e for e in graph.executors}
     assert {name: (specs[name].num_ranks, specs[name].process_group) for name in ("reference", "trainer")} == {
@@ -53,11 +53,11 @@ def test_pipeline_stages_are_processes_of_one_group_that_all_get_the_same_sample
         "trainer": (8, "gloo"),
     }
     edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
-    assert edges == {"scored": (1, 3), "referenced": (2, 2)}
+    assert edges == {"scored": (3, 1), "referenced": (2, 2)}
 
 
 def test_ranks_that_share_a_row_get_the_same_samples() -> None:
-    sizes = ["--reference.cp", "2", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.cp", "2"]
+    sizes = ["--reference.fsdp", "2", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.cp", "2"]
     graph = llamarl_graph(load_config(None, KL + sizes))
     specs = {e.name: e for e in graph.executors}
     assert {name: (specs[name].num_ranks, specs[name].process_group) for name in ("reference", "trainer")} == {

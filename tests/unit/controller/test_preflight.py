@@ -177,17 +177,6 @@ def test_ranks_of_an_executor_that_another_mistake_hides_are_not_told_as_one() -
     assert [mistake.key for mistake in raised.value.mistakes] == ["algorithm.advantage"]
 
 
-@pytest.mark.parametrize("section", ["generator", "judge"])
-def test_guesses_without_a_row_for_them_are_refused_and_a_run_that_began_so_goes_on(section: str) -> None:
-    raw = {section: {"engine": {"speculative_tokens": 4, "speculative_rows": 1}}}
-    validate(raw)
-    told = rf"{section}.engine.speculative_rows is 1, .* at least 2, or {section}.engine.speculative_tokens to 0"
-    with pytest.raises(ConfigError, match=told):
-        validate(raw, [find_without_effect])
-    raw[section]["engine"]["speculative_rows"] = 2
-    validate(raw, [find_without_effect])
-
-
 def test_an_evaluator_that_is_switched_off_keeps_its_ranks_which_are_checked_and_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

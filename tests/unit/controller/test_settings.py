@@ -112,7 +112,6 @@ def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
         "task.columns",
         "task.environment_options",
         "generator.engine.options",
-        "judge.engine.options",
         "executors",
         "hosts.on",
     }  # empty by default

@@ -27,16 +27,14 @@ def _served(weight: Tensor, *, quantization: str = "none", bias: Tensor | None =
     layer.weight.data = weight
     if bias is not None:
         layer.bias.data = bias
-    (served,) = serve_linears(
-        nn.Sequential(layer), quantization=quantization, head=nn.Identity(), quantize_head=False, device=CPU
-    )
+    (served,) = serve_linears(nn.Sequential(layer), quantization=quantization, device=CPU)
     return served
 
 
 def test_a_product_is_made_once_an_input_and_let_go_of_when_all_its_parts_have_been_taken() -> None:
     model = _Mlp()
     expected = {name: getattr(model, name) for name in ("gate_proj", "up_proj")}
-    (product,) = serve_linears(model, quantization="none", head=nn.Identity(), quantize_head=False, device=CPU)
+    (product,) = serve_linears(model, quantization="none", device=CPU)
     made: list[weakref.ref[torch.Tensor]] = []
     product.register_forward_hook(lambda module, inputs, out: made.append(weakref.ref(out)))
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from llamarl.engine.scheduler import Member
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError
 
-GUESSING = {"speculative_tokens": 4, "speculative_rows": 12}
+GUESSING = {"speculative_tokens": 4}
 
 
 def assert_same(guessed: list[tuple[object, ...]], plain: list[tuple[object, ...]]) -> None:

@@ -26,6 +26,7 @@ from llamarl.controller.preflight import find_missing
 from llamarl.controller.run import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
+from llamarl.executors import asking
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.config import JudgeConfig
 from llamarl.executors.conversations import fill, score_in
@@ -96,13 +97,13 @@ def serving(answer: Answer) -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_proxy_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 def executor(run_dir: Path | None = None, **settings: Any) -> JudgeExecutor:
-    given = {"backoff_s": 0.001, **settings}
-    config = validate({"judge": given, "deadlines": {"step_s": 60.0}})
+    config = validate({"judge": settings, "deadlines": {"step_s": 60.0}})
     channels = [ChannelSpec(name=c, kind=ChannelKind.GATHER, source="a", sink="b") for c in ("in", "out")]
     context = ExecutorContext(
         name="judge", rank=0, num_ranks=1, device="cpu", run_dir=run_dir, seed=0, reads=(channels[0],),

@@ -60,7 +60,7 @@ def test_nothing_and_numbers_that_are_none_are_refused() -> None:
         measure([np.array([0.0, np.nan], np.float32)], [np.zeros(2, np.float32)], [[1, 2]], [["a", "b"]], rho=4.0)
 
 
-SERVED = {"dtype": "float32", "quantization": "none", "quantize_head": True, "trainer_dtype": "float32"}
+SERVED = {"dtype": "float32", "quantization": "none", "trainer_dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,9 @@ def test_a_rho_that_clips_nothing_can_be_safe_where_a_small_one_is_not() -> None
 
 def test_advice_goes_from_the_cheapest_step_to_float32() -> None:
     apart = found(*[0.4, 1.8] * 50)
-    steps = judge(
-        apart, rho=4.0, dtype="bfloat16", quantization="int8", quantize_head=True, trainer_dtype="bfloat16"
-    ).advice
+    steps = judge(apart, rho=4.0, dtype="bfloat16", quantization="int8", trainer_dtype="bfloat16").advice
     assert [step.split(": ")[1] for step in steps] == [
-        "--generator.engine.quantize_head false", "--generator.quantization none",
+        "--generator.quantization none",
         "--generator.engine.dtype float32", "--trainer.dtype float32",
     ]  # fmt: skip
     (only,) = judge(apart, rho=4.0, **SERVED).advice

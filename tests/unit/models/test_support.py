@@ -105,7 +105,9 @@ def train(folder: Path, lora: LoraConfig | None = None) -> Trainer:
 
 
 def learn_values(folder: Path) -> None:
-    Critic(folder, CriticConfig(), AlgorithmConfig(advantage="gae")).step(make_groups(), 0)
+    Critic(folder, CriticConfig(), AlgorithmConfig(advantage="gae"), TrainerConfig(), OptimizerConfig()).step(
+        make_groups(), 0
+    )
 
 
 def score(folder: Path) -> None:

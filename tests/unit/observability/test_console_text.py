@@ -228,19 +228,12 @@ def test_totals_weigh_idle_by_time_and_staleness_by_tokens() -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"rollouts_every": 0}, "observability.rollouts_every must be >= 1"),
         ({"console": "loud"}, "console"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         validate({"observability": settings})
-
-
-def test_rollouts_are_due_every_so_often_unless_off() -> None:
-    every = ObservabilityConfig(rollouts_every=3)
-    assert [t for t in range(8) if every.rollouts_due(t)] == [0, 3, 6]
-    assert not ObservabilityConfig(rollouts=False).rollouts_due(0)
 
 
 def test_a_huge_reward_stays_within_its_column() -> None:

@@ -122,8 +122,8 @@ def test_a_model_that_does_is_refused() -> None:
 )
 def test_models_whose_rows_cannot_be_cut_are_refused_with_what_to_write(traits: dict[str, Any], reason: str) -> None:
     config = tiny_config("llama", **traits)
-    with pytest.raises(ModelError, match=f"reference.cp = 2: .*{reason}"):
-        building._check_cuts(config, CONTEXT_ATTENTION, ParallelLayout(fsdp=1, tp=1, mesh=None, cp=2), "reference")
+    with pytest.raises(ModelError, match=f"trainer.cp = 2: .*{reason}"):
+        building._check_cuts(config, CONTEXT_ATTENTION, ParallelLayout(fsdp=1, tp=1, mesh=None, cp=2))
 
 
 def test_on_one_rank_the_attention_is_the_trainers_own(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import ModelConfig, RunConfig
 from llamarl.errors import CheckpointError, TrainingDiverged
 from llamarl.trainer.checkpoint_export import write_critic
-from llamarl.trainer.config import CriticConfig, OptimizerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.types import Group, Score
 
@@ -29,7 +29,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _critic(folder: Path, *, lr: float = 1e-2, algorithm: AlgorithmConfig = GAE, **config: Any) -> Critic:
-    return Critic(folder, CriticConfig(optimizer=OptimizerConfig(lr=lr), **config), algorithm)
+    own = {name: config.pop(name) for name in ("updates_per_tick", "value_clip", "warmup_ticks") if name in config}
+    return Critic(folder, CriticConfig(lr=lr, **own), algorithm, TrainerConfig(**config), OptimizerConfig())
 
 
 def _values(groups: list[Group]) -> list[np.ndarray]:
@@ -192,7 +193,7 @@ def test_a_checkpoint_gives_the_folder_that_its_tick_exported(model_folder: Path
     critic.step(make_groups(), 0)
     critic.export(tmp_path / "exported")
     critic.save(tmp_path / "critic" / "state")
-    config = RunConfig(model=ModelConfig(path=str(model_folder)), critic=CriticConfig(dtype="bfloat16"))
+    config = RunConfig(model=ModelConfig(path=str(model_folder)), trainer=TrainerConfig(dtype="bfloat16"))
     write_critic(tmp_path, config, tmp_path / "again")
     files = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
     assert "model.safetensors" in files

@@ -131,7 +131,7 @@ def test_float32_keeps_the_masters_though_bfloat16_was_served(base: Path, tmp_pa
 
 
 def test_the_critic_keeps_what_it_learned_from_a_bfloat16_base(base: Path, tmp_path: Path) -> None:
-    critic = Critic(base, CriticConfig(), AlgorithmConfig(), device="cpu")
+    critic = Critic(base, CriticConfig(), AlgorithmConfig(), TrainerConfig(), OptimizerConfig(), device="cpu")
     critic.export(tmp_path / "critic")
     stored = load_file(tmp_path / "critic" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}

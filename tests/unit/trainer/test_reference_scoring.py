@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def _score(folder: Path, groups: list[Group], **config: object) -> list[Group]:
-    scorer = FrozenScorer(folder, ReferenceConfig(**config), AlgorithmConfig(), temperature=0.7)  # type: ignore[arg-type]
+def _score(folder: Path, groups: list[Group], *, dtype: Any = "float32", **packing: Any) -> list[Group]:
+    reference, trainer = ReferenceConfig(dtype=dtype), TrainerConfig(**packing)
+    scorer = FrozenScorer(folder, reference, AlgorithmConfig(), trainer, temperature=0.7)
     return scorer.score(groups)
 
 

@@ -263,7 +263,7 @@ def test_gradients_are_clipped_to_the_given_norm(model_folder: Path) -> None:
 def test_entropy_bonus_raises_entropy_and_kl_starts_at_zero(model_folder: Path) -> None:
     algorithm = AlgorithmConfig(entropy_coef=1.0, kl_coef=0.01)
     trainer = _trainer(model_folder, algorithm=algorithm, lr=3e-3)
-    reference = FrozenScorer(model_folder, ReferenceConfig(), algorithm, temperature=1.0)
+    reference = FrozenScorer(model_folder, ReferenceConfig(), algorithm, TrainerConfig(), temperature=1.0)
     history = [trainer.train(reference.score(make_groups()), k) for k in range(4)]
     assert history[0]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
     assert history[3]["kl/reference"] > 1e-4

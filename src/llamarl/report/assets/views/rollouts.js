@@ -156,7 +156,7 @@ view("tick", {
 
 async function tickGroups(run, tick) {
   const index = await run.index(), groups = index.groupsOfTick.get(tick) || [];
-  if (!groups.length) return panel("Groups", h("p", {}, "No responses of this tick were written (observability.rollouts, observability.rollouts_every)."));
+  if (!groups.length) return panel("Groups", h("p", {}, "No responses of this tick were written (observability.rollouts)."));
   return panel(`${format.count(groups.length, "group")} of tick ${tick}`, table([
     { title: "group", number: true, cell: (group) => h("a", { href: groupLink(run, index, group) }, index.groups.prompt[group]) },
     { title: "prompt", text: true, cell: (group) => h("a", { href: groupLink(run, index, group) }, oneLine(index.promptText(group)) || "(empty)") },
