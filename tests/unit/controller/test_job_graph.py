@@ -53,7 +53,7 @@ def test_pipeline_stages_are_processes_of_one_group_that_all_get_the_same_sample
         "trainer": (8, "gloo"),
     }
     edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
-    assert edges == {"scored": (3, 1), "referenced": (2, 2)}
+    assert edges == {"scored": (1, 1), "referenced": (2, 2)}
 
 
 def test_ranks_that_share_a_row_get_the_same_samples() -> None:
@@ -65,7 +65,7 @@ def test_ranks_that_share_a_row_get_the_same_samples() -> None:
         "trainer": (8, "gloo"),
     }
     edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
-    assert edges == {"scored": (2, 1), "referenced": (4, 1)}
+    assert edges == {"scored": (1, 1), "referenced": (4, 1)}
 
 
 @pytest.mark.parametrize(("node", "on"), [("reference", KL), ("critic", GAE)])

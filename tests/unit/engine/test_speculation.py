@@ -18,6 +18,11 @@ from llamarl.errors import ConfigError
 GUESSING = {"speculative_tokens": 4}
 
 
+@pytest.fixture(autouse=True)
+def _room_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.engine.engine._MAX_GUESSING_ROWS", 12)
+
+
 def assert_same(guessed: list[tuple[object, ...]], plain: list[tuple[object, ...]]) -> None:
     """The same tokens and ends; the same log-probs, to the rounding of products of more rows, here up to five times that of a logit."""
     for mine, theirs in zip(guessed, plain, strict=True):

@@ -346,7 +346,6 @@ def test_a_question_that_its_engine_cannot_hold_fails_the_sample() -> None:
         ({"path": "bundled:tiny", "score_pattern": "("}, "is no regular expression"),
         ({"path": "bundled:tiny", "score_range": [3.0, 3.0]}, "judge.score_range must be two numbers, the lower first"),
         ({"path": "bundled:tiny", "name": "task"}, "judge.name is 'task', which another part"),
-        ({"path": "bundled:tiny", "engine": {"name": "a.py:B"}}, "a judge runs on 'native' or 'vllm'"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], mistake: str) -> None:
