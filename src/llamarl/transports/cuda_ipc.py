@@ -51,7 +51,7 @@ class _Buffer:
     def __init__(self, control_bytes: int, data_bytes: int, device: torch.device, num_sink_ranks: int) -> None:
         self.data = torch.zeros(data_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)  # the zeros must be there before anyone else can look
-        start = self.data.storage_offset()
+        start = int(self.data.storage_offset())
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         # Each call makes a handle with a reference count of its own, which the sink that opens it counts down.
         shares = [self.data.untyped_storage()._share_cuda_() for _ in range(num_sink_ranks)]
