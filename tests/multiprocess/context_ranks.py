@@ -57,7 +57,7 @@ def _run(folder: Path, family: str, named: str, *, resumes: bool) -> tuple[Train
             trainer = make_trainer(folder, family, **sizes)
             trainer.load(state)
         groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), sizes["fsdp"], trainer.layout.fsdp_rank)
-        metrics.append(trainer.train(with_reference(groups), tick))
+        metrics.append(trainer.train(with_reference(groups, folder / family), tick))
     return trainer, metrics
 
 

@@ -47,7 +47,7 @@ def run(folder: Path, family: str, sizes: tuple[int, int, int], dtype: str, resu
             trainer = make_trainer(folder, family, fsdp, tp, dtype, pp=pp)
             trainer.load(state)
         groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
-        metrics.append(trainer.train(with_reference(groups), tick))
+        metrics.append(trainer.train(with_reference(groups, folder / family), tick))
     return trainer, metrics
 
 

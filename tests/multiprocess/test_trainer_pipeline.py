@@ -126,7 +126,7 @@ def test_a_state_that_stages_saved_goes_on_in_one_process(runs: Path, family: st
     trainer.load(runs / "final" / f"{family}-{sizes}-float32")
     alone = trainer_ranks.make_trainer(runs, family, 1, 1)
     alone.load(runs / "final" / f"{family}-1x1x1-float32")
-    groups = trainer_ranks.with_reference(trainer_ranks.make_groups(seed=9))
+    groups = trainer_ranks.with_reference(trainer_ranks.make_groups(seed=9), runs / family)
     expected, got = alone.train(groups, trainer_ranks.NUM_TICKS), trainer.train(groups, trainer_ranks.NUM_TICKS)
     assert got == pytest.approx(expected, rel=2e-4, abs=1e-6)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
 from training_fixtures import make_groups, with_experts
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError, StaleTokenError
@@ -65,14 +67,26 @@ def make_reference(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "
     return FrozenScorer(folder / family, config, ALGORITHM, packing, temperature=0.9)
 
 
-def with_reference(groups: list[Group]) -> list[Group]:
-    """What a reference would say, made up: near what the policy said."""
+@functools.cache
+def _reference(model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def with_reference(groups: list[Group], model: Path) -> list[Group]:
+    """Put beside every response what transformers' own forward of ``model`` says of it, at the policy's temperature."""
+    reference = _reference(model)
+
+    def logprobs(group: Group, tokens: np.ndarray) -> np.ndarray:
+        row = torch.tensor([*group.prompt.tokens.tolist(), *tokens.tolist()])[None]
+        logits = reference(input_ids=row).logits[0, len(group.prompt.tokens) - 1 : -1].float() / 0.9
+        return logits.log_softmax(-1).gather(1, row[0, len(group.prompt.tokens) :, None])[:, 0].numpy()
+
     return [
         dataclasses.replace(
             group,
             responses=tuple(
-                dataclasses.replace(r, reference_logprobs=r.behavior_logprobs - np.float32(0.1))
-                for r in group.responses
+                dataclasses.replace(r, reference_logprobs=logprobs(group, r.tokens)) for r in group.responses
             ),
         )
         for group in groups
