@@ -139,8 +139,7 @@ def test_a_pipe_anywhere_in_a_run_is_refused_before_anything_waits_for_it(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text("")
-    (tmp_path / "rollouts").mkdir()
-    pipe = tmp_path / "rollouts" / "tick_000000.jsonl"
+    pipe = tmp_path / "warnings.jsonl"
     os.mkfifo(pipe)
     assert main([verb, str(tmp_path)]) == 2
     assert f"{pipe} is a pipe, expected a file" in capsys.readouterr().err
