@@ -53,17 +53,6 @@ def test_unlike_replicas_share_every_tick_as_the_recipe_says(llamarl: CommandLin
     assert all(not tensor.equal(initial[name]) for name, tensor in trained.items())
 
 
-def test_a_run_of_unlike_replicas_is_simulated_by_what_each_of_them_took(llamarl: CommandLine, tmp_path: Path) -> None:
-    done = llamarl.train(tmp_path / "run", {**SHORT, "run.num_ticks": 7}, recipe=UNLIKE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = llamarl.run(["simulate", str(tmp_path / "run"), "--ticks", "20", "--json"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = json.loads(done.stdout)["simulations"]
-    assert [(kind["replicas"], kind["share"]) for kind in found["kinds"]] == [(1, 3.0), (1, 1.0)]
-    slowest = max(row["time/generator_s"] for row in rows(tmp_path / "run"))
-    assert all(0 < kind["busy_s"] for kind in found["kinds"]) and found["role_s"]["generator"] < 2 * slowest
-
-
 @pytest.mark.long
 def test_unlike_replicas_make_the_same_bits_when_ranks_and_the_controller_die(
     llamarl: CommandLine, tmp_path: Path

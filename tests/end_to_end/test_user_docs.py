@@ -32,6 +32,7 @@ def test_no_comment_of_a_page_holds_a_setting_that_its_reader_does_not_see() -> 
             assert "--" not in comment.removeprefix("<!--").removesuffix("-->"), f"{page.name}: {comment}"
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(p, id=p.stem, marks=() if p.stem in FIRST_PAGES else pytest.mark.long) for p in PAGES],
@@ -50,7 +51,7 @@ def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_
             one = _one_command(block)
             if one is not None and importable(block):
                 done = Started(one, cwd=folder, together=True)
-                assert done.wait(240) == int(block.word("exit") or 0), f"{block}: {done.out}"
+                assert done.wait(600) == int(block.word("exit") or 0), f"{block}: {done.out}"
                 printed = done.out
             else:
                 printed = _run(block, folder, environment)
@@ -94,7 +95,7 @@ def _run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == int(block.word("exit") or 0), f"{block}: status {done.returncode}\n{done.stdout}"
     return done.stdout
