@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -165,12 +166,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(file: Path, *, leaving: int) -> None:
-    """Take what is free on the disk, but for so many bytes."""
+    """Take what is free on the disk, but for so many bytes, while the run takes and frees space too."""
     with open(file, "ab", buffering=0) as taken:
-        free = shutil.disk_usage(file.parent).free
-        while free > leaving:
-            os.posix_fallocate(taken.fileno(), taken.seek(0, os.SEEK_END), free - leaving)
+        for _ in range(1000):
             free = shutil.disk_usage(file.parent).free
+            if free <= leaving:
+                return
+            try:
+                os.posix_fallocate(taken.fileno(), taken.seek(0, os.SEEK_END), free - leaving)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+    raise AssertionError(f"the disk of {file} could not be filled up to {leaving} bytes")
 
 
 def test_a_disk_without_room_for_a_checkpoint_and_then_for_a_line_costs_neither_the_run_nor_a_bit(
