@@ -79,7 +79,10 @@ def test_gradients_of_a_packed_row_are_the_sum_over_sequences(family: str) -> No
         torch.log_softmax(alone, -1).gather(1, tokens[start:end, None]).sum().backward()
     reference = dict(plain_model.named_parameters())
     for name, parameter in packed_model.named_parameters():
-        torch.testing.assert_close(parameter.grad, reference[name].grad, atol=1e-4, rtol=1e-3, msg=name)
+        expected = reference[name].grad
+        assert parameter.grad is not None and expected is not None, name
+        scale = expected.abs().max()  # sums of products that cancel round by the largest, on every instruction set
+        torch.testing.assert_close(parameter.grad / scale, expected / scale, atol=2e-5, rtol=0.0, msg=name)
 
 
 def test_activation_checkpointing_recomputes_with_the_boundaries_passed_to_the_call() -> None:

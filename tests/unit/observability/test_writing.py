@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,9 +34,12 @@ class Disk:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock is what was slept."""
+    """The clock is what this thread has slept; others, which earlier tests may have left, sleep as ever."""
     pauses: list[float] = []
-    monkeypatch.setattr(writing.time, "sleep", pauses.append)
+    mine, sleep = threading.get_ident(), time.sleep
+    monkeypatch.setattr(
+        writing.time, "sleep", lambda s: pauses.append(s) if threading.get_ident() == mine else sleep(s)
+    )
     monkeypatch.setattr(writing, "running_s", lambda: sum(pauses))
     return pauses
 
