@@ -5,6 +5,5 @@ import gc
 import importlib
 
 importlib.import_module("transformers.models.llama.modeling_llama")
-importlib.import_module("llamarl.models.first_load")
 gc.collect()
 gc.freeze()

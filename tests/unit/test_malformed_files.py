@@ -42,7 +42,7 @@ from llamarl.forecast.model import find_model
 from llamarl.import_path import check
 from llamarl.models.adapters import read_adapter_folder
 from llamarl.models.loading import context_length, load_model, load_tokenizer
-from llamarl.models.sharded_loading import can_stream
+from llamarl.models.sharded_loading import where_stored
 from llamarl.models.sizes import check_tensor_parallel_size
 from llamarl.observability.events import EventLog, TickEvent, event_platform, read_events
 from llamarl.observability.metrics import MetricsLog, read_metrics
@@ -189,7 +189,7 @@ def load_whole_model(file: Path) -> None:
     import torch
 
     model = load_model(file.parent, dtype=torch.float32)
-    can_stream(file.parent, model)
+    where_stored(file.parent, model)
 
 
 def render(file: Path) -> None:

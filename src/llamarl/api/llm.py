@@ -14,7 +14,7 @@ from llamarl.mistakes import list_mistakes
 
 if TYPE_CHECKING:
     from llamarl.engine.sequence import Sequence as TokenSequence
-    from llamarl.models.named import NamedModel
+    from llamarl.models.exported import NamedModel
 
 __all__ = ["LLM", "Completion", "open_policy"]
 
@@ -70,8 +70,8 @@ def open_policy(
         ConfigError, ModelError: With every mistake in the caller's names.
     """
     from llamarl.controller.preflight import check_engine
+    from llamarl.models.exported import find_model
     from llamarl.models.folders import local_model_path
-    from llamarl.models.named import find_model
 
     named = find_model(name, base)
     given = {"model.path": ("model", named.path), **(settings or {})}

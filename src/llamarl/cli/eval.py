@@ -14,7 +14,7 @@ from llamarl.cli.flags import OutputFile
 from llamarl.errors import Mistake, ModelError
 
 if TYPE_CHECKING:
-    from llamarl.models.named import NamedModel
+    from llamarl.models.exported import NamedModel
 
 __all__ = ["add_parser", "run"]
 

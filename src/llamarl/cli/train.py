@@ -158,7 +158,7 @@ def modules_of_model(path: str) -> tuple[str, ...]:
         kind = str(read_object(resolve_model_path(path) / "config.json")["model_type"]).replace("-", "_")
     except (LlamaRLError, KeyError, OSError):
         return ()
-    return (f"transformers.models.{kind}.modeling_{kind}", "llamarl.models.first_load")
+    return (f"transformers.models.{kind}.modeling_{kind}",)
 
 
 def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

@@ -19,7 +19,6 @@ from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import with_preset
 from llamarl.environments.items import local_data
 from llamarl.models.folders import local_model_path
-from llamarl.models.hub import commit_of
 from llamarl.roles import MODEL_SECTIONS, present_roles
 
 _Task = TypeVar("_Task", bound=TaskConfig)
@@ -34,8 +33,8 @@ def pinned(config: RunConfig) -> RunConfig:
     Raises:
         ModelError, DataError: As ``models.folders.resolve_model_path`` and ``environments.items.local_data``.
     """
-    config = _with_data(config, lambda found, data: {**data, "revision": commit_of(found)})
-    return _with_models(config, lambda found, model: {**model, "revision": commit_of(found)}, weights=False)
+    config = _with_data(config, lambda found, data: {**data, "revision": found.name})
+    return _with_models(config, lambda found, model: {**model, "revision": found.name}, weights=False)
 
 
 def local(config: RunConfig) -> RunConfig:

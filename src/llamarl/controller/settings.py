@@ -19,7 +19,7 @@ from typing import Any
 from llamarl.config import key_effects, known_keys
 from llamarl.executors.config import GeneratorConfig, ReplicaConfig
 from llamarl.mistakes import Reader
-from llamarl.models.hub import is_commit
+from llamarl.models.folders import is_commit
 from llamarl.roles import ROLES
 from llamarl.strict import Effect
 

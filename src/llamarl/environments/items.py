@@ -32,7 +32,7 @@ import numpy.typing as npt
 from llamarl.data.items import Split, TaskItem, read_messages, split_questions
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import DataError, FileError, Mistake, ModelError
-from llamarl.models.hub import fetch_dataset, is_hub_id
+from llamarl.models.folders import fetch_dataset, is_hub_id
 from llamarl.reading import parse_json, read_lines, user_path
 
 __all__ = ["TableItems", "local_data", "question_item", "text_field"]

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import FileError, ModelError, PlanError
-from llamarl.models.folders import read_model_config
-from llamarl.models.hub import is_hub_id
+from llamarl.models.folders import is_hub_id, read_model_config
 from llamarl.models.sizes import fitting_sizes, layers_of_stages, whole_experts
 from llamarl.models.support import is_known, text_part, why_unsupported
 from llamarl.reading import read_object

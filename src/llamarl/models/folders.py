@@ -1,20 +1,41 @@
-"""Where a model's folder lies, what its ``config.json`` says, and which of its files go with a trained copy of it. No torch: a
-wrong path or a model that is not supported is refused before anything heavy is imported."""
+"""Where a model's folder lies, on this machine or the Hugging Face Hub, and what is in it. No torch: a
+wrong path or a model that is not supported is refused before anything heavy is imported.
+
+    "org/name", "main" ──huggingface_hub──▶ its cache/models--org--name/snapshots/COMMIT
+
+A snapshot is a folder like any other. Its name is the commit, which a run records: with it, the same
+bytes are found again without a network, wherever the branch has moved. Only what is used is fetched:
+configuration, tokenizer, weights as safetensors; no pickles, and code only for a tokenizer that the
+user trusts.
+"""
 
 from __future__ import annotations
 
+import difflib
+import errno
+import json
 import os
-from collections.abc import Iterator
+import re
+import sys
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llamarl.errors import FileError, ModelError
-from llamarl.models.hub import fetch_model, is_hub_id
 from llamarl.models.support import Use, why_unsupported
 from llamarl.reading import read_object, user_path
 
-__all__ = ["check_supported", "companion_files", "local_model_path", "read_model_config", "resolve_model_path"]
+__all__ = [
+    "check_supported",
+    "companion_files",
+    "fetch_dataset",
+    "is_commit",
+    "is_hub_id",
+    "local_model_path",
+    "read_model_config",
+    "resolve_model_path",
+]
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
@@ -27,6 +48,11 @@ _COMPANIONS = (
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 """Names that ``transformers`` gives to the files of a tokenizer, and terms under which weights may be passed on."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_TABLES = ("*.parquet", "*.arrow", "*.csv", "*.tsv", "*.json", "*.jsonl", "*.gz", "README.md")
+_TIMEOUT_S = 20.0
 
 
 def resolve_model_path(
@@ -59,7 +85,7 @@ def resolve_model_path(
                 key,
             )
     elif is_hub_id(text):
-        folder = fetch_model(text, revision, described_by=_COMPANIONS, key=key, weights=weights, code=code)
+        folder = _fetch_model(text, revision, key=key, weights=weights, code=code)
     else:
         bundled = sorted(f"bundled:{p.parent.name}" for p in _ASSETS.glob("*/config.json"))
         raise ModelError.at(
@@ -93,14 +119,11 @@ def companion_files(folder: Path, *, key: str = "model.path") -> list[Path]:
     Raises:
         ModelError: A file of a known name is such a link, or cannot be read.
     """
-    return list(_companions(folder, key))
-
-
-def _companions(folder: Path, key: str) -> Iterator[Path]:
     inside = folder.resolve()
     homes = [inside]
     if inside.parent.name == "snapshots":  # models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/DIGEST
         homes.append(inside.parent.parent / "blobs")
+    found = []
     for file in sorted(folder.iterdir()):
         if not any(fnmatchcase(file.name, pattern) for pattern in _COMPANIONS):
             continue
@@ -115,7 +138,8 @@ def _companions(folder: Path, key: str) -> Iterator[Path]:
                 f"model's folder. Put a copy of the file in its place",
             )
         if target.is_file():
-            yield file
+            found.append(file)
+    return found
 
 
 def read_model_config(path: str | Path, *, key: str = "model.path", weights: bool = True) -> dict[str, Any]:
@@ -146,3 +170,175 @@ def check_supported(path: str | Path, use: Use, *, key: str = "model.path") -> N
     """
     if reason := why_unsupported(read_model_config(path, key=key), use):
         raise ModelError.at(key, f": {reason}")
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text could be the id of a model: ``org/name``."""
+    return bool(_HUB_ID.fullmatch(text)) and ".." not in text and "--" not in text
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit, which never moves."""
+    return bool(_COMMIT.fullmatch(revision))
+
+
+def fetch_dataset(repo: str, revision: str, *, key: str) -> Path:
+    """Fetch the tables of a data set of the Hub, if they are not in the cache. Code is never fetched.
+
+    Raises:
+        ModelError: As ``_fetch_model``.
+    """
+    folder = _in_cache(repo, revision, list(_TABLES), "dataset")
+    if folder is None:
+        folder = _download(repo, revision, list(_TABLES), key, "dataset")
+        _tell(f"{key}: {_with_commit(repo, revision, folder)}, in {folder}")
+    return folder
+
+
+def _fetch_model(repo: str, revision: str, *, key: str, weights: bool, code: bool) -> Path:
+    """Fetch a model of the Hub, if it is not in the cache. A commit that is there costs no request.
+
+    Raises:
+        ModelError: It is not there, may not be read, cannot be fetched or is not whole; says what to do.
+    """
+    patterns = ["config.json", *(name for name in _COMPANIONS if not name.endswith(".py"))]
+    patterns += [*(_WEIGHTS if weights else ()), *(["*.py"] if code else ())]
+    folder = _in_cache(repo, revision, patterns, "model")
+    if folder is None or _missing(folder, weights):
+        folder = _download(repo, revision, patterns, key, "model")
+        named = _with_commit(repo, revision, folder)
+        if (missing := _missing(folder, weights)) is not None:
+            raise ModelError.at(key, f": {named}, is not whole in {folder}: {missing}")
+        _tell(f"{key}: {named}, in {folder}")
+    return folder
+
+
+def _with_commit(repo: str, revision: str, folder: Path) -> str:
+    commit = "" if is_commit(revision) else f", commit {folder.name}"
+    return f"{repo} at {revision or 'main'}{commit}"
+
+
+@cache
+def _tell(line: str) -> None:
+    """Say a line on stderr, once a process."""
+    print(line, file=sys.stderr)
+
+
+def _in_cache(repo: str, revision: str, patterns: list[str], kind: str) -> Path | None:
+    """The snapshot of a commit in the cache; None for a branch or tag, which may have moved."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if not is_commit(revision):
+        return None
+    try:
+        found = snapshot_download(
+            repo, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=True
+        )
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found)
+
+
+def _download(repo: str, revision: str, patterns: list[str], key: str, kind: str) -> Path:
+    """The snapshot's folder from the Hub; from the cache where the Hub cannot be reached."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, tqdm
+
+    shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None and sys.stderr.isatty()
+    (enable_progress_bars if shown else disable_progress_bars)()
+    try:
+        return Path(
+            snapshot_download(
+                repo,
+                repo_type=kind,
+                revision=revision or None,
+                allow_patterns=patterns,
+                etag_timeout=_TIMEOUT_S,
+                tqdm_class=tqdm,
+            )
+        )
+    except Exception as error:  # also of the HTTP library, whose name changes with the Hub client's versions
+        raise _not_fetched(error, repo, revision, key, kind) from error
+    finally:
+        disable_progress_bars()
+
+
+def _not_fetched(error: Exception, repo: str, revision: str, key: str, kind: str) -> ModelError:
+    """Say why the Hub gave nothing, and what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    url = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{repo}"
+    what, local = ("model", "a Hugging Face folder") if kind == "model" else ("data set", "files")
+    login = "(hf auth login, or a token in HF_TOKEN)"
+    instead = f"or give {local} of this machine"
+    first_line = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    if isinstance(error, GatedRepoError):
+        why = f"{repo} is gated: accept its terms at {url}, then log in as who accepted them {login}; {instead}"
+    elif isinstance(error, RevisionNotFoundError):
+        key = re.sub("(path|data)$", "revision", key)
+        why = f"{repo} has no revision {revision!r}: give a branch, tag or commit of {url}/commits"
+    elif isinstance(error, RepositoryNotFoundError):
+        why = (
+            f"{_not_here(repo)}, and {constants.ENDPOINT} has no {what} of that name that you may read: correct it; for a "
+            f"private one log in {login}; {instead}"
+        )
+    elif isinstance(error, LocalEntryNotFoundError):
+        below = error.__cause__ or error
+        cause = f"{type(below).__name__}: {below}".strip().partition("\n")[0].rstrip(".")
+        if constants.is_offline_mode():
+            cause = "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set"
+        begun = (Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "snapshots").is_dir()
+        part = "only a part of it, or another revision, is" if begun else "it is not"
+        command = f"hf download {repo}{' --repo-type dataset' * (kind == 'dataset')}"
+        command += f" --revision {revision}" if revision else ""
+        why = (
+            f"{_not_here(repo)}; as a {what} of the Hub, {part} in the cache ({constants.HF_HUB_CACHE}) and the Hub cannot "
+            f"be asked: {cause}. Fetch it where there is a network ({command}), {instead}"
+        )
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = (
+            f"no room for {repo} in {constants.HF_HUB_CACHE}: make room, or name another folder by HF_HUB_CACHE; what has "
+            f"come is kept"
+        )
+    else:
+        why = f"fetching {url} into {constants.HF_HUB_CACHE} failed: {first_line}. Try again; what has come is kept"
+    return ModelError.at(key, f": {why}")
+
+
+def _not_here(named: str) -> str:
+    """Say that no folder has the name; a run's or file's that is like it may be meant, not the Hub."""
+    parent, name = Path(named).parent, Path(named).name
+    near = difflib.get_close_matches(name, os.listdir(parent), n=1) if parent.is_dir() else []
+    return f"there is no folder {named} here" + (f" (did you mean {parent / near[0]}?)" if near else "")
+
+
+def _missing(folder: Path, weights: bool) -> str | None:
+    """What a snapshot lacks that it must have; None where nothing is missing."""
+    if not (folder / "config.json").is_file():
+        return "it has no config.json, so it is no model for transformers"
+    if not weights or (folder / "model.safetensors").is_file():
+        return None
+    try:
+        index: Any = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        shards = sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return (
+            "it has no weights as safetensors (model.safetensors): others, such as *.bin, are programs to be run and are not "
+            "read; choose a revision with safetensors, or convert it"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"model.safetensors.index.json names no shards: {error!r}"
+    absent = [name for name in shards if not (folder / str(name)).is_file()]
+    if absent:
+        return (
+            f"{len(absent)} of {len(shards)} weight files are missing ({', '.join(absent[:3])}): remove the folder and run "
+            f"again"
+        )
+    return None

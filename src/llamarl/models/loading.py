@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -50,8 +50,10 @@ __all__ = [
     "load_model",
     "load_model_config",
     "load_tokenizer",
+    "open_tensors",
     "quiet",
     "resolve_model_path",
+    "stored_files",
     "torch_dtype",
     "use_of",
 ]
@@ -105,7 +107,8 @@ def decoder_arguments(path: str | Path) -> dict[str, Any]:
     with torch.device("meta"):
         body = AutoModel.from_config(config, trust_remote_code=False)
     alone = next(name for name, _ in body.named_parameters())
-    stored = [name for name in _stored_names(folder) if name.endswith(f".{alone}")]
+    names = stored_files(folder)
+    stored = [name for name in names if name.endswith(f".{alone}")]
     found = [name for name in stored if re.search(r"language|text|decoder", name)] or stored
     if len(found) != 1:
         raise ModelError.at(
@@ -114,7 +117,7 @@ def decoder_arguments(path: str | Path) -> dict[str, Any]:
         )
     prefix = found[0].removesuffix(alone)
     mapping = {f"^{re.escape(prefix)}": f"{_body_name(config)}."}
-    heads = [name for name in _stored_names(folder) if name.endswith(".lm_head.weight")]
+    heads = [name for name in names if name.endswith(".lm_head.weight")]
     mapping |= {f"^{re.escape(head)}$": "lm_head.weight" for head in heads}
     return {"config": config, "key_mapping": mapping}
 
@@ -125,16 +128,39 @@ def _body_name(config: PretrainedConfig) -> str:
     return str(model.base_model_prefix)
 
 
-def _stored_names(folder: Path) -> list[str]:
-    """Names of the tensors in a folder's safetensors files."""
+def stored_files(path: str | Path) -> dict[str, Path]:
+    """Name of each tensor in a model folder -> the safetensors file that holds it.
+
+    Raises:
+        ModelError: The index or a file is not usable.
+    """
+    folder = resolve_model_path(path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return list(read_object(index).get("weight_map", {}))
-    names: list[str] = []
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ModelError(f"model.path: {index} has no weight_map of file names")
+        return {name: folder / file for name, file in weight_map.items()}
+    found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names += tensors.keys()
-    return names
+        with open_tensors(file) as tensors:
+            found |= {name: file for name in tensors.keys()}
+    return found
+
+
+@contextlib.contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, by ``safe_open``.
+
+    Raises:
+        ModelError: It is not one.
+    """
+    try:
+        opened = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"model.path: {file} is not a usable safetensors file: {error}") from error
+    with opened as tensors:
+        yield tensors
 
 
 def context_length(path: str | Path) -> int | None:

@@ -46,34 +46,38 @@ def resolve_precision(config: RunConfig, processor: str = "") -> RunConfig:
 
 def resolved_precisions(config: RunConfig, processor: str = "") -> dict[str, dict[str, Any]]:
     """Role -> what ``resolve_precision`` changes in its section."""
-    changes = {role.name: _settled(role, config, processor) for role in present_roles(config)}
+    changes = {
+        role.name: _resolved(role, config, processor)
+        for role in present_roles(config)
+        if role.model is not None and role.model.uses(config)
+    }
     return {name: change for name, change in changes.items() if change}
 
 
-def _settled(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
+def _resolved(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
+    """What "auto" means in the section of a role that has a model."""
+    assert role.model is not None
     settings = role.settings(config)
-    found: dict[str, Any] = {}
-    engine, kinds = getattr(settings, "engine", None), getattr(settings, "replicas", ())
-    open_engine = isinstance(engine, EngineConfig) and engine.dtype == "auto"
-    open_model = getattr(settings, "dtype", "") == "auto"
-    open_kinds = any((kind.dtype or engine.dtype) == "auto" for kind in kinds) if engine is not None else False
-    if not (open_engine or open_model or open_kinds) or role.model is None or not role.model.uses(config):
-        return {}
-    # a frozen model that is compared with the policy computes as that does
-    like = config.trainer if role.name == "reference" and settings.dtype == "auto" else settings
     where = {"device": settings.device, "model": role.model.path(config), "processor": processor}
-    if isinstance(engine, EngineConfig) and open_engine:
-        quantization = getattr(settings, "quantization", "none")
-        found["engine"] = dataclasses.replace(engine, dtype=cast(Any, engine_dtype("auto", quantization, **where)))
-    if open_kinds:
+    found: dict[str, Any] = {}
+    if getattr(settings, "dtype", "") == "auto":
+        # a frozen model that is compared with the policy computes as that does
+        like = config.trainer if role.name == "reference" else settings
+        found["dtype"] = resolve_dtype(like.dtype, **where)
+    engine = getattr(settings, "engine", None)
+    if not isinstance(engine, EngineConfig):
+        return found
+    if engine.dtype == "auto":
+        dtype = engine_dtype("auto", getattr(settings, "quantization", "none"), **where)
+        found["engine"] = dataclasses.replace(engine, dtype=cast(Any, dtype))
+    kinds = getattr(settings, "replicas", ())
+    if any((kind.dtype or engine.dtype) == "auto" for kind in kinds):
         found["replicas"] = tuple(
             dataclasses.replace(kind, dtype=engine_dtype(seen.engine.dtype, seen.quantization, **where))
             if (seen := settings.as_of_kind(place)).engine.dtype == "auto"
             else kind
             for place, kind in enumerate(kinds)
         )
-    if open_model:
-        found["dtype"] = resolve_dtype(like.dtype, **where)
     return found
 
 

@@ -3,26 +3,35 @@
     skeleton (parameters without storage) ─▶ cut by tensor parallelism and FSDP2 ─▶ storage for this rank's parts
                                                               ─▶ each part's slice read from the safetensors files
 
-Every parameter must lie in a safetensors file under its own name, or in pieces as transformers publishes it (one tensor an expert).
-``where_stored`` tells.
+Every parameter must lie in a safetensors file under its own name, or in pieces as transformers publishes it::
+
+    model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  ◀─ ....experts.0.gate_proj.weight [I, H]  rows 0 .. I of expert 0
+                                                        ◀─ ....experts.0.up_proj.weight   [I, H]  rows I .. 2I
+
+transformers knows how each architecture is written (its weight conversions); what it does to numbered tensors
+says which piece goes where. So each rank reads its own experts, and none the whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from llamarl.errors import ModelError
-from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.loading import load_model, load_model_config, use_of
+from llamarl.models.folders import check_supported
+from llamarl.models.loading import load_model, load_model_config, open_tensors, stored_files, use_of
 from llamarl.models.parallel import (
     Cut,
     ParallelLayout,
@@ -33,15 +42,12 @@ from llamarl.models.parallel import (
 )
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
-from llamarl.models.stored_parts import StoredPart, find_parts
-from llamarl.reading import read_object
 
 __all__ = [
-    "can_stream",
+    "StoredPart",
     "give_storage",
     "load_tensor_parallel",
     "make_skeleton",
-    "open_tensors",
     "read_parts",
     "skeleton_of",
     "stored_buffers",
@@ -90,7 +96,7 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _read_buffers(path: str | Path, model: nn.Module) -> None:
     buffers = stored_buffers(model)
-    files = _files(path) if buffers else {}
+    files = stored_files(path) if buffers else {}
     if names := [name for name in buffers if name in files]:
         with stored_weights(path, names) as read:
             for name in names:
@@ -141,42 +147,26 @@ def load_tensor_parallel(
     return model, cuts
 
 
-def can_stream(path: str | Path, model: PreTrainedModel) -> bool:
-    """Whether no rank needs to read the folder whole."""
-    return where_stored(path, model) is not None
-
-
-def where_stored(
-    path: str | Path, model: PreTrainedModel, *, new: Collection[str] = ()
-) -> dict[str, list[StoredPart]] | None:
-    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it must be loaded whole.
-
-    Args:
-        new: Parameters that begin at 0 where the folder has none of them.
-    """
-    files = _files(path)
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-
-        def shape_of(name: str) -> tuple[int, ...]:
-            return tuple(_slice_of(name, files, opened, stack).get_shape())
-
-        return find_parts(model, files, shape_of, new)
-
-
-def _slice_of(name: str, files: Mapping[str, Path], opened: dict[Path, Any], stack: ExitStack) -> Any:
-    """A stored tensor of which parts can be read; its file stays open as long as ``stack``.
+@contextmanager
+def _open_folder(files: Mapping[str, Path]) -> Iterator[Callable[[str, bool], Any]]:
+    """Give a function ``stored(name, whole)`` that reads a tensor of ``files``, or gives one of which parts can be read.
 
     Raises:
         ModelError: The file that is said to hold it does not.
     """
-    file = files[name]
-    if file not in opened:
-        opened[file] = stack.enter_context(open_tensors(file))
-    try:
-        return opened[file].get_slice(name)
-    except SafetensorError as error:
-        raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def stored(name: str, whole: bool) -> Any:
+            file = files[name]
+            if file not in opened:
+                opened[file] = stack.enter_context(open_tensors(file))
+            try:
+                return opened[file].get_tensor(name) if whole else opened[file].get_slice(name)
+            except SafetensorError as error:
+                raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
+
+        yield stored
 
 
 def give_storage(module: nn.Module, device: torch.device) -> None:
@@ -207,9 +197,8 @@ def read_parts(
     Raises:
         ModelError: A tensor has another shape than the architecture says.
     """
-    files = _files(path)
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+    files = stored_files(path)
+    with _open_folder(files) as open_stored:
         for name, parameter in parameters.items():
             shard = shards[name]
             whole = StoredPart(name, tuple((0, size) for size in shard.shape))
@@ -220,7 +209,7 @@ def read_parts(
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.box, shard.box, strict=True)]
                 if any(start >= stop for start, stop in shared):
                     continue
-                stored = _slice_of(part.name, files, opened, stack)
+                stored = open_stored(part.name, False)
                 kept = len(stored.get_shape())
                 if tuple(stored.get_shape()) != part.shape[len(part.shape) - kept :]:
                     raise ModelError(
@@ -240,57 +229,13 @@ def stored_weights(path: str | Path, names: Collection[str]) -> Iterator[Callabl
     Raises:
         ModelError: The model cannot be loaded.
     """
-    files = _files(path)
+    files = stored_files(path)
     if not all(name in files for name in names):
         parameters = dict(load_model(path, dtype=torch.float32).named_parameters())
         yield lambda name: parameters[name].detach()
         return
-    with ExitStack() as stack:
-        opened: dict[Path, Any] = {}
-
-        def read(name: str) -> Tensor:
-            file = files[name]
-            if file not in opened:
-                opened[file] = stack.enter_context(open_tensors(file))
-            try:
-                tensor = opened[file].get_tensor(name)
-            except SafetensorError as error:
-                raise ModelError(f"model.path: {file} lacks {name}: {error}") from error
-            assert isinstance(tensor, Tensor)
-            return tensor
-
-        yield read
-
-
-@contextmanager
-def open_tensors(file: Path) -> Iterator[Any]:
-    """A safetensors file, by ``safe_open``.
-
-    Raises:
-        ModelError: It is not one.
-    """
-    try:
-        opened = safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"model.path: {file} is not a usable safetensors file: {error}") from error
-    with opened as tensors:
-        yield tensors
-
-
-def _files(path: str | Path) -> dict[str, Path]:
-    """Tensor name -> file that holds it."""
-    folder = resolve_model_path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ModelError(f"model.path: {index} has no weight_map of file names")
-        return {name: folder / file for name, file in weight_map.items()}
-    found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with open_tensors(file) as tensors:
-            found |= {name: file for name in tensors.keys()}
-    return found
+    with _open_folder(files) as stored:
+        yield lambda name: stored(name, True)
 
 
 @contextmanager
@@ -307,3 +252,98 @@ def _parameters_without_storage() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) a dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A stored tensor that is a part of a parameter."""
+
+    name: str
+    box: Box
+    """Of the parameter. Dimensions that the stored tensor lacks are leading ones of one entry."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+
+def where_stored(
+    path: str | Path, model: PreTrainedModel, *, new: Collection[str] = ()
+) -> dict[str, list[StoredPart]] | None:
+    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it must be loaded whole: some
+    parameter is not there as transformers would write it, in pieces that are whole experts, or halves of them.
+
+    Args:
+        new: Parameters that begin at 0 where the folder has none of them: they have no parts then.
+    """
+    files = stored_files(path)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: [StoredPart(name, _whole(shape))] for name, shape in shapes.items() if name in files}
+    found |= _pieces(model, {name: shape for name, shape in shapes.items() if name not in found})
+    with _open_folder(files) as stored:
+        for name, shape in shapes.items():
+            if name in new and name not in files:
+                found[name] = []
+                continue
+            parts = found.get(name, [])
+            if sum(_numel(part.shape) for part in parts) != _numel(shape):
+                return None
+            if any(part.name not in files for part in parts):
+                return None
+            if any(not _fits(part, tuple(stored(part.name, False).get_shape())) for part in parts if part.name != name):
+                return None
+    return found
+
+
+def _pieces(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[StoredPart]]:
+    """Of parameters that are not stored under their own names. Each is stood for by a small tensor of numbers: a row an expert, two
+    where its rows may come from two matrices."""
+    probes: dict[str, Tensor] = {}
+    sizes = []
+    for name, shape in shapes.items():
+        small = (shape[0], 2, 1) if len(shape) == 3 and shape[1] % 2 == 0 else (1,) * len(shape)
+        sizes.append(_numel(small))
+        probes[name] = torch.empty(small)
+    starts = [0, *accumulate(sizes)]
+    for start, (name, probe) in zip(starts, list(probes.items()), strict=False):
+        probes[name] = torch.arange(start, start + probe.numel()).view(probe.shape)
+    names = list(probes)
+    found: dict[str, list[StoredPart]] = {name: [] for name in names}
+    for stored, piece in revert_weight_conversion(model, dict(probes)).items():
+        numbers = piece.flatten().tolist()
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            continue  # neither whole experts nor halves
+        owner = bisect_right(starts, numbers[0]) - 1
+        name, first = names[owner], numbers[0] - starts[owner]
+        if (box := _box(shapes[name], tuple(probes[name].shape), first, len(numbers))) is not None:
+            found[name].append(StoredPart(stored, box))
+    return found
+
+
+def _box(shape: tuple[int, ...], probe: tuple[int, ...], first: int, count: int) -> Box | None:
+    """What ``count`` consecutive numbers of a probe stand for, from the ``first`` on; None: nothing rectangular."""
+    if count == _numel(probe):
+        return _whole(shape)
+    expert, row = divmod(first, 2)
+    if count > 2 or (count == 2 and row):
+        return None
+    half = shape[1] // 2
+    rows = (0, shape[1]) if count == 2 else (row * half, (row + 1) * half)
+    return ((expert, expert + 1), rows, (0, shape[2]))
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _fits(part: StoredPart, stored: tuple[int, ...]) -> bool:
+    lacking = len(part.shape) - len(stored)
+    return stored == part.shape[lacking:] and all(size == 1 for size in part.shape[:lacking])

@@ -32,11 +32,10 @@ from llamarl.models.parallel import (
 from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.router_replay import let_replay
 from llamarl.models.sharded_adapters import check_adapters_of_stages, keeping_adapters, with_storage_of_one
-from llamarl.models.sharded_loading import give_storage, make_skeleton, read_parts, where_stored
+from llamarl.models.sharded_loading import StoredPart, give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.sizes import why_experts_not_spread, why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
-from llamarl.models.stored_parts import StoredPart
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
 from llamarl.trainer.config import LoraConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel

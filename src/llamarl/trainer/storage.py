@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from llamarl.models.folders import companion_files, resolve_model_path
-from llamarl.models.sharded_loading import open_tensors, stored_buffers
+from llamarl.models.loading import open_tensors
+from llamarl.models.sharded_loading import stored_buffers
 
 __all__ = ["export_folder", "plan_files", "resolve_dtype", "source_dtype"]
 

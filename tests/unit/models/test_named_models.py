@@ -10,8 +10,7 @@ import pytest
 from llamarl.api.llm import open_policy
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError, ModelError
-from llamarl.models.exported import ExportFacts, Narrowing, write_export
-from llamarl.models.named import NamedModel, find_model
+from llamarl.models.exported import ExportFacts, NamedModel, Narrowing, find_model, write_export
 
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 

@@ -19,9 +19,8 @@ from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
 from llamarl.models.reward_model import load_reward_model, reward_skeleton
-from llamarl.models.sharded_loading import can_stream, give_storage, make_skeleton, read_parts, where_stored
+from llamarl.models.sharded_loading import StoredPart, give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
-from llamarl.models.stored_parts import StoredPart
 from llamarl.models.value import HEAD, load_value_model, value_head, value_skeleton
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
@@ -33,7 +32,7 @@ def test_a_skeleton_with_its_parts_read_is_the_loaded_model(family: str, tmp_pat
     loaded = load_model(folder, dtype=torch.float32, attention="llamarl_packed")
     model = make_skeleton(folder, attention="llamarl_packed")
     assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
-    assert can_stream(folder, model)
+    assert where_stored(folder, model) is not None
     give_storage(model, torch.device("cpu"))
     parameters = dict(model.named_parameters())
     read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"))
@@ -136,4 +135,4 @@ def test_a_folder_with_other_names_or_shapes_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model.norm.weight has shape \(7,\), expected \(32,\)"):
         read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"))
     save_file({f"other.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
-    assert not can_stream(folder, model)
+    assert where_stored(folder, model) is None
