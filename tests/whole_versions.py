@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.weight_sync.dtypes import torch_dtype
 from llamarl.weight_sync.sink import WeightVersion
 
 
 def read_all(version: WeightVersion | None) -> dict[str, torch.Tensor]:
     """Every parameter whole, proved, in the dtype it travels in."""
     assert version is not None
-    full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in version.parameters.items()}
+    full = {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in version.parameters.items()
+    }
     version.load_into(full)
     return full

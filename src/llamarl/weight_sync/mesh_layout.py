@@ -41,57 +41,35 @@ STAGE_AXIS = "pp"
 
 @dataclass(frozen=True, slots=True)
 class RankSet:
-    """A product of places along axes, as ranks; equal sets are equal values, whatever axes they were made of."""
+    """A product of places along the axes of a mesh, as ranks, in ascending order."""
 
-    first: int
-    axes: tuple[tuple[Sequence[int], int], ...]
-    """(places from the first one's, ascending; ranks from one place to the next), the axis that counts fastest first."""
-
-    @staticmethod
-    def of(places: Sequence[Sequence[int]], sizes: Sequence[int], first: int = 0) -> RankSet:
-        """
-        Args:
-            places: By axis, outermost first: ascending numbers.
-            sizes: Of the axes.
-            first: Rank of the mesh's first.
-        """
-        axes: list[tuple[Sequence[int], int]] = []
-        stride = 1
-        for own, size in zip(reversed(places), reversed(sizes), strict=True):
-            first += own[0] * stride
-            away: Sequence[int] = tuple(place - own[0] for place in own)
-            if len(away) == away[-1] + 1:
-                away = range(len(away))
-            joined = axes and isinstance(axes[-1][0], range) and axes[-1][1] * len(axes[-1][0]) == stride
-            if joined and isinstance(away, range):
-                axes[-1] = (range(len(axes[-1][0]) * len(away)), axes[-1][1])
-            elif len(away) > 1:
-                axes.append((away, stride))
-            stride *= size
-        return RankSet(first, tuple(axes))
-
-    def moved(self, by: int) -> RankSet:
-        """The same, so many ranks further on."""
-        return RankSet(self.first + by, self.axes)
+    places: tuple[Sequence[int], ...]
+    """By axis, outermost first: ascending numbers."""
+    sizes: tuple[int, ...]
+    """Of the axes."""
+    first: int = 0
+    """Rank of the mesh's first."""
 
     def __len__(self) -> int:
-        return math.prod(len(places) for places, _ in self.axes)
+        return math.prod(map(len, self.places))
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        rank = self.first
-        for places, stride in self.axes:
-            index, place = divmod(index, len(places))
-            rank += places[place] * stride
+        rank, stride = self.first, 1
+        for own, size in zip(reversed(self.places), reversed(self.sizes), strict=True):
+            index, place = divmod(index, len(own))
+            rank += own[place] * stride
+            stride *= size
         return rank
 
     def index(self, rank: int) -> int:
         """How many of these ranks are below ``rank``, which is one of them."""
-        found, rest = 0, rank - self.first
-        for places, stride in reversed(self.axes):
-            place, rest = divmod(rest, stride)
-            found = found * len(places) + places.index(place)
+        rest, found, count = rank - self.first, 0, 1
+        for own, size in zip(reversed(self.places), reversed(self.sizes), strict=True):
+            rest, place = divmod(rest, size)
+            found += own.index(place) * count
+            count *= len(own)
         return found
 
 
@@ -171,7 +149,7 @@ class Grid:
                 places.append(self.stages)
             else:
                 places.append(range(size))
-        return RankSet.of(places, [size for _, size in self.mesh])
+        return RankSet(tuple(places), tuple(size for _, size in self.mesh))
 
     def _places(self, rank: int) -> dict[str, int]:
         places = {}
@@ -300,14 +278,7 @@ class JoinedGrid:
     def holders(self, rank: int) -> RankSet:
         """Of the mesh of ``rank``: those of another one may hold the same, too."""
         first, grid = self._part(rank)
-        return grid.holders(rank - first).moved(first)
-
-    def meeting(self, box: Box) -> list[Cell]:
-        """The cells of all meshes that have something in common with ``box``, in order of position, then of ranks."""
-        found = [
-            replace(cell, ranks=cell.ranks.moved(first)) for first, _, grid in self.parts for cell in grid.meeting(box)
-        ]
-        return sorted(found, key=lambda cell: (cell.box, cell.ranks.first))
+        return replace(grid.holders(rank - first), first=first)
 
     def _part(self, rank: int) -> tuple[int, Grid]:
         return next((first, grid) for first, stop, grid in self.parts if first <= rank < stop)

@@ -25,7 +25,6 @@ from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.tcp import TcpRemote
-from llamarl.weight_sync.dtypes import torch_dtype
 from llamarl.weight_sync.layout import Box, ParameterSpec, box_elements, intersect, shift
 from llamarl.weight_sync.manifest import Block, Catalog, SlotHandle
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
@@ -33,7 +32,7 @@ from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
 from llamarl.weight_sync.relay import Relays
 from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog
-from llamarl.weight_sync.source import whole_on_each
+from llamarl.weight_sync.source import own_part, whole_on_each
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]
 
@@ -312,7 +311,7 @@ class Puller:
         clock: Clock,
     ) -> tuple[list[RemoteSlot], list[_Pull]]:
         """What fills ``tensors`` from a version, and from which slots; worked out once per layout and set of tensors."""
-        local = {name: _plain(tensor) for name, tensor in tensors.items()}
+        local = {name: own_part(tensor) for name, tensor in tensors.items()}
         slots, copies = self.share(
             version, whole_on_each(local, self._num_sink_ranks) if layout is None else layout, clock
         )
@@ -365,7 +364,7 @@ class Puller:
         copy: SliceCopy,
     ) -> _Placement:
         spec = catalog.parameters[copy.parameter]
-        dtype = torch_dtype(spec.dtype)
+        dtype = getattr(torch, spec.dtype)
         shape = [b - a for a, b in region]
         nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         raw = self._scratch[offset : offset + nbytes].view(dtype).view(shape)
@@ -471,7 +470,9 @@ class WeightVersion:
         views = map_slots(slots, plan, clock)
         if views is None:
             raise WeightSyncError(f"version {self.version} cannot be mapped: it lies on another host; use load_into")
-        private = {name: torch.empty(shape, dtype=torch_dtype(dtype)) for name, (shape, dtype) in plan.private.items()}
+        private = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in plan.private.items()
+        }
         if private:
             catalogs = [slot.catalog for slot in slots]
             self._puller.pull(slots, self._puller.compile_copies(catalogs, plan.copies, private), clock)
@@ -531,8 +532,3 @@ def _digest(data: torch.Tensor, kind: ChecksumKind, clock: Clock, block: int) ->
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return (to_local() if to_local is not None else tensor).detach()

@@ -23,13 +23,12 @@ from llamarl.running_time import wait_for
 from llamarl.transports.base import SourceTransport
 from llamarl.transports.checksum import block_digest, digest, mix64
 from llamarl.transports.slots import SlotState, Word
-from llamarl.weight_sync.dtypes import dtype_name, torch_dtype
 from llamarl.weight_sync.layout import ParameterSpec
 from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
 from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
 
-__all__ = ["Publisher", "whole_on_each"]
+__all__ = ["Publisher", "own_part", "whole_on_each"]
 
 
 class Publisher:
@@ -91,7 +90,7 @@ class Publisher:
             WeightSyncError: No memory for the slots, or the copy of the version before this one failed.
         """
         self.wait()
-        local = {name: _plain(tensor) for name, tensor in tensors.items()}
+        local = {name: own_part(tensor) for name, tensor in tensors.items()}
         self._prepare(local, layout, wire_dtype, sink_layout)
         token = self._token + 1 if token is None else token
         if token <= self._token:
@@ -275,14 +274,15 @@ def _ended(thread: threading.Thread, within_s: float) -> bool:
     return not thread.is_alive()
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, detached, sharing storage."""
     to_local = getattr(tensor, "to_local", None)  # a DTensor hands out this rank's shard
     return (to_local() if to_local is not None else tensor).detach()
 
 
 def whole_on_each(local: Mapping[str, torch.Tensor], num_ranks: int) -> MeshLayout:
     """Every rank holds these tensors, each a whole parameter of its name."""
-    specs = {name: ParameterSpec(tuple(t.shape), dtype_name(t.dtype)) for name, t in local.items()}
+    specs = {name: ParameterSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in local.items()}
     return MeshLayout(specs, {"rank": num_ranks})
 
 
@@ -302,10 +302,12 @@ def _wire_dtypes(layout: MeshLayout, wire_dtype: torch.dtype | None) -> dict[str
         raise WeightSyncError(f"wire_dtype {wire_dtype} is no floating-point type; quantize the tensors instead")
     if wire_dtype.itemsize == 1:
         raise WeightSyncError(f"wire_dtype {wire_dtype} without scales loses what lies outside its range")
-    return {name: dtype_name(wire_dtype) for name, spec in layout.parameters.items() if _may_be_cast(spec)}
+    return {
+        name: str(wire_dtype).removeprefix("torch.") for name, spec in layout.parameters.items() if _may_be_cast(spec)
+    }
 
 
 def _may_be_cast(spec: ParameterSpec) -> bool:
     """Floating-point values wider than a byte: codes are exact or worthless."""
-    dtype = torch_dtype(spec.dtype)
+    dtype = getattr(torch, spec.dtype)
     return dtype.is_floating_point and dtype.itemsize > 1

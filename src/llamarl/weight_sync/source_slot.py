@@ -17,7 +17,6 @@ import torch
 from llamarl.errors import ChannelError, WeightSyncError
 from llamarl.transports.base import SourceBuffer, SourceTransport
 from llamarl.transports.slots import PAGE, header_words
-from llamarl.weight_sync.dtypes import torch_dtype
 from llamarl.weight_sync.layout import shift, span, whole_box
 from llamarl.weight_sync.manifest import Catalog
 
@@ -113,7 +112,7 @@ def make_slot(
         of_block = []
         for region in block.regions:
             spec = catalog.parameters[region.parameter]
-            view = data[region.offset : region.offset + region.nbytes].view(torch_dtype(spec.dtype))
+            view = data[region.offset : region.offset + region.nbytes].view(getattr(torch, spec.dtype))
             where = shift(region.box, starts[region.parameter], [0] * len(region.box))
             start, stop = span(where, whole_box(shapes[region.parameter]))
             of_block.append(

@@ -14,9 +14,8 @@ from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, shard_b
 from llamarl.models.stages import cut_into_stage
 from llamarl.weight_sync.layout import Shard
 from llamarl.weight_sync.mesh_layout import MeshLayout
-from llamarl.weight_sync.model_layouts import model_parameters, stage_parameters
+from llamarl.weight_sync.model_layouts import layout_of_shards, model_parameters, stage_parameters
 from llamarl.weight_sync.plan import copies_to_sink
-from llamarl.weight_sync.trainer_layout import layout_of_shards
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])  # tied, not tied, tied with norms on both sides
