@@ -12,16 +12,15 @@ An engine that waited for all draws before it went on would stand still for 1 - 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import claim, spread, write_report
+from harness import claim, join_ranks, run_ranks, spread, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llamarl.engine.config import EngineConfig
@@ -44,11 +43,8 @@ def save_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def stage(rank: int, num_stages: int, seconds: float, rounds: int, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=num_stages, timeout=timedelta(minutes=5)
-    )
+def stage(rank: int, num_stages: int, out: str, seconds: float, rounds: int) -> None:
+    join_ranks(rank, num_stages, out)
     layout = make_layout(fsdp=1, tp=1, pp=num_stages, device="cpu", keys=("dp", "tp", "pp"))
     engine = NativeEngine(Path(out) / "model", EngineConfig(), eos_token_ids=(), layout=layout)
     slept: list[float] = []
@@ -77,24 +73,14 @@ def stage(rank: int, num_stages: int, seconds: float, rounds: int, out: str) -> 
         while engine.has_work:
             engine.step()
         told.append((begun, time.monotonic(), sum(slept), len(slept)))
-    torch.save(told[1:], Path(out) / f"{rank}.pt")
+    Path(out, f"{rank}.json").write_text(json.dumps(told[1:]))
     dist.destroy_process_group()
 
 
 def measure(num_stages: int, seconds: float, rounds: int) -> dict[str, Any]:
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
         save_model(Path(out) / "model")
-        ranks = [
-            spawn.Process(target=stage, args=(rank, num_stages, seconds, rounds, out)) for rank in range(num_stages)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout=300)
-            if process.exitcode != 0:
-                raise SystemExit(f"a stage ended with {process.exitcode}")
-        found = [torch.load(Path(out) / f"{rank}.pt") for rank in range(num_stages)]
+        found = run_ranks(stage, num_stages, out, seconds, rounds, preload=["llamarl.engine.engine"])
     shares = []
     for of_round in zip(*found, strict=True):
         span = max(end for _, end, _, _ in of_round) - min(begun for begun, _, _, _ in of_round)

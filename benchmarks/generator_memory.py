@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
 import tempfile
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import claim, write_report
+from harness import claim, join_ranks, run_ranks, write_report
 from memory_forecast import MODEL, LiveBytes, numel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,36 +87,18 @@ def measure_rank(folder: str, layout: GeneratorLayout, lengths: tuple[int, int])
     return {**found, "sum": sum(found.values())}
 
 
-def _rank(rank: int, folder: str, layout: GeneratorLayout, lengths: tuple[int, int], out: str) -> None:
-    torch.set_num_threads(1)
-    if layout.devices > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{out}/rendezvous",
-            rank=rank,
-            world_size=layout.devices,
-            timeout=timedelta(minutes=5),
-        )
+def _rank(rank: int, world: int, out: str, folder: str, layout: GeneratorLayout, lengths: tuple[int, int]) -> None:
+    join_ranks(rank, world, out)
     Path(out, f"{rank}.json").write_text(json.dumps(measure_rank(folder, layout, lengths)))
-    if layout.devices > 1:
+    if world > 1:
         dist.destroy_process_group()
 
 
 def measure(folder: str, layout: GeneratorLayout, lengths: tuple[int, int]) -> list[dict[str, float]]:
     """Bytes of every rank."""
-    spawn = multiprocessing.get_context("forkserver")
-    spawn.set_forkserver_preload(["llamarl.engine.engine", "llamarl.forecast.memory"])  # imports torch once
+    preload = ["llamarl.engine.engine", "llamarl.forecast.memory"]
     with tempfile.TemporaryDirectory() as out:
-        ranks = [
-            spawn.Process(target=_rank, args=(rank, folder, layout, lengths, out)) for rank in range(layout.devices)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout=300)
-            if process.exitcode != 0:
-                raise SystemExit(f"a rank of {layout} ended with {process.exitcode}")
-        return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(layout.devices)]
+        return run_ranks(_rank, layout.devices, out, folder, layout, lengths, preload=preload)
 
 
 def forecast(layout: GeneratorLayout, lengths: tuple[int, int], config: Mapping[str, Any] = MODEL) -> dict[str, float]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["claim", "core_seconds", "paired_ratio", "spread", "write_report"]
+__all__ = ["claim", "core_seconds", "join_ranks", "paired_ratio", "run_ranks", "spread", "write_report"]
 
 _PACKAGES = ("llamarl", "torch", "transformers", "numpy")
 
@@ -97,6 +99,52 @@ def write_report(path: str | None, results: dict[str, Any], claims: Sequence[dic
             "claims": list(claims),
         }
         Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def run_ranks(
+    target: Callable[..., Any],
+    num_ranks: int,
+    folder: str,
+    *arguments: Any,
+    preload: Sequence[str],
+    timeout_s: float = 300.0,
+) -> list[Any]:
+    """Run ``target(rank, num_ranks, folder, *arguments)`` in a process a rank; returns what each wrote to ``folder/RANK.json``.
+
+    Args:
+        preload: Modules that the fork server imports once for all.
+
+    Raises:
+        SystemExit: A rank failed, or took longer than ``timeout_s``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    ranks = [context.Process(target=target, args=(rank, num_ranks, folder, *arguments)) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    for rank, process in enumerate(ranks):
+        process.join(timeout=timeout_s)
+        if process.exitcode != 0:
+            for other in ranks:
+                other.kill()
+            raise SystemExit(f"rank {rank} of {num_ranks} {arguments} ended with {process.exitcode}")
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def join_ranks(rank: int, num_ranks: int, folder: str, timeout_s: float = 300.0) -> None:
+    """Join the gloo group of ``run_ranks``, with one thread a rank."""
+    import torch.distributed as dist
+    from torch import set_num_threads
+
+    set_num_threads(1)
+    if num_ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
 def core_seconds() -> tuple[float, float]:

@@ -14,19 +14,17 @@ import argparse
 import dataclasses
 import functools
 import json
-import multiprocessing
 import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import claim, write_report
+from harness import claim, join_ranks, run_ranks, write_report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,7 +49,6 @@ MODEL = {
 PROMPT, RESPONSE = 32, 96
 GROUP = 2
 """Responses to a prompt; one where there is one sequence."""
-"""Tokens of a sequence."""
 _PATIENCE_S = 3600
 PARTS = ("parameters", "gradients", "optimizer", "working", "sum")
 CASES = [
@@ -235,16 +232,8 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, response: i
     return found
 
 
-def _rank(rank: int, world: int, folder: str, layout: TrainerLayout, sequences: int, response: int, out: str) -> None:
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{out}/rendezvous",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=_PATIENCE_S),
-        )
+def _rank(rank: int, world: int, out: str, folder: str, layout: TrainerLayout, sequences: int, response: int) -> None:
+    join_ranks(rank, world, out, _PATIENCE_S)
     found = measure_rank(folder, layout, sequences, response)
     Path(out, f"{rank}.json").write_text(json.dumps(found))
     if world > 1:
@@ -253,20 +242,10 @@ def _rank(rank: int, world: int, folder: str, layout: TrainerLayout, sequences: 
 
 def measure(folder: str, layout: TrainerLayout, sequences: int, response: int = RESPONSE) -> list[dict[str, float]]:
     """Bytes of every rank."""
-    spawn = multiprocessing.get_context("forkserver")
-    spawn.set_forkserver_preload(["llamarl.trainer.step", "llamarl.forecast.memory"])  # imports torch once
+    job = (folder, layout, sequences, response)
+    preload = ["llamarl.trainer.step", "llamarl.forecast.memory"]
     with tempfile.TemporaryDirectory() as out:
-        world = layout.devices
-        ranks = [
-            spawn.Process(target=_rank, args=(r, world, folder, layout, sequences, response, out)) for r in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout=_PATIENCE_S)
-            if process.exitcode != 0:
-                raise SystemExit(f"a rank of {layout} ended with {process.exitcode}")
-        return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(world)]
+        return run_ranks(_rank, layout.devices, out, *job, preload=preload, timeout_s=_PATIENCE_S)
 
 
 def forecast(

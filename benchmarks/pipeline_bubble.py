@@ -10,16 +10,15 @@ What share of the time from the first pass's begin to the last one's end no pass
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import claim, spread, write_report
+from harness import claim, join_ranks, run_ranks, spread, write_report
 from torch import Tensor
 
 from llamarl.models.parallel import make_layout
@@ -54,11 +53,8 @@ class _Slow(torch.autograd.Function):
         return grad, torch.zeros(()), None
 
 
-def stage(rank: int, num_stages: int, num_microbatches: int, seconds: float, width: int, rounds: int, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=num_stages, timeout=timedelta(minutes=5)
-    )
+def stage(rank: int, num_stages: int, out: str, num_microbatches: int, seconds: float, width: int, rounds: int) -> None:
+    join_ranks(rank, num_stages, out)
     layout = make_layout(fsdp=1, tp=1, pp=num_stages, device="cpu", keys=("fsdp", "tp", "pp"))
     links = Links(layout, width=width, dtype=torch.float32, device=torch.device("cpu"))
     tokens = [16 + i % 5 for i in range(num_microbatches)]  # no two neighbours of one size
@@ -77,23 +73,15 @@ def stage(rank: int, num_stages: int, num_microbatches: int, seconds: float, wid
         links.begin(tokens, trains=True)
         most = run_stage(schedule(layout.pp_rank, num_stages, num_microbatches), links, forward)
         spans.append((begun, time.monotonic(), sum(_busy)))
-    torch.save({"spans": spans[1:], "most": most}, Path(out) / f"{rank}.pt")
+    Path(out, f"{rank}.json").write_text(json.dumps({"spans": spans[1:], "most": most}))
     dist.destroy_process_group()
 
 
 def measure(num_stages: int, num_microbatches: int, seconds: float, width: int, rounds: int) -> dict[str, Any]:
     """Idle share of each round, and the most micro-batches that each stage kept."""
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
-        arguments = (num_stages, num_microbatches, seconds, width, rounds, out)
-        ranks = [spawn.Process(target=stage, args=(rank, *arguments)) for rank in range(num_stages)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout=300)
-            if process.exitcode != 0:
-                raise SystemExit(f"a stage ended with {process.exitcode}")
-        found = [torch.load(Path(out) / f"{rank}.pt") for rank in range(num_stages)]
+        sizes = (num_microbatches, seconds, width, rounds)
+        found = run_ranks(stage, num_stages, out, *sizes, preload=["llamarl.trainer.pipeline"])
     shares = []
     for round_number in range(rounds):
         begun = min(one["spans"][round_number][0] for one in found)

@@ -10,16 +10,15 @@ round, and the bytes that a rank sends, counted from the sizes: two sums a layer
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import claim, paired_ratio, spread, write_report
+from harness import claim, join_ranks, paired_ratio, run_ranks, spread, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llamarl.engine.config import EngineConfig
@@ -35,11 +34,8 @@ RANKS = 2
 STEP_TOKENS = 1024
 
 
-def rank(number: int, tokens: int, rounds: int, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out}/rendezvous", rank=number, world_size=RANKS, timeout=timedelta(minutes=5)
-    )
+def rank(number: int, num_ranks: int, out: str, tokens: int, rounds: int) -> None:
+    join_ranks(number, num_ranks, out)
     config = EngineConfig(max_batch_tokens=STEP_TOKENS, max_sequences=1, block_size=16)
     engines = {}
     for axis in ("tp", "cp"):
@@ -60,24 +56,16 @@ def rank(number: int, tokens: int, rounds: int, out: str) -> None:
             times[axis].append(time.monotonic() - begun)
             drawn.add(sequence.tokens[0])
     assert len(drawn) == 1, f"the engines drew different tokens: {drawn}"
-    torch.save({axis: found[1:] for axis, found in times.items()}, Path(out) / f"{number}.pt")
+    Path(out, f"{number}.json").write_text(json.dumps({axis: found[1:] for axis, found in times.items()}))
     dist.destroy_process_group()
 
 
 def measure(tokens: int, rounds: int) -> dict[str, list[float]]:
     """By axis: seconds of each round, of the slower rank."""
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=2 * tokens)).save_pretrained(Path(out) / "model")
-        ranks = [spawn.Process(target=rank, args=(number, tokens, rounds, out)) for number in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(timeout=550)
-            if process.exitcode != 0:
-                raise SystemExit(f"a rank ended with {process.exitcode}")
-        found = [torch.load(Path(out) / f"{number}.pt") for number in range(RANKS)]
+        found = run_ranks(rank, RANKS, out, tokens, rounds, preload=["llamarl.engine.engine"], timeout_s=550)
     return {axis: [max(pair) for pair in zip(*(of[axis] for of in found), strict=True)] for axis in ("tp", "cp")}
 
 

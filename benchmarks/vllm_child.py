@@ -1,5 +1,4 @@
-"""Engines that run elsewhere for ``generation.py``: vLLM in its own environment, or another checkout's engine; told what to do line
-by line.
+"""vLLM in its own environment for ``generation.py``, told what to do line by line.
 
     parent: {"workload": "short"}        child: {"seconds": 3.1, "tokens": 2048}
 
@@ -16,19 +15,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ReleaseChild", "VllmChild"]
+__all__ = ["VllmChild"]
 
 
-class _Child:
-    """The parent's handle."""
+class VllmChild:
+    """The parent's handle.
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    Args:
+        python: The interpreter of an environment with vllm, torch and transformers; llamarl is taken from this checkout.
+        prompts: JSON file with the prompts of ``task_tail``, as tokens.
+        drafts: Tokens that vLLM guesses ahead by n-grams.
+    """
+
+    def __init__(
+        self, python: Path, model: Path, dtype: str, *, cpu_time: bool, prompts: Path | None = None, drafts: int = 0
+    ) -> None:
+        source = Path(__file__).resolve().parent.parent / "src"
+        clock = "processor" if cpu_time else "wall"
         self._process = subprocess.Popen(
-            command,
+            [str(python), __file__, str(model.resolve()), dtype, clock, str(prompts or ""), str(drafts)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(source), "VLLM_LOGGING_LEVEL": "ERROR"},
         )
         self.facts = self._read()
 
@@ -57,64 +66,28 @@ class _Child:
         raise SystemExit(f"the child ended with status {self._process.wait()}; its own words are above")
 
 
-class VllmChild(_Child):
-    """
-    Args:
-        python: The interpreter of an environment with vllm, torch and transformers; llamarl is taken from this checkout.
-        prompts: JSON file with the prompts of ``task_tail``, as tokens.
-        drafts: Tokens that vLLM guesses ahead by n-grams.
-    """
-
-    def __init__(
-        self, python: Path, model: Path, dtype: str, *, cpu_time: bool, prompts: Path | None = None, drafts: int = 0
-    ) -> None:
-        source = Path(__file__).resolve().parent.parent / "src"
-        clock = "processor" if cpu_time else "wall"
-        words = ["vllm", str(model.resolve()), dtype, clock, str(prompts or ""), str(drafts)]
-        super().__init__([str(python), __file__, *words], {"PYTHONPATH": str(source), "VLLM_LOGGING_LEVEL": "ERROR"})
-
-
-class ReleaseChild(_Child):
-    """
-    Args:
-        checkout: Whose ``src`` holds the engine; the workloads are this checkout's.
-    """
-
-    def __init__(self, checkout: Path, model: Path, *, cpu_time: bool, prompts: Path | None = None) -> None:
-        clock = "processor" if cpu_time else "wall"
-        words = ["release", str(model.resolve()), "float32", clock, str(prompts or ""), "0"]
-        super().__init__([sys.executable, __file__, *words], {"PYTHONPATH": str((checkout / "src").resolve())})
-
-
 def main() -> None:
     import torch
     from workloads import long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
     from llamarl.engine.config import EngineConfig
+    from llamarl.engine.vllm import VllmEngine, import_vllm
 
-    kind, model, dtype, clock_name, prompts, drafts = sys.argv[1:]
+    model, dtype, clock_name, prompts, drafts = sys.argv[1:]
     clock = time.process_time if clock_name == "processor" else time.perf_counter
     started = time.monotonic()
     config = EngineConfig(dtype=dtype, kv_cache_bytes=2 << 30)  # type: ignore[arg-type]
     facts: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": dtype}
-    if kind == "release":
-        from llamarl.engine.engine import NativeEngine
-
-        engine: Any = NativeEngine(model, config, eos_token_ids=(), device="cpu", quantization="none")
-        vocabulary = engine._runner.model_config.vocab_size
-    else:
-        from llamarl.engine.vllm import VllmEngine, import_vllm
-
-        # vLLM binds its threads to cores by itself; the number stays the parent's
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        vllm = import_vllm()
-        if int(drafts):
-            plain = vllm.LLM
-            guess = {"method": "ngram", "num_speculative_tokens": int(drafts), "prompt_lookup_max": 4}
-            vllm.LLM = lambda **settings: plain(**settings, speculative_config=guess)
-        engine = VllmEngine(model, config, eos_token_ids=())
-        vocabulary = engine.vocabulary
-        facts["vllm"] = vllm.__version__
+    # vLLM binds its threads to cores by itself; the number stays the parent's
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    vllm = import_vllm()
+    if int(drafts):
+        plain = vllm.LLM
+        guess = {"method": "ngram", "num_speculative_tokens": int(drafts), "prompt_lookup_max": 4}
+        vllm.LLM = lambda **settings: plain(**settings, speculative_config=guess)
+    engine = VllmEngine(model, config, eos_token_ids=())
+    vocabulary = engine.vocabulary
+    facts["vllm"] = vllm.__version__
     workloads = {
         "short": lambda: sequences_of(short_requests(vocabulary)),
         "long_tail": lambda: sequences_of(long_tail_requests(vocabulary)),

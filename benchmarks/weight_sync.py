@@ -6,7 +6,7 @@
 Sections: ``one_to_one`` (one trainer process, one generator process), ``reshard`` (fsdp 2 x tp 2 to tp 2, and to two
 replicas); between hosts see ``weight_sync_tcp.py``. With ``--run RUN_DIR``
 also ``end_to_end``: what the hand-over cost in a run that was made before, by its trace. Every process computes on one
-thread. Alternatives run in turn in the same processes (A B A B); medians and quartiles are reported.
+thread. Alternatives run in turn in the same processes (A B A B); the report holds medians and all values.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import claim, spread, write_report
 
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.weight_sync.layout import ParameterSpec, Piece
@@ -380,9 +378,6 @@ def reshard_once(processes: Processes, what: str) -> list[dict[str, float]]:
     return processes.answers()
 
 
-# ---- from the plan alone
-
-
 # ---- from a run's trace
 
 
@@ -413,22 +408,6 @@ def end_to_end(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def spread(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    quarter = len(ordered) // 4
-    return {
-        "median": statistics.median(ordered),
-        "low_quartile": ordered[quarter],
-        "high_quartile": ordered[-1 - quarter],
-        "best": ordered[0],
-        "runs": len(ordered),
-    }
-
-
-def claim(text: str, value: float, bar: float, *, at_least: bool = False) -> dict[str, Any]:
-    return {"claim": text, "value": value, "bar": bar, "ok": bool(value >= bar if at_least else value <= bar)}
-
-
 def free_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -436,9 +415,9 @@ def free_bytes() -> int:
     return 0
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--sections", nargs="+", default=["one_to_one", "reshard"])
     parser.add_argument("--models", nargs="+", default=["135m", "1b"], choices=sorted(SHAPES), help="for one_to_one")
     parser.add_argument("--reshard-model", default="135m", choices=sorted(SHAPES))
@@ -457,30 +436,19 @@ def main() -> int:
                 )
                 continue
             result = results[f"one_to_one_{model}"] = one_to_one(model, arguments.repeats)
-            claims.append(
-                claim(
-                    f"{model} fp32, one rank to one rank, served in place, over a memory copy",
-                    result["ratio_mapped"],
-                    1.3,
-                )
-            )
-            claims.append(
-                claim(
-                    f"{model} fp32, one rank to one rank, into own tensors, over a memory copy",
-                    result["ratio_streamed"],
-                    1.3,
-                )
-            )
+            for key, how in (("ratio_mapped", "served in place"), ("ratio_streamed", "into own tensors")):
+                text = f"{model} fp32, one rank to one rank, {how}, over a memory copy"
+                claims.append(claim(text, result[key], 1.3, at_least=False))
             for side, what in (("publish", "source"), ("pull", "sink")):
                 cost = result["cpu_over_copy"][side] - 1.0
-                claims.append(claim(f"{model}: checksums at the {what}, processor time over a copy's", cost, 0.2))
-            claims.append(
-                claim(
-                    f"{model}: peak memory growth of either process over the weights",
-                    result["peak_growth_over_own_shards"],
-                    1.1,
+                claims.append(
+                    claim(f"{model}: checksums at the {what}, processor time over a copy's", cost, 0.2, at_least=False)
                 )
+            text, growth = (
+                f"{model}: peak memory growth of either process over the weights",
+                result["peak_growth_over_own_shards"],
             )
+            claims.append(claim(text, growth, 1.1, at_least=False))
             print(f"one_to_one {model}: {json.dumps(result)}")
     if "reshard" in arguments.sections:
         for kind, label in (("tp", "tp 2"), ("replica", "2 replicas")):
@@ -488,36 +456,21 @@ def main() -> int:
                 arguments.reshard_model, kind, max(3, arguments.repeats // 2)
             )
             claims.append(
-                claim(
-                    f"fsdp 2 x tp 2 to {label}: speed over gather, broadcast, load",
-                    result["speedup"],
-                    5.0,
-                    at_least=True,
-                )
+                claim(f"fsdp 2 x tp 2 to {label}: speed over gather, broadcast, load", result["speedup"], 5.0)
             )
             growth = max(
                 result["first_hand_over_peak_growth_over_own_shards"] + result["peak_growth_over_own_shards"]["direct"]
             )
-            claims.append(claim(f"fsdp 2 x tp 2 to {label}: peak memory growth over a rank's own shards", growth, 1.1))
+            text = f"fsdp 2 x tp 2 to {label}: peak memory growth over a rank's own shards"
+            claims.append(claim(text, growth, 1.1, at_least=False))
             print(f"reshard to {label}: {json.dumps(result)}")
     if arguments.run is not None:
         result = results["end_to_end"] = end_to_end(arguments.run)
         name = f"{arguments.run.name}: hand-over's share of a step, by the trace"
-        claims.append(claim(name, result["share_of_step"], 0.02))
+        claims.append(claim(name, result["share_of_step"], 0.02, at_least=False))
         print(f"end_to_end: {json.dumps(result)}")
-    report = {
-        "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": " ".join(["python", *sys.argv]),
-        "results": results,
-        "claims": claims,
-    }
-    for entry in claims:
-        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['claim']}: {entry['value']:.3g} (bar {entry['bar']:g})")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1))
-    return 0
+    write_report(arguments.json, results, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,5 +1,4 @@
-"""The requests that ``generation.py`` and its children decode. Needs nothing but the engine's records, so that other checkouts and other
-environments can read it."""
+"""The requests that ``generation.py`` and its child decode. Needs nothing but the engine's records, so that another environment can read it."""
 
 from __future__ import annotations
 
