@@ -110,11 +110,16 @@ def act(name):
     if name == "own_stream":
         sys.stdout = OwnStream()
     if name == "close_all":
-        os.closerange(3, 100)
+        os.closerange(3, 4096)
     if name == "close_and_reopen":
-        os.closerange(3, 100)
+        os.closerange(3, 4096)
         global kept
         kept = [open("/dev/null", "wb") for _ in range(20)]
+    if name == "close_output":
+        socket, output = int(sys.argv[1]), os.fstat(1)
+        for fd in range(3, 4096):
+            if fd != socket and os.path.exists(f"/proc/self/fd/{fd}") and os.path.samestat(os.fstat(fd), output):
+                os.close(fd)
     return False
 
 def program(prompt, response, answer):
@@ -251,7 +256,7 @@ KEEPS_ITS_VERDICT = (
     "alien",
 )
 LEAVES_STREAMS_ODD = ("close_stdio", "close_stream", "own_stream")
-LOSES_THE_POOL = ("close_all", "close_and_reopen")
+LOSES_THE_POOL = ("close_all", "close_and_reopen", "close_output")
 VALUES = itertools.count(1)
 
 

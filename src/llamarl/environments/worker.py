@@ -65,8 +65,7 @@ class _Pool:
             os.set_inheritable(0, True)
             if null != 0:  # the lowest free number may just have been 0
                 os.close(null)
-        if not self._has(self._output):
-            return  # and the socket is gone with it, most likely
+        self._check()
         for fd, name in ((1, "stdout"), (2, "stderr")):
             try:
                 getattr(sys, name).flush()
@@ -95,7 +94,7 @@ class _Pool:
         return bytes(data)
 
     def _check(self) -> None:
-        if not self._has(self._fd):
+        if not (self._has(self._fd) and self._has(self._output)):
             _end(70, "the judge closed the reward worker's connection to the pool")
 
     def _has(self, fd: int) -> bool:
