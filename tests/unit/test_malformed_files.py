@@ -110,7 +110,7 @@ def plain_run(folder: Path) -> object:
 
 def resume_metrics(file: Path) -> None:
     read_metrics(file)
-    MetricsLog(file.parent, resume_after_tick=3).close()
+    MetricsLog(file.parent, resume_after_tick=3)
 
 
 def events(folder: Path) -> Path:

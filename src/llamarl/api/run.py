@@ -25,7 +25,7 @@ _CONFIG_FILE = "config.toml"
 
 class Metrics(dict[str, list[float | None]]):
     """Columns of ``metrics.jsonl``: key -> its value at each tick, None where a tick has none. ``pandas.DataFrame(metrics)``
-    makes a table of it; docs/metrics.md says what each key means."""
+    makes a table of it; docs/metric_keys.md says what each key means."""
 
     def __init__(self, rows: Sequence[Mapping[str, float | None]]) -> None:
         self.rows = list(rows)

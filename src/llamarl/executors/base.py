@@ -88,7 +88,7 @@ class StepResult:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     """One payload a channel that leaves this executor, by channel name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metric key -> value. Ranks' values are reduced as docs/metrics.md says of the key, or of names that it does not know."""
+    """Metric key -> value. Ranks' values are reduced as docs/metric_keys.md says of the key, or of names that it does not know."""
     share_metrics: tuple[Mapping[str, float], ...] = ()
     """Where the work is cut into shares that do not depend on the number of ranks: the metrics of each of this rank's, in order.
     Those of all ranks are reduced as if each share were a rank; ``metrics`` then holds what is the rank's own, such as times."""

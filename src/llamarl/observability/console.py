@@ -137,22 +137,10 @@ class _Panel:
 
     def _render(self) -> Group:
         row = self._row
+        said = {title: value for title, value, _ in text.columns([row]) if title not in ("ratio-clip", "s/tick")}
+        said |= {"failed": str(self._num_failed), self._held_out[0]: text.number(self._held_out[1], 3)}
         facts = Table.grid(padding=(0, 3))
-        facts.add_row(
-            *(
-                Text.assemble((label + " ", "dim"), (value, "bold"))
-                for label, value in (
-                    ("reward", text.number(row.get("reward/mean"), 3)),
-                    (self._held_out[0], text.number(self._held_out[1], 3)),
-                    ("no signal", text.percent(text.no_signal([row]))),
-                    ("staleness", text.staleness(row.get("staleness/mean"), row.get("staleness/max"))),
-                    ("tokens/s", text.count(row.get("tokens_per_s/generated"))),
-                    ("length", text.number(row.get("response/length_mean"), 1)),
-                    ("cut", text.percent(row.get("response/truncated_fraction"))),
-                    ("failed rewards", str(self._num_failed)),
-                )
-            )
-        )
+        facts.add_row(*(Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in said.items()))
         lanes = Table.grid(padding=(0, 2))
         for lane in self._job.lanes:
             idle = row.get(f"idle/{lane.name}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import xxhash
 
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.errors import EventLogError, FileError
-from llamarl.observability.writing import Patience, cannot_write, replace_file
+from llamarl.observability.writing import LineLog, Patience
 from llamarl.reading import parse_json, read_bytes
 
 __all__ = ["EVENTS_FILE", "REPLAY_FILE", "EventLog", "TickEvent", "event_platform", "ranges", "read_events"]
@@ -58,15 +58,8 @@ class TickEvent:
     """(engine step of the tick, prompt index, sample index, turn) of each reply of an environment, in order."""
 
     def to_plain(self) -> dict[str, Any]:
-        return {
-            "tick": self.tick,
-            "rank": self.rank,
-            "swaps": [list(swap) for swap in self.swaps],
-            "steps": self.steps,
-            "delivered": self.delivered,
-            "digest": self.digest,
-            **({"joins": [list(join) for join in self.joins]} if self.joins else {}),
-        }
+        record = asdict(self) | {"swaps": list(map(list, self.swaps)), "joins": list(map(list, self.joins))}
+        return {key: value for key, value in record.items() if key != "joins" or value}
 
     @classmethod
     def from_plain(cls, record: Mapping[str, Any]) -> TickEvent:
@@ -103,38 +96,20 @@ class EventLog:
             EventLogError: A line before the last is torn, or a decision of a kept tick is missing.
             LlamaRLError: The file cannot be written.
         """
-        self.path = Path(run_dir) / EVENTS_FILE
+        self._log = LineLog(Path(run_dir) / EVENTS_FILE, patience)
+        self.path = self._log.path
+        self.sync = self._log.sync
         self._platform = platform
-        self._patience = patience or Patience()
         if resume_after_tick is not None and self.path.exists():
             self._cut_after(resume_after_tick)
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Write events at once; they survive the death of this process, and after ``sync`` that of the machine."""
+        """Write the events of a tick at once; none makes no file."""
         lines = [_line(event) for event in events]
-        if not lines:
-            return
-        if not self.path.exists():
+        if lines and not self.path.exists():
             lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        file = self._patience.write(self.path, lambda: os.open(self.path, flags, 0o644))
-        try:
-            self._patience.append(self.path, file, b"".join(lines))
-        finally:
-            os.close(file)
-
-    def sync(self) -> None:
-        """Return when the disk has it.
-
-        Raises:
-            LlamaRLError: The disk failed.
-        """
-        try:
-            if self.path.exists():
-                with open(self.path, "rb") as file:
-                    os.fsync(file.fileno())
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        if lines:
+            self._log.append(b"".join(lines))
 
     def _cut_after(self, tick: int) -> None:
         lines = read_bytes(self.path).splitlines(keepends=True)
@@ -148,10 +123,7 @@ class EventLog:
                 raise EventLogError(_torn(self.path, number, error)) from None
             if "tick" not in record or record["tick"] <= tick:
                 kept.append(line)
-        try:
-            replace_file(self.path, b"".join(kept))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        self._log.replace(kept)
         if tick >= 0:
             read_events(self.path, num_ticks=tick + 1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.checkpoint.platform import platform_facts
-from llamarl.observability.writing import cannot_write, replace_file
+from llamarl.observability.writing import replace_file, writes
 
 if TYPE_CHECKING:
     from llamarl.channels.base import ChannelSpec
@@ -119,10 +119,8 @@ def write_job(run_dir: str | os.PathLike[str], job: JobDescription) -> None:
         },
     }
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    try:
+    with writes(path):
         replace_file(path, text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def edge_lines(edges: Sequence[Edge]) -> list[str]:

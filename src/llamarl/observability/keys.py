@@ -6,19 +6,17 @@
 A row of ``metrics.jsonl`` lists its keys in the order of the table; keys that it does not know (parts of a reward, metrics
 of a user's own executor) follow in alphabetical order. Two runs of one seed have equal rows but for the timing keys.
 
-docs/metrics.md holds the table; ``python -m llamarl.observability.keys docs/metrics.md`` writes it anew between the page's two marks.
+docs/metric_keys.md shows the table; ``python tests/tools/metric_keys.py`` writes that page.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "is_integer_key",
     "is_timing_key",
     "key_order",
-    "markdown_table",
     "over_ranks",
     "own_metrics",
     "reduce_over_ranks",
@@ -69,7 +66,6 @@ KEYS = tuple(
 )
 """The table, with a key for each role where its name says ROLE."""
 
-_BEGIN, _END = "<!-- keys -->", "<!-- end of keys -->"
 _POSITION = {key.name: position for position, key in enumerate(KEYS)}
 _KNOWN = {key.name: key for key in KEYS}
 _EXTREME = re.compile(r"(?:^|[/_])(max|min)$")
@@ -156,27 +152,3 @@ def _reduce(executor: str, key: str, ranks: Sequence[Mapping[str, float]]) -> fl
     if not total:
         return values[0]
     return sum(w * v for w, v in zip(weights, values, strict=True) if w) / total
-
-
-def markdown_table() -> str:
-    """The table of docs/metrics.md."""
-    lines = ["| key | unit | meaning | over ranks | same in every run |", "|---|---|---|---|---|"]
-    for name, columns in _TABLE["keys"].items():
-        key = MetricKey(name=name, **columns)
-        reduction = f"{key.ranks} by `{key.weight}`" if key.weight else key.ranks
-        repeats = "no" if is_timing_key(name) else "yes"
-        lines.append(f"| `{name}` | {key.unit} | {key.meaning} | {reduction} | {repeats} |")
-    return "\n".join(lines) + "\n"
-
-
-def _rewrite(page: Path) -> None:
-    """Put the table between the marks of a page."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise SystemExit(f"{page} has no lines {_BEGIN!r} and {_END!r} to write the table between")
-    page.write_text(f"{before}{_BEGIN}\n{markdown_table()}{_END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _rewrite(Path(sys.argv[1]))

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.keys import is_integer_key, is_timing_key, key_order
-from llamarl.observability.writing import Patience, cannot_write, replace_file
+from llamarl.observability.writing import LineLog, Patience, writes
 from llamarl.reading import parse_json, read_bytes
 
 __all__ = [
@@ -90,22 +90,25 @@ class MetricsLog:
             ConfigError: The run is new and the folder already has metrics.
             LlamaRLError: The folder cannot be written.
         """
-        self.path = Path(run_dir) / METRICS_FILE
-        self._patience = patience or Patience()
+        self._log = LineLog(Path(run_dir) / METRICS_FILE, patience)
+        self.path = self._log.path
+        self.sync = self._log.sync
         self.rows: tuple[Row, ...] = ()
         """Rows kept from before the resume."""
-        try:
+        with writes(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if resume_after_tick is not None:
-                self.rows = _cut_after(self.path, resume_after_tick)
-            elif self.path.exists() and self.path.stat().st_size:
+            holds_rows = self.path.exists() and self.path.stat().st_size > 0
+        if holds_rows:
+            if resume_after_tick is None:
                 raise ConfigError(
                     f"run.dir: {self.path.parent} already holds a run ({METRICS_FILE}): resume it with "
                     f"--resume {self.path.parent}, or choose another run.dir"
                 )
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+            rows = _whole_rows(read_bytes(self.path))
+            kept = [(row, line) for row, line in rows if int(row.get("step") or 0) <= resume_after_tick]
+            self._log.replace(line for _, line in kept)
+            self.rows = tuple(row for row, _ in kept)
+        self._log.append(b"")  # tells at once where the folder cannot be written
 
     def write(self, row: Mapping[str, Any]) -> Row:
         """Append one row; returns it as a reader will see it.
@@ -114,21 +117,8 @@ class MetricsLog:
             LlamaRLError: The disk is full or not writable, for longer than it is waited for.
         """
         line = row_to_line(row)
-        self._patience.append(self.path, self._file, line)
+        self._log.append(line)
         return json.loads(line)
-
-    def sync(self) -> None:
-        """Have the disk hold every row, before a checkpoint of the same tick is finished."""
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -204,12 +194,3 @@ def _whole_rows(data: bytes) -> list[tuple[Row, bytes]]:
 
 def _is_value(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
-
-
-def _cut_after(path: Path, tick: int) -> tuple[Row, ...]:
-    """Keep rows up to ``tick``; the file is replaced at once, so that a kill leaves the old or the new."""
-    if not path.exists():
-        return ()
-    kept = [(row, line) for row, line in _whole_rows(read_bytes(path)) if int(row.get("step") or 0) <= tick]
-    replace_file(path, b"".join(line for _, line in kept))
-    return tuple(row for row, _ in kept)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
@@ -34,7 +34,10 @@ from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
 from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
 
-__all__ = ["Recorder", "ReportLike", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
+if TYPE_CHECKING:
+    from llamarl.runtime.base import Report
+
+__all__ = ["Recorder", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -45,30 +48,9 @@ WEIGHT_SYNC_SPAN = "weight_sync"
 """Spans whose label begins with this add up to ``time/weight_sync_s``."""
 
 
-class ReportLike(Protocol):
-    """What is read of a ``runtime.base.Report``."""
-
-    @property
-    def executor(self) -> str: ...
-    @property
-    def tick(self) -> int: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-    @property
-    def started_s(self) -> float: ...
-    @property
-    def finished_s(self) -> float: ...
-    @property
-    def spans(self) -> tuple[tuple[str, float, float], ...]: ...
-    @property
-    def failures(self) -> Mapping[str, int]: ...
-    @property
-    def controller_bytes(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    report: ReportLike
+    report: Report
     previous_finish_s: float | None
     """End of the executor's tick before; None for its first."""
 
@@ -143,7 +125,7 @@ class Recorder:
         self._last_row: Mapping[str, Any] | None = self._log.rows[-1] if self._log.rows else None
         self._closed = False
 
-    def on_report(self, report: ReportLike) -> list[Row]:
+    def on_report(self, report: Report) -> list[Row]:
         """Take one report; returns the rows that it completed (mostly none or one).
 
         Raises:
@@ -222,7 +204,6 @@ class Recorder:
             sink.close()
         if self._trace is not None:
             self._trace.close()
-        self._log.close()
         self.console.finish(self.summary(stopped))
 
     def _write(self, tick: int, items: Mapping[str, _Timed]) -> Row:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import DataError, FileError
-from llamarl.observability.writing import Patience, cannot_write
+from llamarl.observability.writing import Patience, writes
 from llamarl.reading import parse_json, read_bytes
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
@@ -98,10 +98,8 @@ def cut_after(folder: Path, tick: int) -> None:
     """
     for found, path in tick_files(folder):
         if found > tick:
-            try:
+            with writes(path):
                 path.unlink()
-            except OSError as error:
-                raise cannot_write(path, error) from error
 
 
 def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> Iterator[Rollout]:

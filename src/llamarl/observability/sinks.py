@@ -15,7 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llamarl.errors import ConfigError, DataError
 from llamarl.import_path import import_user
-from llamarl.observability.writing import append_all, cannot_write, replace_file
+from llamarl.observability.writing import append_all, replace_file, writes
 from llamarl.reading import read_text
 
 __all__ = ["RowSink", "TensorBoardSink", "UserSink", "WandbSink"]
@@ -106,13 +106,11 @@ class TensorBoardSink:
         """
         folder = Path(folder)
         start_s = time.time()
-        try:
+        with writes(folder):
             folder.mkdir(parents=True, exist_ok=True)
             number = len(list(folder.glob("events.out.tfevents.*")))
             self._path = folder / f"events.out.tfevents.{int(start_s):010d}.llamarl.{number}"
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         self._records = RecordWriter(_Unbuffered(self._file))
         self._put(Event(wall_time=start_s, file_version="brain.Event:2"))
         if resume_after_tick is not None:
@@ -139,10 +137,8 @@ class TensorBoardSink:
             self._file = -1
 
     def _put(self, event: Event) -> None:
-        try:
+        with writes(self._path):
             self._records.write(event.SerializeToString())
-        except OSError as error:
-            raise cannot_write(self._path, error) from error
 
 
 class _Unbuffered:
@@ -179,10 +175,8 @@ class WandbSink:
             config=dict(config or {}),
             name=Path(run_dir).name,
         )
-        try:
+        with writes(memory):
             replace_file(memory, f"{self._run.id}\n".encode())
-        except OSError as error:
-            raise cannot_write(memory, error) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send one row."""

@@ -14,17 +14,15 @@ from llamarl.plural import plural
 __all__ = [
     "RowTable",
     "bar",
-    "count",
+    "columns",
     "duration",
     "encodable",
     "evaluation_line",
     "head",
     "held_out",
     "lines_every",
-    "no_signal",
     "number",
     "percent",
-    "staleness",
     "tail",
     "time_left",
     "title",
@@ -60,11 +58,6 @@ def count(value: float | None) -> str:
 def percent(share: float | None) -> str:
     """0.034 -> 3 %."""
     return _MISSING if share is None else f"{100 * share:.0f} %"
-
-
-def staleness(mean: float | None, maximum: float | None) -> str:
-    """mean / max."""
-    return _MISSING if mean is None and maximum is None else f"{number(mean, 1)} / {whole(maximum)}"
 
 
 def duration(seconds: float | None) -> str:
@@ -143,6 +136,25 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
     return f"{line}  ({plural(int(failed), 'sample')} failed and left out)" if failed else line
 
 
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
+    """(title, value, width) of what ``rows`` say together: means, the largest of maxima, the sum of failures."""
+    mean_stale, max_stale = _mean(rows, "staleness/mean"), max(_values(rows, "staleness/max"), default=None)
+    judged = sum(_values(rows, "groups/generated"))
+    no_signal = sum(_values(rows, "groups/no_signal")) / judged if judged else None
+    failed = _values(rows, "reward/failed")
+    return [
+        ("reward", number(_mean(rows, "reward/mean"), 3), 9),
+        ("stale", _MISSING if mean_stale is None else f"{number(mean_stale, 1)} / {whole(max_stale)}", 9),
+        ("no-signal", percent(no_signal), 11),
+        ("ratio-clip", percent(_mean(rows, "ratio/clipped_fraction")), 12),
+        ("length", number(_mean(rows, "response/length_mean"), 1), 8),
+        ("cut", percent(_mean(rows, "response/truncated_fraction")), 7),
+        ("tokens/s", count(_mean(rows, "tokens_per_s/generated")), 10),
+        ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
+        ("failed", whole(sum(failed) if failed else None), 8),
+    ]
+
+
 class RowTable:
     """Aligned rows under a heading that returns every 20 lines."""
 
@@ -153,22 +165,11 @@ class RowTable:
         self._step_s: list[float] = []
 
     def lines(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One line that sums up ``rows`` (means; the largest of maxima; the sum of failures), and a heading where due."""
+        """One line that sums up ``rows``, and a heading where due."""
         last = rows[-1]
         self._step_s += [float(row["time/step_s"]) for row in rows if row.get("time/step_s") is not None]
         num_left = self._num_ticks - int(last["step"]) - 1
-        cells = [
-            ("tick", whole(last["step"] + 1), 6),
-            ("reward", number(_mean(rows, "reward/mean"), 3), 9),
-            ("stale", staleness(_mean(rows, "staleness/mean"), _largest(rows, "staleness/max")), 9),
-            ("no-signal", percent(no_signal(rows)), 11),
-            ("ratio-clip", percent(_mean(rows, "ratio/clipped_fraction")), 12),
-            ("length", number(_mean(rows, "response/length_mean"), 1), 8),
-            ("cut", percent(_mean(rows, "response/truncated_fraction")), 7),
-            ("tokens/s", count(_mean(rows, "tokens_per_s/generated")), 10),
-            ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
-            ("failed", whole(_total(rows, "reward/failed")), 8),
-        ]
+        cells = [("tick", whole(last["step"] + 1), 6), *columns(rows)]
         idle = [(name, percent(_mean(rows, f"idle/{name}")), max(len(name), 5) + 2) for name in self._executors]
         left = duration(time_left(self._step_s, num_left))
         cells += [*idle, ("left", left, 8)]
@@ -237,18 +238,3 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = _values(rows, key)
     return sum(values) / len(values) if values else None
-
-
-def no_signal(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Share of the judged groups that move nothing."""
-    judged = _total(rows, "groups/generated")
-    return (_total(rows, "groups/no_signal") or 0.0) / judged if judged else None
-
-
-def _largest(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return max(_values(rows, key), default=None)
-
-
-def _total(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = _values(rows, key)
-    return sum(values) if values else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import FileError
-from llamarl.observability.writing import append_all, cannot_write, replace_file
+from llamarl.observability.writing import append_all, replace_file, writes
 from llamarl.reading import parse_json, read_bytes
 
 __all__ = ["TRACE_FILE", "Slice", "Trace", "TraceWriter", "idle_share", "read_trace"]
@@ -78,11 +78,9 @@ class TraceWriter:
         else:
             events = self._lane_names()
         head = b"[\n" + b",\n".join(_line(event) for event in events)
-        try:
+        with writes(self.path):
             replace_file(self.path, head + _END)
             self._file = os.open(self.path, os.O_WRONLY)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         self._end = len(head)
 
     def step(
@@ -148,10 +146,8 @@ class TraceWriter:
 
     def _append(self, events: Sequence[Mapping[str, Any]]) -> None:
         data = b"".join(b",\n" + _line(event) for event in events)
-        try:
+        with writes(self.path):
             append_all(self._file, data + _END, self._end)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
         self._end += len(data)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import LlamaRLError
-from llamarl.observability.writing import cannot_write, replace_file
+from llamarl.observability.writing import LineLog
 
 __all__ = ["WARNINGS_FILE", "WarningLog", "read_warnings"]
 
@@ -23,27 +23,20 @@ class WarningLog:
         Raises:
             LlamaRLError: The folder cannot be read or written.
         """
-        self.path = Path(run_dir) / WARNINGS_FILE
+        self._log = LineLog(Path(run_dir) / WARNINGS_FILE)
         last = -1 if resume_after_tick is None else resume_after_tick
         kept = [warning for warning in read_warnings(run_dir) if warning["step"] <= last]
         self.said = frozenset(str(warning["kind"]) for warning in kept)
         """Kinds that were warned of before the resume."""
-        try:
-            if self.path.exists():
-                replace_file(self.path, b"".join(_line(warning) for warning in kept))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        if self._log.path.exists():
+            self._log.replace(map(_line, kept))
 
     def write(self, step: int, kind: str, text: str) -> None:
         """
         Raises:
             LlamaRLError: The disk is full or not writable.
         """
-        try:
-            with open(self.path, "ab", buffering=0) as file:
-                file.write(_line({"step": step, "kind": kind, "text": text}))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        self._log.append(_line({"step": step, "kind": kind, "text": text}))
 
 
 def read_warnings(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

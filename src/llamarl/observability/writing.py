@@ -6,11 +6,12 @@ comes back. So whoever writes what cannot be made again waits for the disk, says
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,7 @@ from typing import TypeVar
 from llamarl.errors import LlamaRLError
 from llamarl.running_time import running_s
 
-__all__ = ["CannotWrite", "Patience", "append_all", "cannot_write", "replace_file"]
+__all__ = ["CannotWrite", "LineLog", "Patience", "append_all", "replace_file", "writes"]
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Patience:
             except OSError as error:
                 now_s = running_s()
                 if error.errno not in _MAY_PASS or now_s - (now_s if began_s is None else began_s) >= self.limit_s:
-                    raise cannot_write(path, error) from error
+                    raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
                 if began_s is None:
                     began_s = now_s
                     self.tell(
@@ -110,9 +111,58 @@ class CannotWrite(LlamaRLError):
         self.cause = cause
 
 
-def cannot_write(path: Path, error: OSError) -> CannotWrite:
-    """A failed system call as an error for the user."""
-    return CannotWrite(f"cannot write {path}: {error.strerror}")
+@contextlib.contextmanager
+def writes(path: Path) -> Iterator[None]:
+    """Turn a failed system call into the error for the user that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(f"cannot write {path}: {error.strerror}") from error
+
+
+class LineLog:
+    """Appends lines to one file, which is made with the first of them and never reached through a link. One process writes."""
+
+    def __init__(self, path: Path, patience: Patience | None = None) -> None:
+        """
+        Args:
+            patience: With a disk that refuses a line; None: none.
+        """
+        self.path = path
+        self._patience = patience or Patience()
+
+    def append(self, data: bytes) -> None:
+        """Write whole lines at once; they survive the death of this process, and after ``sync`` that of the machine.
+
+        Raises:
+            LlamaRLError: The disk is full or not writable, for longer than it is waited for.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = self._patience.write(self.path, lambda: os.open(self.path, flags, 0o644))
+        try:
+            self._patience.append(self.path, file, data)
+        finally:
+            os.close(file)
+
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Replace the file at once, so that a kill leaves the old or the new.
+
+        Raises:
+            LlamaRLError: The disk is full or not writable.
+        """
+        with writes(self.path):
+            replace_file(self.path, b"".join(lines))
+
+    def sync(self) -> None:
+        """Return when the disk has every line.
+
+        Raises:
+            LlamaRLError: The disk failed.
+        """
+        with writes(self.path):
+            if self.path.exists():
+                with open(self.path, "rb") as file:
+                    os.fsync(file.fileno())
 
 
 def append_all(descriptor: int, data: bytes, offset: int | None = None) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -99,13 +100,7 @@ def make_page(title: str, blocks: Mapping[str, str], *, watch: bool = False) -> 
 
 def _fill(template: str, parts: Mapping[str, str]) -> str:
     """The template with each ``{{name}}`` replaced, once: what is put in is not looked at again."""
-    pieces: list[str] = []
-    rest = template
-    while "{{" in rest:
-        before, _, rest = rest.partition("{{")
-        name, _, rest = rest.partition("}}")
-        pieces += [before, parts[name]]
-    return "".join([*pieces, rest])
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
 
 
 def _element(name: str, text: str) -> str:

@@ -101,18 +101,22 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
         value = None if reward is None or failure else float(reward)
     except (KeyError, TypeError, ValueError, IndexError):
         return False
-    index.prompt.append(place[0])
-    index.sample.append(place[1])
-    index.reward.append(value)
-    index.length.append(len(record["tokens"]))
-    index.finish.append(str(record["finish_reason"]))
-    index.failure.append(cause)
-    index.task.append(str(record.get("task") or ""))
-    index.oldest.append(min((version for version, _ in segments), default=-1))
-    index.newest.append(max((version for version, _ in segments), default=-1))
-    index.flags.append(flags)
-    index.text_of_prompt.append(prompt[:_MAX_KEY])
-    index.num_bytes.append(num_bytes)
+    entry = {
+        "prompt": place[0],
+        "sample": place[1],
+        "reward": value,
+        "length": len(record["tokens"]),
+        "finish": str(record["finish_reason"]),
+        "failure": cause,
+        "task": str(record.get("task") or ""),
+        "oldest": min((version for version, _ in segments), default=-1),
+        "newest": max((version for version, _ in segments), default=-1),
+        "flags": flags,
+        "text_of_prompt": prompt[:_MAX_KEY],
+        "num_bytes": num_bytes,
+    }
+    for column, cell in entry.items():
+        getattr(index, column).append(cell)
     if not cause and not record.get("sampled_by"):
         index.tokens_of_version.update(trained)
     return True
@@ -156,21 +160,10 @@ def _by_interest(index: TickIndex) -> list[tuple[int, int]]:
 
 
 def _spread(items: Sequence[TickIndex]) -> list[TickIndex]:
-    """First and last, then the middle, then the middles of the halves, .."""
-    if len(items) < 3:
-        return list(items)
-    order, seen = [0, len(items) - 1], {0, len(items) - 1}
-    pieces = [(0, len(items) - 1)]
-    while pieces:
-        nexts = []
-        for low, high in pieces:
-            middle = (low + high) // 2
-            if middle not in seen:
-                seen.add(middle)
-                order.append(middle)
-                nexts += [(low, middle), (middle, high)]
-        pieces = nexts
-    return [items[i] for i in order]
+    """First and last, then the middle, then the quarters, .."""
+    last = len(items) - 1
+    places = (int(i * last / 2**k) for k in range(last.bit_length() + 1) for i in range(2**k + 1))
+    return [items[place] for place in dict.fromkeys(places)] if items else []
 
 
 def detail_of_tick(
@@ -278,15 +271,13 @@ def index_columns(indexes: Sequence[TickIndex], chosen: Mapping[int, Sequence[in
             groups["size"].append(len(members))
             groups["text"].append(number("prompt_text", index.text_of_prompt[members[0]]))
             groups["detail"].append(int(prompt in with_detail))
-        columns["sample"] += index.sample
         columns["reward"] += [None if value is None else number("reward", value) for value in index.reward]
-        columns["length"] += index.length
-        columns["finish"] += [number("finish", value) for value in index.finish]
-        columns["failure"] += [number("failure", value) for value in index.failure]
-        columns["task"] += [number("task", value) for value in index.task]
-        columns["oldest"] += [index.tick - value if value >= 0 else -1 for value in index.oldest]
-        columns["newest"] += [index.tick - value if value >= 0 else -1 for value in index.newest]
-        columns["flags"] += index.flags
+        for name in ("sample", "length", "flags"):
+            columns[name] += getattr(index, name)
+        for name in ("finish", "failure", "task"):
+            columns[name] += [number(name, value) for value in getattr(index, name)]
+        for name in ("oldest", "newest"):  # as staleness
+            columns[name] += [index.tick - value if value >= 0 else -1 for value in getattr(index, name)]
     return {
         "groups": groups,
         **columns,

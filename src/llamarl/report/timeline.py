@@ -59,16 +59,9 @@ def channels_of(job: Mapping[str, Any]) -> list[Edge]:
     found = []
     for entry in job.get("channels", []):
         try:
-            capacity = entry.get("capacity")
-            found.append(
-                Edge(
-                    name=str(entry["name"]),
-                    source=str(entry["source"]),
-                    sink=str(entry["sink"]),
-                    delay=int(entry["delay"]),
-                    capacity=None if capacity is None else int(capacity),
-                )
-            )
+            name, source, sink = (str(entry[key]) for key in ("name", "source", "sink"))
+            capacity = None if entry.get("capacity") is None else int(entry["capacity"])
+            found.append(Edge(name=name, source=source, sink=sink, delay=int(entry["delay"]), capacity=capacity))
         except (KeyError, TypeError, ValueError, AttributeError):
             continue  # written by another version
     return found

@@ -59,7 +59,7 @@ class Report:
     outputs: Mapping[str, tuple[Handle, ...]] = field(default_factory=dict)
     """Out-channel name -> one handle a source rank."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of all ranks, each key reduced as docs/metrics.md says."""
+    """Of all ranks, each key reduced as docs/metric_keys.md says."""
     started_s: float = 0.0
     """When the first rank began, on the runtime's clock."""
     finished_s: float = 0.0

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.metric_keys import PAGE, page
 
 from llamarl.errors import ConfigError, LlamaRLError
-from llamarl.observability.keys import KEYS, is_timing_key, key_order, markdown_table
+from llamarl.observability.keys import KEYS, is_timing_key, key_order
 from llamarl.observability.metrics import MetricsLog, TickJoin, merge_metrics, read_metrics, row_to_line, strip_timing
 from llamarl.observability.writing import append_all, replace_file
 
@@ -92,7 +93,6 @@ def test_a_resumed_file_ends_as_that_of_an_uninterrupted_run(tmp_path: Path) -> 
     for row in rows[:6]:
         killed.write(row)
     os.truncate(killed.path, killed.path.stat().st_size - 5)  # the kill tore the last line
-    killed.close()
     resumed = MetricsLog(tmp_path / "killed", resume_after_tick=3)
     assert [row["step"] for row in resumed.rows] == [0, 1, 2, 3]
     for row in rows[4:]:
@@ -103,7 +103,6 @@ def test_a_resumed_file_ends_as_that_of_an_uninterrupted_run(tmp_path: Path) -> 
 def test_a_run_without_a_checkpoint_starts_its_file_over(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.write({"step": 0})
-    log.close()
     assert MetricsLog(tmp_path, resume_after_tick=-1).rows == ()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
@@ -122,13 +121,16 @@ def test_reading_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
         read_metrics(tmp_path / "nowhere.jsonl")
 
 
-def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path) -> None:
+def full(data: bytes) -> int:
+    with open("/dev/full", "wb", buffering=0) as file:
+        return file.write(data)
+
+
+def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path)
-    os.close(log._file)
-    log._file = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(os, "write", lambda fd, data: full(bytes(data)))
     with pytest.raises(LlamaRLError, match=r"cannot write .*metrics.jsonl: No space left on device.*then resume"):
         log.write({"step": 0})
-    log.close()
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
@@ -174,16 +176,13 @@ def test_a_written_row_is_returned_as_a_reader_sees_it(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row
 
 
-def test_the_page_on_metrics_holds_the_table_of_the_code() -> None:
-    page = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert markdown_table() in page.read_text(encoding="utf-8"), (
-        "run: python -m llamarl.observability.keys docs/metrics.md"
-    )
+def test_the_page_on_keys_holds_the_table_of_the_code() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/tools/metric_keys.py"
 
 
 def test_an_empty_file_of_a_run_that_ended_before_its_first_tick_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    MetricsLog(tmp_path).close()
+    MetricsLog(tmp_path)
 
 
 def test_links_in_a_runs_folder_are_not_written_through(tmp_path: Path) -> None:
