@@ -245,7 +245,35 @@ class RunConfig:
         return self.schedule.max_staleness + cut + carried
 
 
+def _imitation_checks(config: RunConfig) -> Iterator[Mistake]:
+    """What a job without generator and reward cannot have."""
+    if config.task.name != "demonstrations":
+        yield Mistake(
+            "task.name",
+            f"is {config.task.name!r}, but algorithm.name 'sft' imitates rows of data: set it to 'demonstrations'",
+            ("algorithm.name",),
+        )
+    without = {
+        "schedule.colocated": config.schedule.colocated,
+        "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
+        "reward_model.path": config.has_reward_model,
+        "judge": config.has_judge,
+    }
+    for key in (key for key, asked in without.items() if asked):
+        yield Mistake(
+            key, ": with algorithm.name 'sft' nothing is sampled and nothing judged: leave it out", ("algorithm.name",)
+        )
+
+
 def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
+    if config.algorithm.imitates:
+        yield from _imitation_checks(config)
+    elif any(task.name == "demonstrations" for task in (config.task, *config.task.tasks.values())):
+        yield Mistake(
+            "task.name",
+            "is 'demonstrations', rows to imitate without a judge: set algorithm.name to 'sft'",
+            ("algorithm.name",),
+        )
     group_size, advantage = config.generator.group_size, config.algorithm.advantage
     if group_size == 1 and advantage in GROUP_BASELINES:
         yield Mistake(

@@ -206,6 +206,7 @@ ROLES: Mapping[str, Role] = {
     for role in (
         Role(
             name="generator",
+            present=lambda config: not config.algorithm.imitates,
             factory="llamarl.executors.generator:GeneratorExecutor",
             does="samples groups of responses",
             reads=(
@@ -252,6 +253,14 @@ ROLES: Mapping[str, Role] = {
             does="judges them in worker processes",
             reads=(Reads(channels=("judged", "rated", "completions"), kind="gather"),),
             writes=("scored",),
+            present=lambda config: not config.algorithm.imitates,
+        ),
+        Role(
+            name="demonstrations",
+            factory="llamarl.executors.demonstrations:DemonstrationsExecutor",
+            does="reads completions from the data",
+            writes=("scored", "held_out"),
+            present=lambda config: config.algorithm.imitates,
         ),
         Role(
             name="reference",
@@ -284,7 +293,10 @@ ROLES: Mapping[str, Role] = {
             name="trainer",
             factory="llamarl.executors.trainer:TrainerExecutor",
             does="updates the policy, hands over weights",
-            reads=(Reads(channels=("valued", "referenced", "scored"), kind="scatter"),),
+            reads=(
+                Reads(channels=("valued", "referenced", "scored"), kind="scatter"),
+                Reads(channels=("held_out",), kind="scatter"),
+            ),
             writes=("weights", "eval_weights"),
             section="trainer",
             sizes=("fsdp", "tp", "pp", "cp"),
@@ -320,7 +332,7 @@ ROLES: Mapping[str, Role] = {
             sizes=("dp", "tp"),
             model_sizes=("dp", "tp"),  # replicas bring their verdicts together
             model=Model(uses=_generates),
-            present=lambda config: config.evaluation.every > 0,
+            present=lambda config: config.evaluation.every > 0 and not config.algorithm.imitates,
         ),
     )
 }

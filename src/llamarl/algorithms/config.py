@@ -23,7 +23,7 @@ __all__ = [
     "spelled_out",
 ]
 
-LOSS_NAMES = ("aipo", "aipo_surrogate", "reinforce", "ppo", "decoupled_ppo", "truncated_is", "cispo", "gspo")
+LOSS_NAMES = ("aipo", "aipo_surrogate", "reinforce", "ppo", "decoupled_ppo", "truncated_is", "cispo", "gspo", "sft")
 CRITIC_ADVANTAGES = ("gae", "turn_gae", "two_level_gae")
 """Those that a critic's values make, an advantage a token; each puts a critic into the job."""
 ADVANTAGE_NAMES = (
@@ -55,6 +55,7 @@ PRESETS: Mapping[str, Preset] = {
         means={"name": "ppo", "advantage": "group_std", "normalization": "token"},
         constants={"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0},
     ),
+    "sft": Preset(means={"name": "sft", "advantage": "reward"}, constants={}),
 }
 """``algorithm.name`` -> the keys that it stands for. A run's own config.toml shows those, not the name."""
 
@@ -91,12 +92,13 @@ class AlgorithmConfig:
     """The loss, the advantage estimator and how per-token terms are averaged."""
 
     name: Annotated[str, AfterValidator(_loss)] = "aipo"
-    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo, grpo, dapo, or your own as
+    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo, sft, grpo, dapo, or your own as
     package.module:function or path/to/file.py:function (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by min(pi / mu, rho), LlamaRL's objective.
     ``reinforce`` weighs every token by 1: no correction at all for staleness or for the generator's precision.
     ``ppo`` is the clip of PPO, GRPO and DAPO; ``gspo`` its response-level form; ``cispo`` clips the weight instead.
     ``decoupled_ppo`` and ``truncated_is`` tell the proximal policy from the behaviour policy. ``grpo`` and ``dapo`` are not
-    losses but presets, ``ppo`` with the advantage, normalization and constants of their papers (docs/algorithms/ppo.md)."""
+    losses but presets, ``ppo`` with the advantage, normalization and constants of their papers (docs/algorithms/ppo.md).
+    ``sft`` is cross-entropy on completions that the data holds: a job without generator and reward (docs/sft.md)."""
 
     rho: Annotated[float | Literal["none"], AfterValidator(_positive)] = 4.0
     """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate`` and ``truncated_is``, > 0; the paper suggests 2 to 10.
@@ -186,6 +188,11 @@ class AlgorithmConfig:
     def has_critic(self) -> bool:
         """Whether advantages come from a critic's values, token by token."""
         return self.advantage in CRITIC_ADVANTAGES
+
+    @property
+    def imitates(self) -> bool:
+        """Whether completions come from the data, so that nothing is sampled and nothing judged."""
+        return self.name == "sft"
 
     @property
     def kl_in_loss(self) -> bool:

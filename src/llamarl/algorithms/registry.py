@@ -7,6 +7,7 @@ from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.cispo import cispo
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.ppo import decoupled_ppo, gspo, ppo, truncated_is
+from llamarl.algorithms.sft import sft
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve
 
@@ -21,6 +22,7 @@ LOSSES: dict[str, LossFunction] = {
     "truncated_is": truncated_is,
     "cispo": cispo,
     "gspo": gspo,
+    "sft": sft,
 }
 """``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in ``config.LOSS_NAMES``."""
 

@@ -346,6 +346,13 @@ def check_prompts(config: RunConfig, folder: Path) -> bool:
     from llamarl.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    if config.algorithm.imitates:
+        from llamarl.executors.demonstrations import make_demonstrations
+
+        rows = make_demonstrations(config, tokenizer)
+        rows.check_training_prompts()
+        rows.demonstration(0)
+        return rows.holds_out
     with contextlib.ExitStack() as pools:
         environments = None
         if config.task.has_environment:  # begins an episode or two, so that one that never does is found here

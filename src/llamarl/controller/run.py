@@ -520,7 +520,9 @@ def execute(
             replacing=replacing,
             journal=journal,
             stragglers=Stragglers(multiple=multiple) if (multiple := config.recovery.straggler_multiple) else None,
-            scaling=None if replacing is None else _scaling(prepared, folder, recorder, checkpoints),
+            scaling=None
+            if replacing is None or SCALABLE not in prepared.graph.inputs
+            else _scaling(prepared, folder, recorder, checkpoints),
         )
         checkpoints.close()
         stopped = ""

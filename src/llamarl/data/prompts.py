@@ -125,6 +125,10 @@ class PromptStream:
             f"prompt {index}): {self._remedy}"
         )
 
+    def length(self, item: TaskItem, prompt_tokens: int) -> int:
+        """Tokens of an item that count against the limit: the prompt's."""
+        return prompt_tokens
+
     def ask_ahead(self, index: int) -> None:
         """Have the environment, if there is one, begin prompt ``index``, so that ``get`` need not wait for it."""
         if self._opener is not None:
@@ -158,8 +162,8 @@ class PromptStream:
         for place in range(num_items):
             item = self._task.item("train", place)
             _, tokens = render_prompt(item, self._tokenizer, self._config)
-            if len(tokens) > self._limit:
-                long.append(f"{item.where or f'item {place}'} ({len(tokens)} tokens)")
+            if (length := self.length(item, len(tokens))) > self._limit:
+                long.append(f"{item.where or f'item {place}'} ({length} tokens)")
             if holds_unknown(tokens, unknown):
                 unread.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
         if unread:
@@ -222,12 +226,12 @@ class PromptStream:
             opening, tools = opened.opening, opened.tools
             shown = replace(item, question=opened.question, messages=opened.messages or None)
         text, tokens = render_prompt(shown, self._tokenizer, self._config, tools=tools)
-        if len(tokens) > self._limit:
+        if (length := self.length(item, len(tokens))) > self._limit:
             if self._config.too_long == "skip":
                 return None
             raise DataError(
                 f"task {self._task.name!r}, {split} item {place} (prompt {index}{item.where and f', {item.where}'}): the prompt "
-                f"has {len(tokens)} tokens, limit {self._limit_words}: {self._remedy} or set data.too_long = 'skip'; it begins "
+                f"has {length} tokens, limit {self._limit_words}: {self._remedy} or set data.too_long = 'skip'; it begins "
                 f"{shown.question[:80]!r}"
             )
         metadata = dict(item.metadata)

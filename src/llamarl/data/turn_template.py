@@ -57,6 +57,12 @@ class TurnTemplate:
             self._end, self._end_text = _first_special(tokenizer, self.closing)
             self.between(None, [_USER])  # what it does with the plainest case, before a run depends on it
 
+    @property
+    def end_token(self) -> int | None:
+        """The token that ends a turn: the template's, or the end of the text; None where the tokenizer has neither."""
+        eos = getattr(self._tokenizer, "eos_token_id", None)
+        return self._end if self._end is not None else eos
+
     def between(self, last_token: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens from the end of the policy's turn to the beginning of its next one.
 

@@ -15,10 +15,21 @@ from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
 __all__ = ["BUILT_IN", "OWN_CODE", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
 
-BUILT_IN = ("steps", "reasoning_gym", "math", "function", "gsm8k", "countdown", "code", "episodes", "mixture")
+BUILT_IN = (
+    "steps",
+    "reasoning_gym",
+    "math",
+    "function",
+    "gsm8k",
+    "countdown",
+    "code",
+    "episodes",
+    "demonstrations",
+    "mixture",
+)
 """Kinds of tasks that come with this package; another is named by its import path."""
 
-_OF_DATA = ("math", "function", "gsm8k", "code")
+_OF_DATA = ("math", "function", "gsm8k", "code", "demonstrations")
 """Kinds whose questions are in files or tables."""
 
 _OF_TABLES = ("data", "eval_data", "eval_split", "revision", "eval_revision", "subset", "columns", "template", "split")
@@ -105,7 +116,7 @@ class TaskConfig:
 
     name: str = "steps"
     """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your own), code (programs that unit
-    tests judge), gsm8k and countdown (ready made), episodes (no data: each prompt is another episode of the environment), or
+    tests judge), gsm8k and countdown (ready made), episodes (no data: each prompt is another episode of the environment), demonstrations (rows to imitate, for algorithm.name = "sft"), or
     the import path of a task of your own: package.module:Task or path/to/file.py:Task."""
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -221,7 +232,7 @@ def _table_mistakes(task: TaskConfig) -> Iterator[Mistake]:
     ]
     if given and kind not in _OF_DATA:
         yield Mistake(given[0], f"is of a table, but name is {task.name!r}, which makes its own questions", ("name",))
-    if kind in ("function", "code") and not task.data:
+    if kind in ("function", "code", "demonstrations") and not task.data:
         yield Mistake("data", f"must name a file of JSON lines or another table, as name is {task.name!r}", ("name",))
     if kind in _OF_DATA and kind != "code" and task.options:
         yield Mistake("options", f"must be empty, as name is {task.name!r}, got {sorted(task.options)}", ("name",))

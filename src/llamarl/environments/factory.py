@@ -101,6 +101,10 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
         from llamarl.environments.episode_pool import EpisodeItems
 
         return EpisodeItems()
+    if kind == "demonstrations":
+        from llamarl.environments.demonstrations import DemonstrationsTask
+
+        return DemonstrationsTask(config, seed=seed)
     config = with_preset(config)
     if config.name == "function":
         from llamarl.environments.functions import QuestionsTask

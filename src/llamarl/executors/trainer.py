@@ -80,6 +80,9 @@ class TrainerExecutor(BaseExecutor):
         """Ticks to come after which the state is saved, as far as they are told."""
         self._lease: DeviceLease | None = None
         """Of a co-located job."""
+        delays = [channel.delay for channel in context.writes if channel.kind is ChannelKind.WEIGHTS]
+        self._kept = max([1, *delays]) - 1
+        """Versions before the newest that lie on a weights edge: the standard job's ``schedule.max_staleness``."""
 
     def setup(self) -> None:
         if self.context.run_dir is not None:
@@ -89,7 +92,7 @@ class TrainerExecutor(BaseExecutor):
             self.config.trainer,
             self.config.optimizer,
             self.config.algorithm,
-            temperature=self.config.generator.sampling.temperature,
+            temperature=1.0 if self.config.algorithm.imitates else self.config.generator.sampling.temperature,
             seed=self.config.run.seed,
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,
@@ -119,12 +122,17 @@ class TrainerExecutor(BaseExecutor):
         if self._lease is not None:
             self._lease.take()
         started = time.monotonic()
-        groups: list[Group] = self.items_of(inputs)
+        held_out: list[Group] = inputs.get("held_out", [])
+        groups: list[Group] = [g for name, given in inputs.items() if name != "held_out" for g in given]
         files: list[Path] = []
+        evaluated = self._measure(held_out, tick) if tick == 0 else {}
         log = TokenLog(groups) if self._logs_tokens(tick) else None
         self.trainer.on_tokens = log.add if log is not None else None
         metrics = self._train(groups, tick)
         trained = time.monotonic()
+        if tick > 0:
+            evaluated = self._measure(held_out, tick)
+        metrics = {**metrics, **evaluated}
         if log is not None and self.context.run_dir is not None:
             self._folder.check()
             patience = Patience(self.config.deadlines.disk_s)
@@ -165,6 +173,18 @@ class TrainerExecutor(BaseExecutor):
         except TrainingDiverged as error:
             self._stop = self._stop or str(error)
             return self.trainer.metrics
+
+    def _measure(self, held_out: list[Group], tick: int) -> dict[str, float]:
+        """The present weights' loss on held-out demonstrations, at ticks that have any; all ranks agree on these."""
+        evaluation = self.config.evaluation
+        if not self.config.algorithm.imitates or not evaluation.every:
+            return {}
+        if tick > 0 and not evaluation.is_due(tick + 1, self.config.run.num_ticks):
+            return {}
+        started = time.monotonic()
+        loss = self.trainer.loss_on(held_out)
+        self._waits.append(("evaluate", started, time.monotonic()))
+        return {"eval/loss": loss, "eval/policy_version": float(self.trainer.policy_version)}
 
     def _version_for(self, channel: ChannelSpec, version: int) -> WeightsPayload | None:
         """What leaves on a weights channel: each version to a generator, to the evaluator those that are due."""
@@ -225,16 +245,15 @@ class TrainerExecutor(BaseExecutor):
     def _remember(self, version: int) -> None:
         """Copy this version if a checkpoint comes while it still lies on the weights edge.
 
-        The checkpoint after tick c holds versions c + 1 - max_staleness .. c + 1; the last is the trainer's own state.
+        The checkpoint after tick c holds versions c + 1 - kept .. c + 1; the last is the trainer's own state.
         """
-        staleness = self.config.schedule.max_staleness
-        ahead = range(version, version + staleness)  # ticks c whose checkpoint needs this version as an older one
+        ahead = range(version, version + self._kept)  # ticks c whose checkpoint needs this version as an older one
         if version not in self._edge_versions and not self._saves.isdisjoint(ahead):
             self._edge_versions[version] = {
                 name: tensor.detach().to("cpu", copy=True)
                 for name, tensor in self.trainer.parameters_for_sync().items()
             }
-        for old in [v for v in self._edge_versions if v < version - staleness]:
+        for old in [v for v in self._edge_versions if v < version - self._kept]:
             del self._edge_versions[old]
         self._saves = {tick for tick in self._saves if tick >= version}
 
@@ -268,8 +287,7 @@ class TrainerExecutor(BaseExecutor):
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
         """All ranks write into one folder beside their own, on a thread. Once it is done,
         the versions up to this tick's are whole in their slots too: who begins again from it need not make them again."""
-        staleness = self.config.schedule.max_staleness
-        edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - staleness), tick + 1)}
+        edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - self._kept), tick + 1)}
         state = self.trainer.stage(edge, copy=True)
         copies = tuple(self._readers)
 
@@ -288,8 +306,7 @@ class TrainerExecutor(BaseExecutor):
         if self._lease is not None:
             self._lease.give_back()
         assert self.trainer.policy_version == tick + 1, f"{folder}: version {self.trainer.policy_version}, tick {tick}"
-        staleness = self.config.schedule.max_staleness
-        self._edge_versions = {v: edge[_edge(v)] for v in range(max(0, tick + 1 - staleness), tick + 1)}
+        self._edge_versions = {v: edge[_edge(v)] for v in range(max(0, tick + 1 - self._kept), tick + 1)}
 
     def close(self) -> None:
         self._edge_versions = {}

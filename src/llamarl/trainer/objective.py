@@ -60,7 +60,10 @@ def microbatch_loss(
         if algorithm.kl_in_loss:
             losses = losses + algorithm.kl_coef * kl
         sums["kl/reference"] = kl.detach().sum()
-    sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, terms.clipped)
+    if algorithm.imitates:  # what wrote the tokens has no distribution to compare with
+        sums["entropy"] = entropy.detach().sum()
+    else:
+        sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, terms.clipped)
     return (losses * microbatch.weights).sum(), sums, terms.clipped
 
 

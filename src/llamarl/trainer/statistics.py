@@ -111,6 +111,7 @@ class StepStatistics:
             adding.remove(_OBSERVED)
             for key, value in zip(adding, added, strict=True):
                 sums[key] = value if key in _NOT_AVERAGED else value / observed
+        if largest:
             maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()
             sums.update(zip(largest, maxima, strict=True))
         if not self.num_observed:  # micro-batches without a token, for the sake of the other ranks

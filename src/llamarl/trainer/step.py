@@ -215,6 +215,26 @@ class Trainer(ShardedModel[Policy]):
         self._check_divergence(tick)
         return self.metrics
 
+    @torch.no_grad()
+    def loss_on(self, groups: Sequence[Group]) -> float:
+        """Mean of -log pi over the trained tokens of ``groups``, nats a token; NaN where there are none. Trains nothing.
+
+        Args:
+            groups: This data-parallel rank's, judged; every rank calls it, also one that has none.
+        """
+        sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
+        parts = [[sequences[i] for i in items] for items in self._pack(sequences)]
+        rows = logprobs_of(self.policy, [self._microbatch(part, [1.0] * len(part)) for part in parts], self._links)
+        self.policy.forget_gathered_weights()
+
+        def mean() -> float:
+            own = [float(-row.double().sum()) for row, part in zip(rows, parts, strict=True) if part]
+            tokens = sum(len(s.targets) for s in sequences)
+            surprise, count = self._sum_over_data(np.array([sum(own), tokens], np.float64)).tolist()
+            return float(surprise / count) if count else math.nan
+
+        return self.layout.from_last_stage(mean)
+
     def _token_counts(self, groups: Sequence[Group], steps: Sequence[Sequence[TrainingSequence]]) -> dict[str, float]:
         """Over all ranks: scored tokens that no step takes, and what further passes take again."""
         taken = {id(s): len(s.targets) for step in steps for s in step}

@@ -1,0 +1,94 @@
+"""From a row of the data to tokens to imitate: prompt, completion, and which tokens are the assistant's.
+
+    prompt (as a policy would see it) | reply, end of turn | what the template puts between | reply, end of turn | ...
+    ─────────── no loss ──────────────┼────── loss ────────┼───────── no loss ──────────────┼────── loss ────────
+
+Prompt and turns are tokenised apart, as in generation: so the trained model is asked, in reinforcement learning or when
+it is served, exactly what it has learned to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llamarl.data.chat import Tokenizer
+from llamarl.data.config import DataConfig
+from llamarl.data.items import ItemSource, TaskItem
+from llamarl.data.prompts import PromptStream
+from llamarl.data.turn_template import TurnTemplate
+from llamarl.types import Group, Prompt, Response, Score
+
+__all__ = ["CONTINUATION", "DemonstrationStream"]
+
+CONTINUATION = "continuation"
+"""Of an item's metadata: messages from the first assistant's turn to the last."""
+
+_SOURCE = "demonstrations"
+
+
+class DemonstrationStream(PromptStream):
+    """The data's rows as groups of one response each, in the order of a prompt stream.
+
+    Args:
+        task: Its items' metadata hold a ``CONTINUATION``.
+        room: Tokens that the model's context has for prompt and completions together; None is no limit.
+    """
+
+    def __init__(
+        self, task: ItemSource, tokenizer: Tokenizer, config: DataConfig, seed: int, *, room: int | None = None
+    ) -> None:
+        super().__init__(task, tokenizer, config, seed, room=room)
+        self._turns = TurnTemplate(tokenizer, config)
+
+    def demonstration(self, index: int) -> Group:
+        """Row ``index`` of the training stream, from 0 on without end; errors as ``get``."""
+        return self._group(self.get(index))
+
+    def held_out(self, num_rows: int) -> list[Group]:
+        """The first ``num_rows`` held-out rows; fewer if there are fewer."""
+        return [self._group(prompt) for prompt in self.eval_prompts(num_rows)]
+
+    def length(self, item: TaskItem, prompt_tokens: int) -> int:
+        """Tokens of prompt and completions together."""
+        return prompt_tokens + len(self._continue(item.metadata[CONTINUATION])[0])
+
+    def _group(self, prompt: Prompt) -> Group:
+        metadata = dict(prompt.metadata)
+        tokens, is_own = self._continue(metadata.pop(CONTINUATION))
+        response = Response(
+            prompt_index=prompt.index,
+            sample_index=0,
+            tokens=np.asarray(tokens, np.int32),
+            behavior_logprobs=np.where(is_own, 0.0, np.nan).astype(np.float32),
+            policy_versions=np.where(is_own, 0, -1).astype(np.int32),
+            loss_mask=np.asarray(is_own, np.bool_),
+            text="",
+            finish_reason="stop",
+            sampled_by=_SOURCE,
+            outcome=Score(value=1.0),
+        )
+        return Group(prompt=prompt, responses=(response,))
+
+    def _continue(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Tokens of a continuation, and which of them the assistant wrote."""
+        tokens: list[int] = []
+        is_own: list[bool] = []
+        between: list[Mapping[str, Any]] = []
+        end = self._turns.end_token
+        for message in messages:
+            if message["role"] != "assistant":
+                between.append(message)
+                continue
+            if between:
+                shown = self._turns.between(tokens[-1], between)
+                tokens += shown
+                is_own += [False] * len(shown)
+                between = []
+            said = self._tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+            written = [*said, *([] if end is None else [end])]
+            tokens += written
+            is_own += [True] * len(written)
+        return tokens, is_own

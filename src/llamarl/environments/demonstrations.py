@@ -1,0 +1,89 @@
+"""Conversations that somebody else has ended: what supervised fine-tuning trains on.
+
+    {"messages": [.., assistant, ..]}                 each assistant's turn is trained on
+    {"prompt": text or messages, "completion": ..}    TRL's form
+    {"question" or "problem": text, "answer": text}   as of GSM8K: the answer is the completion
+
+An item's question is what comes before the first completion; the rest of the conversation is in its metadata, under
+``CONTINUATION``, and begins and ends with a turn of the assistant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamarl.data.demonstrations import CONTINUATION
+from llamarl.data.items import TaskItem, read_messages
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.items import TableItems, text_field
+from llamarl.errors import DataError
+from llamarl.types import Prompt, Score
+
+__all__ = ["DemonstrationsTask", "demonstration_item"]
+
+_COMPLETIONS = ("completion", "answer", "solution", "response")
+
+
+def demonstration_item(record: Mapping[str, Any], where: str) -> TaskItem:
+    """Split a record into what is shown and what is learned.
+
+    Raises:
+        DataError: No conversation and no completion, no turn of the assistant, or an empty one; names ``where``.
+    """
+    if isinstance(record.get("prompt"), list):
+        record = {**record, "messages": [*record["prompt"], *_as_messages(record.get("completion"), where)]}
+    if "messages" in record:
+        return _of_conversation(read_messages(record, where), where)
+    question = text_field(record, ("prompt", "question", "problem"), where)
+    completion = text_field(record, _COMPLETIONS, where)
+    return TaskItem(
+        question=question, metadata={CONTINUATION: [{"role": "assistant", "content": completion}]}, where=where
+    )
+
+
+def _as_messages(completion: Any, where: str) -> list[Any]:
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    if isinstance(completion, list):
+        return completion
+    raise DataError(f"{where}: field 'prompt' is a conversation, so 'completion' must be text or messages")
+
+
+def _of_conversation(messages: Sequence[Mapping[str, str]], where: str) -> TaskItem:
+    said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not said or said[0] == 0:
+        raise DataError(f"{where}: the conversation needs a turn of the assistant after one of somebody else")
+    for place in said:
+        if not messages[place]["content"].strip():
+            raise DataError(
+                f"{where}: message {place} is of the assistant and empty: there is nothing to learn from it"
+            )
+    if any(later - place == 1 for place, later in zip(said, said[1:], strict=False)):
+        raise DataError(f"{where}: two turns of the assistant follow each other: join them")
+    asked, rest = messages[: said[0]], messages[said[0] : said[-1] + 1]
+    return TaskItem(
+        question="\n\n".join(message["content"] for message in asked),
+        messages=tuple(asked),
+        metadata={CONTINUATION: [dict(message) for message in rest]},
+        where=where,
+    )
+
+
+class DemonstrationsTask(TableItems):
+    """Rows to imitate; nothing that a policy writes is judged."""
+
+    name = "demonstrations"
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        super().__init__(config, demonstration_item, seed=seed)
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
+        """Refuse.
+
+        Raises:
+            ValueError: Always: demonstrations come without a judge.
+        """
+        raise ValueError(
+            "demonstrations have no judge: evaluate the trained model on a task that has one (llamarl eval)"
+        )
