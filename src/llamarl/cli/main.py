@@ -22,10 +22,10 @@ from llamarl.process_end import end_process
 
 __all__ = ["VERBS", "command", "main"]
 
-_EVERY_DAY = ("train", "report", "watch", "eval", "generate", "export", "recipes", "new", "doctor", "completion")
+_EVERY_DAY = ("train", "sft", "report", "watch", "eval", "generate", "export", "recipes", "new", "doctor", "completion")
 _AT_SCALE = ("plan", "simulate", "scale", "worker")
 VERBS = (*_EVERY_DAY, *_AT_SCALE)
-_NEED_TEMPORARY_FILES = ("train", "eval", "generate", "worker")
+_NEED_TEMPORARY_FILES = ("train", "sft", "eval", "generate", "worker")
 
 
 def command() -> int:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}{hint}")
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        if args.verb == "train":
+        if args.verb in ("train", "sft"):
             _outlive_the_console()
         if args.verb in _NEED_TEMPORARY_FILES:
             _check_temporary_folder()

@@ -13,7 +13,7 @@ from llamarl.reading import user_path
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "launch", "run"]
 
 _DESCRIPTION = """\
 Runs generator, reward and trainer at once, each in its own process, as a recipe says.
@@ -108,16 +108,20 @@ def run(args: argparse.Namespace) -> int:
         hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
         raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
     config = load_config(args.recipe, [*overrides, *hosts], [find_missing, find_without_effect])
-    if not args.dry_run:
+    launch(config, dry_run=args.dry_run, every_key=args.every_key)
+    return 0
+
+
+def launch(config: RunConfig, *, dry_run: bool, every_key: bool) -> None:
+    """Start a new run, or print what it would be."""
+    if not dry_run:
         start_fork_servers(config)
-    # Absolute, because executors in other processes must find the same files.
     from llamarl.controller.run import plan_run, start_run
 
-    if args.dry_run:
-        print(plan_run(config, every_key=args.every_key))
+    if dry_run:
+        print(plan_run(config, every_key=every_key))
     else:
         start_run(config)
-    return 0
 
 
 def start_fork_servers(config: RunConfig) -> None:

@@ -1,0 +1,122 @@
+"""``llamarl sft`` from rows to a model: it learns, repeats, survives, and its model goes on into reinforcement learning."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CommandLine, rows, wait_until
+from forked_command import Started
+from same_run import contents, untimed
+
+ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(1, 8) for b in range(1, 8) if a + b < 10]
+SETTINGS: dict[str, Any] = {
+    "optimizer.lr": 1e-3,
+    "checkpoint.every": 3,
+    "evaluation.num_prompts": 6,
+    "evaluation.every": 4,
+    "observability.console": '"plain"',
+}
+EPOCHS = ("--epochs", "4", "--batch", "8")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+def words(data: Path, run_dir: Path, **more: Any) -> list[str]:
+    given = {**SETTINGS, "run.dir": json.dumps(str(run_dir)), **{k.replace("__", "."): v for k, v in more.items()}}
+    return ["sft", "bundled:tiny", str(data), *EPOCHS, *(f"--{key}={value}" for key, value in given.items())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llamarl: CommandLine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = llamarl.run(words(data, run_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert contents(one / "model") == contents(other / "model")
+    assert untimed(one) == untimed(other)
+
+
+def test_it_passes_over_the_rows_as_often_as_asked_and_learns_them(undisturbed: Path) -> None:
+    table = rows(undisturbed)
+    trained = len(ROWS) - round(sum(row["samples/trained"] for row in table) / 4)
+    assert 1 <= trained <= len(ROWS) // 3, "some rows are held out"
+    assert {row["samples/trained"] for row in table} == {8}
+    losses = [row["eval/loss"] for row in table if "eval/loss" in row]
+    assert [row["eval/policy_version"] for row in table if "eval/loss" in row][0] == 0
+    assert losses[-1] < losses[0] / 2, losses
+
+
+def test_it_repeats_and_a_run_that_was_killed_twice_ends_with_the_same_bits(
+    llamarl: CommandLine, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "killed"
+    run = Started(words(data, run_dir), together=True)
+    wait_until(lambda: run.poll() is not None or len(rows(run_dir)) >= 5, limit_s=120, what="five ticks")
+    run.send_signal(signal.SIGKILL)
+    run.wait(60)
+    assert len(rows(run_dir)) < len(rows(undisturbed)), "it was killed in its middle"
+    done = llamarl.run(["train", "--resume", str(run_dir)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same(run_dir, undisturbed)
+
+
+def test_two_ranks_train_as_one_does_to_rounding(
+    llamarl: CommandLine, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    done = llamarl.run(words(data, tmp_path / "two", trainer__fsdp=2, run__num_ticks=6))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one, two in zip(rows(undisturbed), rows(tmp_path / "two"), strict=False):
+        for key in ("loss/policy", "eval/loss", "grad_norm"):
+            if key in two and "optimizer.decay" not in key:
+                assert two[key] == pytest.approx(one[key], rel=2e-2), (two["step"], key)
+
+
+def test_the_model_is_where_reinforcement_learning_begins(
+    llamarl: CommandLine, undisturbed: Path, tmp_path: Path
+) -> None:
+    done = llamarl.train(
+        tmp_path / "rl",
+        {"model.path": json.dumps(str(undisturbed / "model")), "run.num_ticks": 2, "evaluation.every": 0},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rows(tmp_path / "rl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schedule__colocated": "true"}, "schedule.colocated: with algorithm.name 'sft' nothing is sampled"),
+        ({"dynamic_sampling__enabled": "true"}, "dynamic_sampling.enabled"),
+        ({"task__name": "math"}, "task.name is 'math', but algorithm.name 'sft' imitates rows of data"),
+        ({"algorithm__name": "aipo"}, "task.name is 'demonstrations', rows to imitate without a judge"),
+    ],
+)
+def test_what_an_sft_job_cannot_have_is_refused_before_it_starts(
+    llamarl: CommandLine, data: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    done = llamarl.run(words(data, tmp_path / "run", **changes))
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_wrong_files_and_numbers_are_told_in_a_line(llamarl: CommandLine, tmp_path: Path) -> None:
+    missing = llamarl.run(["sft", "bundled:tiny", str(tmp_path / "none.jsonl")])
+    assert missing.returncode == 2 and "no file or folder" in missing.stderr
+    (tmp_path / "empty.jsonl").write_text("")
+    empty = llamarl.run(["sft", "bundled:tiny", str(tmp_path / "empty.jsonl")])
+    assert empty.returncode == 2 and "got an empty file" in empty.stderr
+    none = llamarl.run(["sft", "bundled:tiny", str(tmp_path / "empty.jsonl"), "--epochs", "0"])
+    assert none.returncode == 2 and "--epochs must be above 0, got 0" in none.stderr

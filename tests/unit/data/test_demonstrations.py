@@ -1,0 +1,129 @@
+"""Tokens to imitate, and which of them the assistant wrote; expected texts are written out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_turn_template import CHATML, GEMMA, LLAMA3, MISTRAL, make_tokenizer
+
+from llamarl.data.config import DataConfig
+from llamarl.data.demonstrations import DemonstrationStream
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.demonstrations import DemonstrationsTask, demonstration_item
+from llamarl.errors import DataError
+from llamarl.types import Group
+
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ho"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "so"},
+]
+
+
+def stream(
+    rows: list[dict[str, Any]], folder: Path, template: str | None = None, **settings: Any
+) -> DemonstrationStream:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = DemonstrationsTask(TaskConfig(name="demonstrations", data=str(file), eval_fraction=0.0), seed=0)
+    tokenizer = make_tokenizer(template)
+    tokenizer.eos_token = "~"
+    return DemonstrationStream(task, tokenizer, DataConfig(shuffle=False, **settings), 0)
+
+
+def shown(group: Group, template: str | None = None) -> tuple[str, str, str]:
+    """Prompt, whole continuation, and what of it is trained on, as text."""
+    tokenizer, (response,) = make_tokenizer(template), group.responses
+    return (
+        tokenizer.decode(group.prompt.tokens),
+        tokenizer.decode(response.tokens),
+        tokenizer.decode(response.tokens[response.loss_mask]),
+    )
+
+
+def test_a_plain_row_is_its_prompt_its_completion_and_the_end_of_the_text(tmp_path: Path) -> None:
+    rows = stream([{"prompt": "1+1=", "completion": "2"}, {"question": "why?", "answer": 7}], tmp_path)
+    assert shown(rows.demonstration(0)) == ("1+1=", "2~", "2~")
+    assert shown(rows.demonstration(1)) == ("why?", "7~", "7~")
+    assert shown(rows.demonstration(2)) == ("1+1=", "2~", "2~"), "the second epoch"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "rest", "own"),
+    [
+        (
+            CHATML,
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+            "ho<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>",
+            "ho<|im_end|>so<|im_end|>",
+        ),
+        (
+            LLAMA3,
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "ho<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nso<|eot_id|>",
+            "ho<|eot_id|>so<|eot_id|>",
+        ),
+        (
+            GEMMA,
+            "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n",
+            "ho<end_of_turn>\n<start_of_turn>user\nand?<end_of_turn>\n<start_of_turn>model\nso<end_of_turn>",
+            "ho<end_of_turn>so<end_of_turn>",
+        ),
+    ],
+)
+def test_every_turn_of_the_assistant_is_learned_and_nothing_else(
+    template: str, prompt: str, rest: str, own: str, tmp_path: Path
+) -> None:
+    group = stream([{"messages": TALK}], tmp_path, template).demonstration(0)
+    assert shown(group, template) == (prompt, rest, own)
+    (response,) = group.responses
+    assert (response.policy_versions >= 0).tolist() == response.loss_mask.tolist()
+    assert np.isnan(response.behavior_logprobs[~response.loss_mask]).all()
+
+
+def test_a_conversation_as_prompt_is_the_same_as_the_conversation_whole(tmp_path: Path) -> None:
+    split = [{"prompt": TALK[:3], "completion": TALK[3:]}, {"prompt": TALK[:3], "completion": "so"}]
+    whole, one, two = (stream([row], tmp_path, MISTRAL).demonstration(0) for row in ({"messages": TALK}, *split))
+    assert shown(whole, MISTRAL) == shown(one, MISTRAL) == shown(two, MISTRAL)
+
+
+def test_what_follows_the_last_word_of_the_assistant_is_left_out(tmp_path: Path) -> None:
+    thanks = [*TALK, {"role": "user", "content": "thanks"}]
+    assert shown(stream([{"messages": thanks}], tmp_path, CHATML).demonstration(0), CHATML) == shown(
+        stream([{"messages": TALK}], tmp_path, CHATML).demonstration(0), CHATML
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "a"}, "expected one of"),
+        ({"prompt": "a", "completion": "  "}, "'completion' is blank"),
+        ({"messages": TALK[:1]}, "needs a turn of the assistant"),
+        ({"messages": TALK[1:2]}, "needs a turn of the assistant after one of somebody else"),
+        ({"messages": [TALK[0], {"role": "assistant", "content": " "}]}, "message 1 is of the assistant and empty"),
+        ({"messages": [*TALK[:2], TALK[1]]}, "two turns of the assistant follow each other"),
+        ({"prompt": TALK[:1], "completion": 3}, "'completion' must be text or messages"),
+        ({"messages": []}, "expected a list of"),
+    ],
+)
+def test_a_row_from_which_nothing_can_be_learned_is_named(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said) as raised:
+        demonstration_item(row, "rows.jsonl:3")
+    assert "rows.jsonl:3" in str(raised.value)
+
+
+def test_a_row_that_is_too_long_with_its_completion_is_refused_or_replaced(tmp_path: Path) -> None:
+    rows = [{"prompt": "12", "completion": "1234567"}, {"prompt": "1", "completion": "2"}]
+    with pytest.raises(DataError, match=r"rows.jsonl:1 \(10 tokens\)"):
+        stream(rows, tmp_path, max_prompt_tokens=9).check_training_prompts()
+    kept = stream(rows, tmp_path, max_prompt_tokens=9, too_long="skip")
+    assert {shown(kept.demonstration(i)) for i in range(6)} == {("1", "2~", "2~")}
+    assert shown(stream(rows, tmp_path, max_prompt_tokens=10).demonstration(0))[1] == "1234567~"
