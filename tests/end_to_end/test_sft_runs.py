@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from conftest import CommandLine, rows, wait_until
 from forked_command import Started
 from same_run import contents, untimed
+
+from llamarl.data.items import split_questions
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(1, 8) for b in range(1, 8) if a + b < 10]
 SETTINGS: dict[str, Any] = {
@@ -51,8 +54,8 @@ def assert_same(one: Path, other: Path) -> None:
 
 def test_it_passes_over_the_rows_as_often_as_asked_and_learns_them(undisturbed: Path) -> None:
     table = rows(undisturbed)
-    trained = len(ROWS) - round(sum(row["samples/trained"] for row in table) / 4)
-    assert 1 <= trained <= len(ROWS) // 3, "some rows are held out"
+    held_out = sum(split_questions([row["prompt"] for row in ROWS], seed=0, fraction=0.1))
+    assert held_out >= 1 and len(table) == math.ceil(4 * (len(ROWS) - held_out) / 8)
     assert {row["samples/trained"] for row in table} == {8}
     losses = [row["eval/loss"] for row in table if "eval/loss" in row]
     assert [row["eval/policy_version"] for row in table if "eval/loss" in row][0] == 0
@@ -76,12 +79,13 @@ def test_it_repeats_and_a_run_that_was_killed_twice_ends_with_the_same_bits(
 def test_two_ranks_train_as_one_does_to_rounding(
     llamarl: CommandLine, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    done = llamarl.run(words(data, tmp_path / "two", trainer__fsdp=2, run__num_ticks=6))
+    done = llamarl.run(
+        words(data, tmp_path / "two", trainer__fsdp=2, run__num_ticks=6, optimizer__decay_ticks=len(rows(undisturbed)))
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    for one, two in zip(rows(undisturbed), rows(tmp_path / "two"), strict=False):
-        for key in ("loss/policy", "eval/loss", "grad_norm"):
-            if key in two and "optimizer.decay" not in key:
-                assert two[key] == pytest.approx(one[key], rel=2e-2), (two["step"], key)
+    for one, two in zip(rows(undisturbed)[:6], rows(tmp_path / "two"), strict=True):
+        for key in ("loss/policy", "grad_norm", *(["eval/loss"] if "eval/loss" in one and two["step"] < 5 else [])):
+            assert two[key] == pytest.approx(one[key], rel=1e-3), (two["step"], key)
 
 
 def test_the_model_is_where_reinforcement_learning_begins(

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["RunSummary", "is_graded"]
 
-_FIRST_AND_LAST = ("eval/accuracy", "eval/reward_mean", "reward/mean")
+_FIRST_AND_LAST = ("eval/accuracy", "eval/reward_mean", "reward/mean", "eval/loss")
 
 
 def is_graded(row: Mapping[str, Any]) -> bool:
@@ -23,7 +23,7 @@ class RunSummary:
 
     num_ticks: int = 0
     first: dict[str, float] = field(default_factory=dict)
-    """Accuracy, held-out reward and reward as they were first reported, by key."""
+    """Accuracy, held-out reward, reward and held-out loss as they were first reported, by key."""
     last: dict[str, float] = field(default_factory=dict)
     is_graded: bool = False
     """Whether held-out rewards took other values than 0 and 1."""

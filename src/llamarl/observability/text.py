@@ -138,6 +138,8 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
     """(title, value, width) of what ``rows`` say together: means, the largest of maxima, the sum of failures."""
+    if any("time/demonstrations_s" in row for row in rows):
+        return _of_demonstrations(rows)
     mean_stale, max_stale = _mean(rows, "staleness/mean"), max(_values(rows, "staleness/max"), default=None)
     judged = sum(_values(rows, "groups/generated"))
     no_signal = sum(_values(rows, "groups/no_signal")) / judged if judged else None
@@ -152,6 +154,18 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
         ("tokens/s", count(_mean(rows, "tokens_per_s/generated")), 10),
         ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
         ("failed", whole(sum(failed) if failed else None), 8),
+    ]
+
+
+def _of_demonstrations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
+    """The columns of a job in which nothing is sampled and nothing judged."""
+    seconds = sum(_values(rows, "time/step_s"))
+    return [
+        ("loss", number(_mean(rows, "loss/policy"), 4), 9),
+        ("held out", number(_mean(rows, "eval/loss"), 4), 11),
+        ("grad norm", number(_mean(rows, "grad_norm"), 2), 11),
+        ("tokens/s", count(sum(_values(rows, "tokens/computed")) / seconds if seconds else None), 10),
+        ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
     ]
 
 
@@ -202,6 +216,8 @@ def tail(summary: RunSummary) -> list[str]:
         facts["accuracy"] = f"{number(first['eval/accuracy'], 3)} → {number(last.get('eval/accuracy'), 3)}, held out"
     if summary.is_graded:
         facts["held-out reward"] = f"{number(first['eval/reward_mean'], 3)} → {number(last.get('eval/reward_mean'), 3)}"
+    if "eval/loss" in first:
+        facts["held-out loss"] = f"{number(first['eval/loss'], 4)} → {number(last['eval/loss'], 4)} nats a token"
     if "reward/mean" in first:
         facts["reward"] = f"{first['reward/mean']:.3f} → {last['reward/mean']:.3f}"
     if summary.tokens_generated:
@@ -211,7 +227,8 @@ def tail(summary: RunSummary) -> list[str]:
         facts["staleness"] = f"mean {number(summary.staleness_mean, 2)}, max {summary.staleness_max}"
     if summary.idle:
         facts["idle"] = ", ".join(f"{name} {percent(share)}" for name, share in summary.idle.items())
-    facts["rewards failed"] = "; ".join([count(summary.num_failed), *summary.failures])
+    if "eval/loss" not in first:
+        facts["rewards failed"] = "; ".join([count(summary.num_failed), *summary.failures])
     if summary.num_skipped:
         facts["updates skipped"] = str(summary.num_skipped)
     facts |= summary.places
