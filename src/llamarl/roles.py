@@ -259,7 +259,7 @@ ROLES: Mapping[str, Role] = {
             name="demonstrations",
             factory="llamarl.executors.demonstrations:DemonstrationsExecutor",
             does="reads completions from the data",
-            writes=("scored", "held_out"),
+            writes=("scored",),
             present=lambda config: config.algorithm.imitates,
         ),
         Role(
@@ -293,10 +293,7 @@ ROLES: Mapping[str, Role] = {
             name="trainer",
             factory="llamarl.executors.trainer:TrainerExecutor",
             does="updates the policy, hands over weights",
-            reads=(
-                Reads(channels=("valued", "referenced", "scored"), kind="scatter"),
-                Reads(channels=("held_out",), kind="scatter"),
-            ),
+            reads=(Reads(channels=("valued", "referenced", "scored"), kind="scatter"),),
             writes=("weights", "eval_weights"),
             section="trainer",
             sizes=("fsdp", "tp", "pp", "cp"),

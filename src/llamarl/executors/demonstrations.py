@@ -1,7 +1,7 @@
 """The demonstrations executor: rows of the data in place of a generator and its judges.
 
-In: nothing; out: ``scored``, the rows of the tick, and ``held_out``, at ticks that are evaluated: rows whose loss the
-trainer measures. Row i of the run is a pure function of data and seed, so nothing is carried from tick to tick.
+In: nothing; out: ``scored``, the rows of the tick, and at ticks that are evaluated the held-out ones behind them, which the
+trainer knows by their numbers (from ``EVAL_INDEX_OFFSET`` on): of these it measures the loss. Row i of the run is a pure function of data and seed, so nothing is carried from tick to tick.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class DemonstrationsExecutor(Stateless, BaseExecutor):
         count, num_ticks = self.config.schedule.prompts_per_step, self.config.run.num_ticks
         groups = [self._rows.demonstration(tick * count + i) for i in range(count)]
         due = tick == 0 or self.config.evaluation.is_due(tick + 1, num_ticks)
-        made = {"scored": groups, "held_out": self._held_out if due else []}
         return StepResult(
-            outputs={channel.name: made[channel.name] for channel in self.context.writes},
+            outputs=self.outputs_of(groups + (self._held_out if due else [])),
             metrics={"groups/generated": float(len(groups))},
             spans=(("read rows", started, time.monotonic()),),
         )

@@ -20,6 +20,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload
 from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.config import RunConfig
+from llamarl.data.prompts import EVAL_INDEX_OFFSET
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.device_lease import DeviceLease
@@ -122,8 +123,9 @@ class TrainerExecutor(BaseExecutor):
         if self._lease is not None:
             self._lease.take()
         started = time.monotonic()
-        held_out: list[Group] = inputs.get("held_out", [])
-        groups: list[Group] = [g for name, given in inputs.items() if name != "held_out" for g in given]
+        arrived: list[Group] = self.items_of(inputs)
+        groups = [group for group in arrived if group.prompt.index < EVAL_INDEX_OFFSET]
+        held_out = [group for group in arrived if group.prompt.index >= EVAL_INDEX_OFFSET]
         files: list[Path] = []
         evaluated = self._measure(held_out, tick) if tick == 0 else {}
         log = TokenLog(groups) if self._logs_tokens(tick) else None

@@ -158,8 +158,9 @@ def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int
         ],
     )
     saves = [tick for tick in range(num_ticks) if config.checkpoint.is_due(tick, num_ticks)]
+    writes = llamarl_graph(config).outputs["trainer"]
     executor = TrainerExecutor(
-        config, ExecutorContext(name="t", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0)
+        config, ExecutorContext(name="t", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, writes=writes)
     )
     executor.trainer = SimpleNamespace(parameters_for_sync=lambda: {}, policy_version=0)  # type: ignore[assignment]
     most = 0
