@@ -457,33 +457,14 @@ def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _batch_checks(config: RunConfig) -> Iterator[Mistake]:
-    """What concerns the optimizer steps of a tick and what they train on."""
-    trainer, group_size = config.trainer, config.generator.group_size
-    selection, prompts = trainer.selection, config.schedule.prompts_per_step
-    if 2 * selection.pairs > group_size:
-        yield Mistake(
-            "trainer.selection.pairs",
-            f"is {selection.pairs}, but a group of generator.group_size = {group_size} responses "
-            f"makes at most {group_size // 2} pairs",
-            ("generator.group_size",),
-        )
-    units = prompts * selection.pairs if selection.pairs else prompts * (group_size if selection.tokens_per_step else 1)
-    of_responses = selection.tokens_per_step and not selection.pairs
-    if trainer.minibatches > units:
+    """What concerns the optimizer steps of a tick."""
+    prompts = config.schedule.prompts_per_step
+    if config.trainer.minibatches > prompts:
         yield Mistake(
             "trainer.minibatches",
-            f"({trainer.minibatches}) is more than the {units} parts that a tick's batch can be cut "
-            f"into: lower it or raise schedule.prompts_per_step" + (" or generator.group_size" if of_responses else ""),
-            ("schedule.prompts_per_step", *(["generator.group_size"] if of_responses else [])),
-        )
-    longest = config.generator.sampling.max_new_tokens * (2 if selection.pairs else 1)
-    if 0 < selection.tokens_per_step < longest:
-        yield Mistake(
-            "trainer.selection.tokens_per_step",
-            f"({selection.tokens_per_step}) must hold the longest "
-            f"{'pair' if selection.pairs else 'response'} ({longest} tokens), or it would never train: raise it or lower "
-            f"generator.sampling.max_new_tokens",
-            ("generator.sampling.max_new_tokens",),
+            f"({config.trainer.minibatches}) is more than the {prompts} groups that a tick's batch can be cut into: lower it "
+            f"or raise schedule.prompts_per_step",
+            ("schedule.prompts_per_step",),
         )
 
 

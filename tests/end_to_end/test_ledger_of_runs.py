@@ -46,12 +46,11 @@ def total(table: list[dict[str, Any]], key: str) -> int:
                 "run.cores": 4,
                 "dynamic_sampling.enabled": "true",
                 "dynamic_sampling.carry_ticks": 1,
-                "trainer.selection.pairs": 1,
             },
             marks=pytest.mark.long,
         ),
     ],
-    ids=["two replicas", "two trainer ranks and passes, dynamic sampling, a pair of each group"],
+    ids=["two replicas", "two trainer ranks and passes, dynamic sampling"],
 )
 def test_what_two_replicas_generate_is_trained_failed_dropped_or_still_there(
     llamarl: CommandLine, tmp_path: Path, more: dict[str, Any]

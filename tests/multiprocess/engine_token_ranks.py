@@ -154,13 +154,6 @@ def generate(folder: Path, family: str, mesh: Mesh, layout: ParallelLayout | Non
     told["token_bytes"] = engine.token_bytes
     told["held"] = sum(t.numel() for t in whole.values()) * 4
 
-    engine = make(speculative_tokens=3, kv_cache_bytes=200 * token_bytes)
-    batch = circles()
-    engine.add(batch)
-    finish(engine)
-    told["guessed"] = sampled(batch)
-    told["guesses"] = engine.stats()["drafts_drawn"]
-
     engine = make()
     batch = crowd()
     engine.add(batch)

@@ -191,11 +191,10 @@ def test_every_layout_cuts_a_tick_into_the_same_optimizer_steps(runs: Path, size
         found = json.loads((runs / f"plans-{sizes}-{rank}.json").read_text())
         for name, expected in alone.items():
             for got, wanted in zip(found[name], expected, strict=True):
-                exact = ("tokens/trained", "samples/trained", "samples/unused", "staleness/steps_mean", "step/empty")
+                exact = ("tokens/trained", "samples/trained", "staleness/steps_mean", "step/empty")
                 assert [got[key] for key in exact] == [wanted[key] for key in exact]
                 wanted = {key: value for key, value in wanted.items() if key != "tokens/computed"}
                 assert {key: got[key] for key in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    assert alone["selection"][0]["samples/unused"] > 0
 
 
 @pytest.mark.parametrize("sizes", WHOLE_FIRST)

@@ -27,7 +27,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError, StaleTokenError
 from llamarl.trainer import building
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, SelectionConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
@@ -118,7 +118,6 @@ def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
 
 PLANS: dict[str, dict[str, Any]] = {
     "passes": {"minibatches": 2, "epochs": 2},
-    "selection": {"minibatches": 2, "selection": SelectionConfig(pairs=1, shuffle="advantage", tokens_per_step=60)},
 }
 """How a tick's batch may be cut into optimizer steps; each is trained in every layout."""
 

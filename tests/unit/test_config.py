@@ -111,7 +111,10 @@ def test_mistakes_of_every_kind_and_section_are_listed_together() -> None:
         ({"generator": {"max_segmnts": 2, "oversubscription": 1.5}}, "generator.max_segmnts: unknown key"),
         ({"generator": {"max_segments": 0, "oversubscription": 1.5}}, "generator.max_segments must be >= 1"),
         ({"task": {"name": 3, "data": "x.jsonl"}}, "task.name: expected text"),
-        ({"generator": {"group_size": True}, "trainer": {"selection": {"pairs": 5}}}, "generator.group_size: expected"),
+        (
+            {"schedule": {"prompts_per_step": True}, "trainer": {"minibatches": 17}},
+            "schedule.prompts_per_step: expected",
+        ),
     ],
 )
 def test_what_only_follows_from_another_mistake_is_not_listed(raw: dict[str, Any], line: str) -> None:

@@ -63,8 +63,9 @@ def group_std(rewards: Rewards) -> Rewards:
 
 
 def overlong_penalty(length: int, config: AlgorithmConfig) -> float:
-    """What a response of ``length`` tokens loses (DAPO, arXiv:2503.14476): 0 up to ``overlong_limit - overlong_buffer``,
-    then linearly up to ``overlong_penalty`` at the limit and beyond. Not negative."""
+    """What a response of ``length`` tokens loses (DAPO, arXiv:2503.14476): 0 up to ``overlong_limit
+    - overlong_buffer``, then linearly up to ``overlong_penalty`` at the limit and beyond. Not
+    negative."""
     if config.overlong_buffer == 0:
         return 0.0
     over = (length - (config.overlong_limit - config.overlong_buffer)) / config.overlong_buffer
@@ -112,7 +113,8 @@ def compute_advantages(
 
 
 def _by_users_function(name: str, rewards: Rewards) -> Rewards:
-    """Advantages of one group by a function of the user's own; 0 for samples without a reward, whatever it says of them."""
+    """Advantages of one group by a function of the user's own; 0 for samples without a reward,
+    whatever it says of them."""
     found = np.asarray(resolve(name)(rewards.copy()), dtype=np.float64)
     scored = ~np.isnan(rewards)
     if found.shape != rewards.shape or not np.isfinite(found[scored]).all():

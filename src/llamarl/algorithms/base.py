@@ -27,8 +27,9 @@ __all__ = [
 ]
 
 MOST_LOG_RATIO = 20.0
-"""Where log ratios without another bound are cut: a ratio of e^20, some 5e8, far above any bound that is set, so that the
-exp is finite. An infinite ratio times an advantage of 0 would be NaN. A token that is cut here counts as clipped."""
+"""Where log ratios without another bound are cut: a ratio of e^20, some 5e8, far above any bound
+that is set, so that the exp is finite. An infinite ratio times an advantage of 0 would be NaN. A
+token that is cut here counts as clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,18 +92,22 @@ class AlgorithmConfig:
     """The loss, the advantage estimator and how per-token terms are averaged."""
 
     name: Annotated[str, AfterValidator(_loss)] = "aipo"
-    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo, sft, grpo, dapo, or your own as
-    package.module:function or path/to/file.py:function (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by min(pi / mu, rho), LlamaRL's objective.
-    ``reinforce`` weighs every token by 1: no correction at all for staleness or for the generator's precision.
-    ``ppo`` is the clip of PPO, GRPO and DAPO; ``gspo`` its response-level form; ``cispo`` clips the weight instead.
-    ``decoupled_ppo`` and ``truncated_is`` tell the proximal policy from the behaviour policy. ``grpo`` and ``dapo`` are not
-    losses but presets, ``ppo`` with the advantage, normalization and constants of their papers (docs/algorithms/ppo.md).
-    ``sft`` is cross-entropy on completions that the data holds: a job without generator and reward (docs/sft.md)."""
+    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo, sft,
+    grpo, dapo, or your own as package.module:function or path/to/file.py:function
+    (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by
+    min(pi / mu, rho), LlamaRL's objective. ``reinforce`` weighs every token by 1: no correction at
+    all for staleness or for the generator's precision. ``ppo`` is the clip of PPO, GRPO and DAPO;
+    ``gspo`` its response-level form; ``cispo`` clips the weight instead. ``decoupled_ppo`` and
+    ``truncated_is`` tell the proximal policy from the behaviour policy. ``grpo`` and ``dapo`` are
+    not losses but presets, ``ppo`` with the advantage, normalization and constants of their papers
+    (docs/algorithms/ppo.md). ``sft`` is cross-entropy on completions that the data holds: a job
+    without generator and reward (docs/sft.md)."""
 
     rho: Annotated[float | Literal["none"], AfterValidator(_positive)] = 4.0
-    """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate`` and ``truncated_is``, > 0; the paper suggests 2 to 10.
-    ``none`` never clips: unbiased, of unbounded variance. It is then capped only at e^20 (some 5e8), so that a float holds
-    it; capped tokens count in ``ratio/clipped_fraction``, which is otherwise 0."""
+    """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate`` and ``truncated_is``, > 0; the
+    paper suggests 2 to 10. ``none`` never clips: unbiased, of unbounded variance. It is then capped
+    only at e^20 (some 5e8), so that a float holds it; capped tokens count in
+    ``ratio/clipped_fraction``, which is otherwise 0."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Ratios below 1 - clip_low are clipped by ``ppo``, ``decoupled_ppo``, ``truncated_is``, ``cispo`` and ``gspo``;
@@ -123,33 +127,38 @@ class AlgorithmConfig:
     """Largest ratio that still trains, > ``ratio_mask_low``. Used with ``ratio_mask``."""
 
     advantage: Annotated[str, AfterValidator(_advantage)] = "group_mean"
-    """Advantage of a response: group_mean, leave_one_out, group_std, batch_std, group_mean_batch_std, reward, gae, turn_gae,
-    two_level_gae, or your own function of one group's rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its group's mean reward, ``leave_one_out`` the mean of the other
-    members, ``group_std`` subtracts the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses
-    mean and deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the step's
-    deviation. ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a token from a critic's values
-    (section ``critic``); it needs no group. ``turn_gae`` goes over the turns of an episode in place of its tokens, whose advantage
-    is their turn's; ``two_level_gae`` over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
+    """Advantage of a response: group_mean, leave_one_out, group_std, batch_std,
+    group_mean_batch_std, reward, gae, turn_gae, two_level_gae, or your own function of one group's
+    rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its
+    group's mean reward, ``leave_one_out`` the mean of the other members, ``group_std`` subtracts
+    the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses mean and
+    deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the
+    step's deviation. ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a
+    token from a critic's values (section ``critic``); it needs no group. ``turn_gae`` goes over the
+    turns of an episode in place of its tokens, whose advantage is their turn's; ``two_level_gae``
+    over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
 
     gae_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of rewards a token, for ``gae``, and inside of a turn for ``two_level_gae``. Below 1, late rewards count less for
-    early tokens."""
+    """Discount of rewards a token, for ``gae``, and inside of a turn for ``two_level_gae``. Below
+    1, late rewards count less for early tokens."""
 
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """Of ``gae``, and inside of a turn of ``two_level_gae``: 1 trusts the rewards alone (unbiased), 0 the critic's next value
-    (least variance)."""
+    """Of ``gae``, and inside of a turn of ``two_level_gae``: 1 trusts the rewards alone (unbiased),
+    0 the critic's next value (least variance)."""
 
     turn_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of rewards a turn, for ``turn_gae`` and ``two_level_gae``."""
 
     turn_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """Over the turns, for ``turn_gae`` and ``two_level_gae``: 1 trusts the rewards alone, 0 the critic's value of the next turn."""
+    """Over the turns, for ``turn_gae`` and ``two_level_gae``: 1 trusts the rewards alone, 0 the
+    critic's value of the next turn."""
 
     gae_normalize: bool = True
     """Whether a critic's advantages get mean 0 and deviation 1 over the trained tokens of the step."""
 
     overlong_buffer: NonNegativeInt = 0
-    """Tokens before ``overlong_limit`` over which the reward falls linearly by ``overlong_penalty`` (DAPO); 0 is off."""
+    """Tokens before ``overlong_limit`` over which the reward falls linearly by ``overlong_penalty``
+    (DAPO); 0 is off."""
 
     overlong_limit: int = 0
     """Response length in tokens at which the penalty is full, usually generator's longest response."""
@@ -161,9 +170,10 @@ class AlgorithmConfig:
     """Whether responses that hit the length limit train. False keeps them in the baseline but out of the loss."""
 
     normalization: Literal["token", "sequence", "constant"] = "token"
-    """What per-token terms are divided by. ``token``: trained tokens of the whole optimizer step. ``sequence``: the
-    response's own trained tokens, then the number of responses. ``constant``: ``normalization_constant`` times the number
-    of responses (Dr. GRPO: no preference for short answers)."""
+    """What per-token terms are divided by. ``token``: trained tokens of the whole optimizer step.
+    ``sequence``: the response's own trained tokens, then the number of responses. ``constant``:
+    ``normalization_constant`` times the number of responses (Dr. GRPO: no preference for short
+    answers)."""
 
     normalization_constant: PositiveFloat = 1024.0
     """Tokens. Used when ``normalization`` is ``constant``; the longest response allowed is the usual choice."""
@@ -172,14 +182,15 @@ class AlgorithmConfig:
     """Weight of KL(policy || reference model). Above 0 the job has a reference executor (section ``reference``)."""
 
     kl_place: Literal["loss", "reward", "token_reward"] = "loss"
-    """Where that KL counts. ``loss``: a term of each token's loss. ``reward``: its sum over a response, from the recorded
-    log-probs, is taken off the response's reward before any baseline. ``token_reward``: each token loses its own part
-    when it is written, so that only tokens at or before it are held to account (needs no critic; with one it is PPO's
-    form)."""
+    """Where that KL counts. ``loss``: a term of each token's loss. ``reward``: its sum over a
+    response, from the recorded log-probs, is taken off the response's reward before any baseline.
+    ``token_reward``: each token loses its own part when it is written, so that only tokens at or
+    before it are held to account (needs no critic; with one it is PPO's form)."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimate of that KL. Only the gradient of ``k2`` is that of the KL itself, on policy; ``k3`` is the usual
-    choice and never negative; ``k1`` has no gradient in expectation and is here for comparison."""
+    """Per-token estimate of that KL. Only the gradient of ``k2`` is that of the KL itself, on
+    policy; ``k3`` is the usual choice and never negative; ``k1`` has no gradient in expectation and
+    is here for comparison."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per token in nats. 0 is none; negative values sharpen the policy."""

@@ -69,8 +69,8 @@ def select_groups(
 ) -> Selection:
     """Choose the groups of one tick.
 
-    Fresh groups go first, so that spares never make a full batch older than it must be; spares fill what is missing, oldest
-    first, because those expire first.
+    Fresh groups go first, so that spares never make a full batch older than it must be; spares fill
+    what is missing, oldest first, because those expire first.
 
     Args:
         fresh: Groups judged at this tick, in any order.

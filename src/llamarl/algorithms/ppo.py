@@ -1,14 +1,15 @@
-"""The clipped surrogates: PPO (GRPO, DAPO), its decoupled and truncated forms, and GSPO.
+"""The clipped surrogates: PPO (GRPO, DAPO), its decoupled and truncated forms, and GSPO; and CISPO.
 
-All maximise min(u A, clip(u, 1 - clip_low, 1 + clip_high) A). They differ in what u compares, and in what weighs it:
+All but CISPO maximise min(u A, clip(u, 1 - clip_low, 1 + clip_high) A). They differ in what u
+compares, and in what weighs it:
 
     ppo             u = pi / mu                          1
     decoupled_ppo   u = pi / pi_prox                     pi_prox / mu, detached
     truncated_is    u = pi / pi_prox                     min(pi_prox / mu, rho), detached
     gspo            u = (pi(y) / mu(y))^(1 / |y|)        1          one u for a whole response
 
-A clipped token has no gradient. That bounds how far one batch can move the policy; AIPO bounds only the weight. Where A is
-negative u has no upper bound but the cap at e^20, which counts as clipping.
+A clipped token has no gradient. That bounds how far one batch can move the policy; AIPO bounds only
+the weight. Where A is negative u has no upper bound but the cap at e^20, which counts as clipping.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["decoupled_ppo", "gspo", "ppo", "truncated_is"]
+__all__ = ["cispo", "decoupled_ppo", "gspo", "ppo", "truncated_is"]
 
 
 def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -80,3 +81,16 @@ def _clipped_surrogate(log_ratio: Tensor, batch: TokenBatch, config: AlgorithmCo
     losses = -torch.minimum(plain, clipped)
     capped = (log_ratio > MOST_LOG_RATIO) & (batch.advantages != 0)  # where A < 0 nothing else bounds the ratio
     return TokenLosses(losses=losses, clipped=((clipped < plain) | capped).detach())
+
+
+def cispo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Weigh every token by -clip(pi / mu).detach() * A * log pi (CISPO, MiniMax-M1, arXiv:2506.13585).
+
+    AIPO with a lower bound as well: the importance weight is clipped to [1 - clip_low, 1 +
+    clip_high], never the token. The paper leaves the lower side open, which is ``clip_low = 1``.
+    """
+    log_ratio = batch.log_ratio.detach()
+    ratio = log_ratio.clamp(max=MOST_LOG_RATIO).exp()
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    losses = -weight * batch.advantages * batch.policy_logprobs
+    return TokenLosses(losses=losses, clipped=((weight != ratio) | (log_ratio > MOST_LOG_RATIO)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce
 from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
-from llamarl.algorithms.cispo import cispo
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.ppo import decoupled_ppo, gspo, ppo, truncated_is
+from llamarl.algorithms.ppo import cispo, decoupled_ppo, gspo, ppo, truncated_is
 from llamarl.algorithms.sft import sft
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve
@@ -24,17 +23,19 @@ LOSSES: dict[str, LossFunction] = {
     "gspo": gspo,
     "sft": sft,
 }
-"""``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in ``config.LOSS_NAMES``."""
+"""``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in
+``config.LOSS_NAMES``."""
 
 WITH_PROXIMAL_POLICY = frozenset({"decoupled_ppo", "truncated_is"})
-"""Losses that look at ``proximal_logprobs``. With one update a tick these are the policy's own and nobody computes them."""
+"""Losses that look at ``proximal_logprobs``. With one update a tick these are the policy's own and
+nobody computes them."""
 
 
 def find_loss(name: str) -> LossFunction:
     """The loss that ``algorithm.name`` names, built in or a user's own.
 
-    A user's own raises ConfigError when it is called: no such module, file or function, or an answer of another shape than
-    its batch.
+    A user's own raises ConfigError when it is called: no such module, file or function, or an
+    answer of another shape than its batch.
     """
     if name in LOSSES:
         return LOSSES[name]

@@ -1,14 +1,16 @@
-"""Credit over the turns of an episode: advantages that follow from turn rewards and a critic's values, in float64 NumPy.
+"""Credit over the turns of an episode: advantages that follow from turn rewards and a critic's
+values, in float64 NumPy.
 
-A turn is an action of its own, its first token's prefix the state in which it was chosen. With ``V_j`` the value before the
-first token of turn j and ``r_j`` that turn's reward::
+A turn is an action of its own, its first token's prefix the state in which it was chosen. With
+``V_j`` the value before the first token of turn j and ``r_j`` that turn's reward::
 
     delta_j = r_j + gamma V_{j+1} - V_j          V_N = 0
     A_j     = delta_j + gamma lambda A_{j+1}     R_j = A_j + V_j
 
-``turn_gae`` gives every token of a turn the turn's ``A_j``. ``two_level_gae`` then tells the tokens of a turn apart: the turn is
-an episode of its own, whose last token earns ``R_j``, and GAE goes over its tokens (as the bi-level form of VAGEN,
-arXiv:2510.16907, which bootstraps a turn's last token in another way). With one turn it is plain GAE.
+``turn_gae`` gives every token of a turn the turn's ``A_j``. ``two_level_gae`` then tells the tokens
+of a turn apart: the turn is an episode of its own, whose last token earns ``R_j``, and GAE goes
+over its tokens (as the bi-level form of VAGEN, arXiv:2510.16907, which bootstraps a turn's last
+token in another way). With one turn it is plain GAE.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def turn_lengths(
 def turn_gae(rewards: Array, values: Array, lengths: list[int], *, gamma: float, lam: float) -> tuple[Array, Array]:
     """Advantages and returns of every token, [T] each: those of its turn.
 
-    A turn without trained tokens is no action: what it earned is the last earlier turn's that has some (the first later one's,
-    where there is none).
+    A turn without trained tokens is no action: what it earned is the last earlier turn's that has
+    some (the first later one's, where there is none).
 
     Args:
         rewards: r_j, [N].

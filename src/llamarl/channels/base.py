@@ -42,28 +42,30 @@ class ChannelSpec:
     capacity: int = 1
     """Most tokens on the edge at once, >= max(1, delay). The source waits when the edge is full."""
     latest: bool = False
-    """Beside the token of tick k - delay, which it always waits for, the sink may take any later one that lies on the edge,
-    and hears of new ones while it works: it gets a :class:`llamarl.executors.base.Feed` instead of a payload."""
+    """Beside the token of tick k - delay, which it always waits for, the sink may take any later
+    one that lies on the edge, and hears of new ones while it works: it gets a
+    :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
     """What carries it: a name of ``llamarl.transports.table``. ``cuda_ipc`` is for WEIGHTS alone."""
     fan_out: bool = True
-    """WEIGHTS over ``tcp`` with several sink ranks: each host reads a version once and passes it on to the next. Off, every sink
-    rank reads its own slices from the source, which is less where tensor-parallel ranks of one replica lie on several hosts."""
+    """WEIGHTS over ``tcp`` with several sink ranks: each host reads a version once and passes it on
+    to the next. Off, every sink rank reads its own slices from the source, which is less where
+    tensor-parallel ranks of one replica lie on several hosts."""
     kept: bool = False
-    """Data only: each token gets memory of its own, which is never written again, so that whoever holds it may read it at any later
-    time. Else ``capacity + 1`` slots are written in turn."""
+    """Data only: each token gets memory of its own, which is never written again, so that whoever
+    holds it may read it at any later time. Else ``capacity + 1`` slots are written in turn."""
     elastic: bool = False
     """GATHER and SCATTER: the source's ranks may be another number from token to token. Their order says all."""
     sink_replicas: int = 1
-    """Consecutive sink ranks that receive the same part of a SCATTER: the tensor- and context-parallel peers of one data-parallel
-    rank."""
+    """Consecutive sink ranks that receive the same part of a SCATTER: the tensor- and
+    context-parallel peers of one data-parallel rank."""
     sink_stages: int = 1
     """How often the sink's ranks go through the parts of a SCATTER: each pipeline stage has all of them."""
 
     @property
     def fetched_ahead(self) -> bool:
-        """Whether the sink hears of a token while it still works on the one before, so that its bytes can come meanwhile: weights
-        that travel between hosts."""
+        """Whether the sink hears of a token while it still works on the one before, so that its
+        bytes can come meanwhile: weights that travel between hosts."""
         return self.kind is ChannelKind.WEIGHTS and self.transport == "tcp"
 
 

@@ -5,11 +5,13 @@
     encode each, copy into slot  seq % (capacity + 1)          read the table, then my part into private memory
     handle = (address, sequence, checksum of the table)  ──▶   checksum, decode over the private copy
 
-The handle is a few hundred bytes whatever the payload. A part is encoded as plain values (:mod:`llamarl.channels.plain_values`),
-its arrays out of band, so an array is copied once into the slot and once out of it, and the receiver's arrays are its own:
-writable, and stable when the slot is written again. ``capacity + 1`` slots are reused in turn, so a token stays whole until ``capacity``
-later ones have been sent; a reader that comes too late is told so by the generation in the slot's header. On a ``kept`` channel
-a slot gets new memory each time: who holds the old one reads it as long as it likes.
+The handle is a few hundred bytes whatever the payload. A part is encoded as plain values
+(:mod:`llamarl.channels.plain_values`), its arrays out of band, so an array is copied once into the
+slot and once out of it, and the receiver's arrays are its own: writable, and stable when the slot
+is written again. ``capacity + 1`` slots are reused in turn, so a token stays whole until
+``capacity`` later ones have been sent; a reader that comes too late is told so by the generation in
+the slot's header. On a ``kept`` channel a slot gets new memory each time: who holds the old one
+reads it as long as it likes.
 """
 
 from __future__ import annotations
@@ -56,12 +58,13 @@ class DataHandle:
     num_parts: int
     table_checksum: int
     original: SegmentHandle | None = None
-    """Where the bytes were first, if ``address`` is a copy: sinks that share memory with that read there as long as it is there."""
+    """Where the bytes were first, if ``address`` is a copy: sinks that share memory with that read
+    there as long as it is there."""
 
 
 class Shares(list[Any]):
-    """A list of items in consecutive shares, each of which a SCATTER splits by itself: so who gets what does not depend on how many
-    shares a source rank has.
+    """A list of items in consecutive shares, each of which a SCATTER splits by itself: so who gets
+    what does not depend on how many shares a source rank has.
 
     Args:
         shares: (the part that the first of its leftovers goes to, its items).

@@ -1,7 +1,7 @@
 """Makes the two ends of a channel from its spec.
 
-In a job on several hosts what is ``shared_memory`` on one goes by ``tcp``, which maps what lies here and reads the rest over a
-socket, pair by pair.
+In a job on several hosts what is ``shared_memory`` on one goes by ``tcp``, which maps what lies
+here and reads the rest over a socket, pair by pair.
 """
 
 from __future__ import annotations
@@ -17,39 +17,23 @@ __all__ = ["make_receiver", "make_sender"]
 
 def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Sender:
     """The end of source rank ``rank``."""
-    if spec.kind is ChannelKind.WEIGHTS:
-        return WeightsSender(
-            spec,
-            rank=rank,
-            num_source_ranks=num_source_ranks,
-            num_sink_ranks=num_sink_ranks,
-            transport=source_transport(_transport(spec), num_sink_ranks=num_sink_ranks),
-        )
-    num_parts = _num_parts(spec, num_sink_ranks)
-    return DataSender(
+    kind = WeightsSender if spec.kind is ChannelKind.WEIGHTS else DataSender
+    return kind(
         spec,
         rank=rank,
         num_source_ranks=num_source_ranks,
-        num_sink_ranks=num_parts,
+        num_sink_ranks=_num_parts(spec, num_sink_ranks),
         transport=source_transport(_transport(spec), num_sink_ranks=num_sink_ranks),
     )
 
 
 def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Receiver:
     """The end of sink rank ``rank``."""
-    if spec.kind is ChannelKind.WEIGHTS:
-        return WeightsReceiver(
-            spec,
-            rank=rank,
-            num_source_ranks=num_source_ranks,
-            num_sink_ranks=num_sink_ranks,
-            transport=sink_transport(_transport(spec), rank=rank),
-        )
+    kind = WeightsReceiver if spec.kind is ChannelKind.WEIGHTS else DataReceiver
     num_parts = _num_parts(spec, num_sink_ranks)
-    part = rank // spec.sink_replicas % num_parts if spec.kind is ChannelKind.SCATTER else rank
-    return DataReceiver(
+    return kind(
         spec,
-        rank=part,
+        rank=rank // spec.sink_replicas % num_parts if spec.kind is ChannelKind.SCATTER else rank,
         num_source_ranks=num_source_ranks,
         num_sink_ranks=num_parts,
         transport=sink_transport(_transport(spec), rank=rank),
@@ -61,7 +45,8 @@ def _transport(spec: ChannelSpec) -> str:
 
 
 def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
-    """Sink ranks that differ in what they receive; tensor- and context-parallel peers and pipeline stages count once."""
+    """Sink ranks that differ in what they receive; tensor- and context-parallel peers and pipeline
+    stages count once."""
     if spec.kind is not ChannelKind.SCATTER:
         return num_sink_ranks
     same = spec.sink_replicas * spec.sink_stages

@@ -1,11 +1,13 @@
-"""Plain values as bytes, and back: what data channels carry and what a run's journal keeps of it. No pickle: bytes name no code.
+"""Plain values as bytes, and back: what data channels carry and what a run's journal keeps of it.
+No pickle: bytes name no code.
 
     value ──encode──▶ [ JSON text | bytes of array 0 | bytes of array 1 | ... ] ──decode──▶ equal value, arrays over these bytes
 
-Plain are None, booleans, numbers, text, bytes, lists, tuples, dicts with plain keys, NumPy arrays and scalars of numbers, and the
-records of :mod:`llamarl.types`. In the JSON text each container is a list that begins with its kind; an array is
-``["array", dtype, shape, number of its bytes]``. What is decoded may come from a stranger's run folder: a dtype must be on
-the list, a shape must fill its bytes exactly, a record's fields must hold what its annotations say.
+Plain are None, booleans, numbers, text, bytes, lists, tuples, dicts with plain keys, NumPy arrays
+and scalars of numbers, and the records of :mod:`llamarl.types`. In the JSON text each container is
+a list that begins with its kind; an array is ``["array", dtype, shape, number of its bytes]``. What
+is decoded may come from a stranger's run folder: a dtype must be on the list, a shape must fill its
+bytes exactly, a record's fields must hold what its annotations say.
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ def _array(dtype: str, shape: list[int], number: int, *, buffers: Sequence[memor
 
 
 def _check_of(hint: Any) -> Callable[[Any], bool]:
-    """Whether a value may stand in a record's field that is annotated so. Numbers may be NumPy's: rewards are users' code."""
+    """Whether a value may stand in a record's field that is annotated so. Numbers may be NumPy's:
+    rewards are users' code."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return lambda value: True

@@ -3,8 +3,9 @@
     WeightsPayload ─▶ WeightsSender.send: copy into a slot, checksum, mark ready ─▶ handle (< 1 kB)
     handle of every source rank ─▶ WeightsReceiver.receive: open slots, prove manifests ─▶ WeightVersion.load_into(tensors)
 
-The bytes never leave the source's memory until a sink pulls them, each sink only the slices it holds. A channel may also
-carry nothing at a tick (an evaluator's edge between evaluations): the payload, and what is received, is then None.
+The bytes never leave the source's memory until a sink pulls them, each sink only the slices it
+holds. A channel may also carry nothing at a tick (an evaluator's edge between evaluations): the
+payload, and what is received, is then None.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class WeightsPayload:
 class WeightsSender:
     """A source rank's end. Holds at most ``capacity`` slots, made when first needed and reused from then on.
 
-    That many are enough: the source fires for token k only when the sink has finished with token k - capacity, so no more
-    than ``capacity`` tokens are wanted at once. Ticks that send nothing count as tokens and take no slot.
+    That many are enough: the source fires for token k only when the sink has finished with token k
+    - capacity, so no more than ``capacity`` tokens are wanted at once. Ticks that send nothing
+    count as tokens and take no slot.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class WeightsSender:
 
         Raises:
             ValueError: The payload is no ``WeightsPayload``, or its tensors do not fit its layout.
-            WeightSyncError: There is no memory for the slots, or the copy of the version before failed in the background.
+            WeightSyncError: There is no memory for the slots, or the copy of the version before
+                failed in the background.
         """
         token = self._num_sent
         self._num_sent += 1
@@ -152,7 +155,8 @@ class WeightsReceiver:
         return self._puller.open(handles, deadline_s)
 
     def fetch_ahead(self, handles: tuple[Handle, ...], deadline_s: float) -> None:
-        """A version that ``receive`` will be asked for lies at its source: where that is another host, its bytes begin to come.
+        """A version that ``receive`` will be asked for lies at its source: where that is another
+        host, its bytes begin to come.
 
         Any thread; returns at once. What goes wrong is told by ``receive``.
         """

@@ -317,10 +317,6 @@ def _place_executors(
     graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)
     _tell_of_a_long_warmup(config)
     _tell_of_micro_batches(config, folder)
-    if config.trainer.activation_offload and config.trainer.device == "cpu":
-        print(
-            "trainer.activation_offload does nothing on a CPU: activations are in host memory anyway", file=sys.stderr
-        )
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts)

@@ -71,8 +71,9 @@ class Engine(Protocol):
 class KeepsKV(Engine, Protocol):
     """An engine whose KV cache may outlive a change of weights (``generator.kv_on_update = "keep"``).
 
-    A new token is then sampled by the new weights over keys and values of older ones; its log-probability is that of the
-    distribution it was drawn from. Such a cache cannot be computed again from the tokens, so it can be saved.
+    A new token is then sampled by the new weights over keys and values of older ones; its
+    log-probability is that of the distribution it was drawn from. Such a cache cannot be computed
+    again from the tokens, so it can be saved.
     """
 
     def weights_updated(self, version: int, *, keep_kv: bool = False) -> None:
@@ -85,7 +86,8 @@ class KeepsKV(Engine, Protocol):
         ...
 
     def kv_state(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-        """All that decides later bits besides weights and sequences, between two steps: (plain JSON values, tensors)."""
+        """All that decides later bits besides weights and sequences, between two steps: (plain JSON
+        values, tensors)."""
         ...
 
     def load_kv_state(
@@ -107,8 +109,9 @@ class Drains(Protocol):
     """An engine that begins steps before the draws of earlier ones are known, as pipeline stages do."""
 
     def drain(self) -> Sequence[TokenSequence]:
-        """Wait for all draws, and begin nothing; returns the sequences that have ended, as ``step`` does. Those that have not stay
-        inside with their cache, and ``kv_state`` holds all that there is of them."""
+        """Wait for all draws, and begin nothing; returns the sequences that have ended, as ``step``
+        does. Those that have not stay inside with their cache, and ``kv_state`` holds all that
+        there is of them."""
         ...
 
 

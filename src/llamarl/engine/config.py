@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
@@ -50,41 +50,41 @@ class EngineConfig:
     """Memory, batch and precision of one generation engine."""
 
     name: Annotated[str, AfterValidator(_name)] = "native"
-    """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface: fast on GPUs, but its bits
-    depend on the batch, so runs with it do not repeat bit for bit. block_size, speculative_tokens and cuda_graphs are the native one's.
-    Or an engine of your own as package.module:Class or file.py:Class (docs/engine.md)."""
+    """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface:
+    fast on GPUs, but its bits depend on the batch, so runs with it do not repeat bit for bit.
+    block_size and cuda_graphs are the native one's. Or an engine of your own as
+    package.module:Class or file.py:Class (docs/engine.md)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Whatever an engine of your own understands: it finds them in its ``config.options``."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Precision of weights, activations and KV cache. "auto" is bfloat16 for models of 20 million parameters or more on a GPU and
-    on a processor with bfloat16 products (avx512_bf16, amx_bf16), else float32, as with int8 weights; the run's config.toml says
-    which."""
+    """Precision of weights, activations and KV cache. "auto" is bfloat16 for models of 20 million
+    parameters or more on a GPU and on a processor with bfloat16 products (avx512_bf16, amx_bf16),
+    else float32, as with int8 weights; the run's config.toml says which."""
 
     block_size: PositiveInt = 2
-    """Tokens in one block of the KV cache. Smaller wastes less memory at the end of a sequence, larger gathers faster."""
+    """Tokens in one block of the KV cache. Smaller wastes less memory at the end of a sequence,
+    larger gathers faster."""
 
     kv_cache_bytes: PositiveInt = 1 << 30
-    """Hard limit of the KV cache, in bytes, over all layers. When it is full, the youngest sequences are preempted and later recomputed."""
+    """Hard limit of the KV cache, in bytes, over all layers. When it is full, the youngest
+    sequences are preempted and later recomputed."""
 
     max_batch_tokens: PositiveInt = 2048
-    """Token budget of one engine step: decoded tokens plus prompt tokens. A longer prompt is computed in chunks over several steps."""
+    """Token budget of one engine step: decoded tokens plus prompt tokens. A longer prompt is
+    computed in chunks over several steps."""
 
     max_sequences: PositiveInt = 256
     """Sequences in the running batch; the rest wait in admission order."""
 
-    speculative_tokens: NonNegativeInt = 0
-    """Most tokens of a sequence that are guessed ahead in a step, from what its prompt, it itself and the other responses to its prompt
-    went on with; 0: none. A guess counts if it is what is drawn, so tokens and log-probabilities stay what they are without (in
-    float32; bfloat16 and int8 may round a row otherwise in a larger step). It guesses in steps of at most 8 rows, sequences and guesses
-    together, which cost little more than one: where few long responses are left."""
-
     cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
-    """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's step is then bound by its
-    kernels, not by launching them. "auto": where it can be, on CUDA, on one rank; "on": there, else an error that says why not;
-    "off"; "padded": the same padded batches, launched one by one, on any device, to tell a fault of a graph from one of padding.
-    Costs one KV block, and memory for the widest step. Bits depend on whether batches are padded."""
+    """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's
+    step is then bound by its kernels, not by launching them. "auto": where it can be, on CUDA, on
+    one rank; "on": there, else an error that says why not; "off"; "padded": the same padded
+    batches, launched one by one, on any device, to tell a fault of a graph from one of padding.
+    Costs one KV block, and memory for the widest step. Bits depend on whether batches are
+    padded."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
@@ -101,8 +101,6 @@ class EngineConfig:
                 f"are for an engine of your own, but name is {self.name!r}; got {sorted(self.options)}",
                 ("name",),
             )
-        if self.speculative_tokens and self.name != "native":
-            yield Mistake("speculative_tokens", f"is for the native engine, but name is {self.name!r}", ("name",))
         if self.max_sequences > self.max_batch_tokens:
             yield Mistake(
                 "max_sequences",

@@ -1,8 +1,9 @@
 """Decode steps of few shapes, so that each can be recorded once as a CUDA graph and replayed.
 
-A decode step of a small model is a thousand short kernels; launching them one by one can take longer than they run. A graph
-launches all of them at once, but only for the shapes and addresses that it was recorded with. So a step in which every
-sequence decodes is padded to a *bucket* of so many rows and so many blocks of context::
+A decode step of a small model is a thousand short kernels; launching them one by one can take
+longer than they run. A graph launches all of them at once, but only for the shapes and addresses
+that it was recorded with. So a step in which every sequence decodes is padded to a *bucket* of so
+many rows and so many blocks of context::
 
     chunks ──pad_decodes──▶ one int64 array ──one copy──▶ the bucket's inputs ──replay──▶ logits [rows, V], the first N count
 
@@ -13,8 +14,8 @@ sequence decodes is padded to a *bucket* of so many rows and so many blocks of c
   a step are valid until the next step.
 - Weights are written in place, so graphs outlive them. If an address has moved after all, all graphs are forgotten.
 
-Steps with prompt tokens, and batches that no bucket fits, go the ordinary way. Which way a step goes, and in which bucket,
-depends on its batch alone, so a resumed run takes the same one.
+Steps with prompt tokens, and batches that no bucket fits, go the ordinary way. Which way a step
+goes, and in which bucket, depends on its batch alone, so a resumed run takes the same one.
 
 **Not yet run on a GPU.** Buckets and padding are tested on the CPU, where the padded step runs without being recorded.
 """
@@ -87,7 +88,8 @@ class Buckets:
     def choose(self, counts: Sequence[int]) -> Bucket | None:
         """The smallest bucket for sequences that hold so many blocks each.
 
-        None if there is none, or if it would gather far more than the sequences hold: one long context among many short.
+        None if there is none, or if it would gather far more than the sequences hold: one long
+        context among many short.
         """
         rows = next((size for size in self.rows if size >= len(counts)), None)
         width = next((size for size in self.widths if size >= max(counts)), None)
@@ -99,7 +101,8 @@ class Buckets:
 
 
 def pad_decodes(chunks: Sequence[Chunk], bucket: Bucket, *, block_size: int, scratch: int) -> npt.NDArray[np.int64]:
-    """Inputs of a decode step, [rows * (4 + width)]: tokens, positions, slots, lengths, block tables, one after another.
+    """Inputs of a decode step, [rows * (4 + width)]: tokens, positions, slots, lengths, block
+    tables, one after another.
 
     Args:
         chunks: One decoded token each; row i is chunk i. A table shorter than the bucket repeats its own last block, so

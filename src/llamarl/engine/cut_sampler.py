@@ -5,12 +5,13 @@
     the owner    finds the token in its slice, and says it with its log-probs ──▶ all
     top-k, top-p: the likeliest tokens of each slice ──▶ rank 0, which draws among them
 
-The draws are those of ``sampler.py``: the same uniform number a token, the same running sum over the vocabulary in the order
-of its tokens, the same filters. Sums are added up in another order, so a token may differ where the number falls within
-rounding of a boundary, and among equal logits at the edge of top-k.
+The draws are those of ``sampler.py``: the same uniform number a token, the same running sum over
+the vocabulary in the order of its tokens, the same filters. Sums are added up in another order, so
+a token may differ where the number falls within rounding of a boundary, and among equal logits at
+the edge of top-k.
 
-What decides is compared by all ranks on the same numbers, in single additions and comparisons, or done by one rank; so ranks
-agree even where their processors' exponentials differ in the last bit.
+What decides is compared by all ranks on the same numbers, in single additions and comparisons, or
+done by one rank; so ranks agree even where their processors' exponentials differ in the last bit.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def _draw_among_likeliest(
 
     Args:
         mass: [n] fp64, the sum of the tempered weights over the whole vocabulary.
-        candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not reach it are searched again.
+        candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not
+            reach it are searched again.
     """
     width = candidates_for(params, vocabulary) if candidates is None else candidates_for(params, vocabulary, candidates)
     most = min(width, -(-vocabulary // ranks.size))  # that one slice may have to give
@@ -165,10 +167,10 @@ def _draw_among_likeliest(
         if not by_top_k and width < vocabulary:
             unreached = (~reached).to(torch.uint8)
     if params[0].top_k == 0 and width < vocabulary:
-        again = ranks.from_leader(unreached).nonzero()[:, 0]
-        if len(again):
-            said[:, again] = _draw_among_likeliest(
-                local[again], top[again], log_norm[again], [params[i] for i in again.tolist()], u[again], mass[again],
+        unfinished = ranks.from_leader(unreached).nonzero()[:, 0]
+        if len(unfinished):
+            said[:, unfinished] = _draw_among_likeliest(
+                local[unfinished], top[unfinished], log_norm[unfinished], [params[i] for i in unfinished.tolist()], u[unfinished], mass[unfinished],
                 ranks=ranks, vocabulary=vocabulary, candidates=8 * width,
             )  # fmt: skip
     return said

@@ -2,8 +2,9 @@
 
     step():  deadlines ─▶ Scheduler.schedule ─▶ ModelRunner.execute ─▶ sample ─▶ append, stop checks ─▶ ended sequences
 
-With pipeline stages a step begins one wave, a plan that takes its share of the sequences, and ends the oldest of as many waves as
-there are stages: while the last stage computes it, the others compute later ones (``waves.py``).
+With pipeline stages a step begins one wave, a plan that takes its share of the sequences, and ends
+the oldest of as many waves as there are stages: while the last stage computes it, the others
+compute later ones (``waves.py``).
 
 Everything that decides a bit of the output is in the sequences and the order in which they were added; nothing survives
 ``suspend``, so an engine that resumes carried sequences equals a new one that was given the same ones.
@@ -21,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cut_sampler import sample_over_ranks
-from llamarl.engine.drafts import Drafter
 from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
@@ -30,29 +30,29 @@ from llamarl.engine.sampler import Draws, sample
 from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.engine.token_ranks import sample_own
-from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens, sampled_rows
+from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens
 from llamarl.models.parallel import ParallelLayout
 from llamarl.types import FinishReason
 
 __all__ = ["NativeEngine"]
 
-_MAX_GUESSING_ROWS = 8
-"""Rows of a step, sequences and guesses together, up to which it guesses: as many as cost little more than one."""
-
 
 class NativeEngine:
-    """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``Drains``, ``AdoptsWeights`` and ``Parkable`` beside it.
+    """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``Drains``, ``AdoptsWeights``
+    and ``Parkable`` beside it.
 
     Args:
         model_path: Hugging Face folder, or ``bundled:NAME``.
         tokenizer: Needed for stop strings only.
-        quantization: ``none`` serves the weights in ``config.dtype``; ``int8`` (CPU) and ``fp8`` (CUDA) serve linear layers
-            quantized from them, anew at each version.
+        quantization: ``none`` serves the weights in ``config.dtype``; ``int8`` (CPU) and ``fp8``
+            (CUDA) serve linear layers quantized from them, anew at each version.
         eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
         clock: Seconds, monotonic; for deadlines.
-        layout: This rank's place among the ranks of the engine, by ``tp`` and ``pp`` or ``cp``; None is a single rank. All ranks make the
-            same calls with the same sequences, in the same order, and get the same tokens.
-        note_experts: Write down in each sequence which experts of a sparse model computed its tokens (``Sequence.experts``).
+        layout: This rank's place among the ranks of the engine, by ``tp`` and ``pp`` or ``cp``;
+            None is a single rank. All ranks make the same calls with the same sequences, in the
+            same order, and get the same tokens.
+        note_experts: Write down in each sequence which experts of a sparse model computed its
+            tokens (``Sequence.experts``).
         parked: Come up as ``park`` leaves the engine; the KV cache is then never held beside what else is being set up.
     """
 
@@ -90,9 +90,6 @@ class NativeEngine:
             max_sequences=config.max_sequences,
         )
         self._waves = Waves(self._ranks.num_stages, self._runner.links)
-        self._drafter: Drafter | None = None
-        if config.speculative_tokens:
-            self._drafter = Drafter(max_tokens=config.speculative_tokens, max_rows=_MAX_GUESSING_ROWS)
         self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
         self._policy_version = 0
         self._members: dict[int, Member] = {}
@@ -117,8 +114,6 @@ class NativeEngine:
         """Admit sequences in order; all of them, or on an error none."""
         for sequence in sequences:
             self._check(sequence)
-        if self._drafter is not None and not self._members:
-            self._drafter.forget()  # nothing survives the last sequence
         now = self._clock()
         for sequence in sequences:
             member = self._scheduler.add(sequence)
@@ -128,8 +123,7 @@ class NativeEngine:
 
     def step(self) -> list[TokenSequence]:
         self._expire()
-        guess = self._drafter.drafts if self._drafter is not None else None
-        plan = self._scheduler.schedule(guess, num_shares=self._ranks.num_stages, drawing=self._waves.drawing)
+        plan = self._scheduler.schedule(num_shares=self._ranks.num_stages, drawing=self._waves.drawing)
         begun = bool(plan.chunks or plan.samples)
         assert begun or self._waves or self._ended or not self._members, "the scheduler made no progress"
         if begun:
@@ -145,8 +139,6 @@ class NativeEngine:
         return self._take_ended()
 
     def suspend(self) -> list[TokenSequence]:
-        if self._drafter is not None:
-            self._drafter.forget()
         for wave in self._waves.drop():
             forget_unread(wave.plan)
         self._members.clear()
@@ -171,7 +163,8 @@ class NativeEngine:
         self._runner.adopt(tensors)
 
     def weights_updated(self, version: int, *, keep_kv: bool = False) -> None:
-        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed, or kept."""
+        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is
+        recomputed, or kept."""
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
         while self._waves:  # drawn under the version before
@@ -214,8 +207,6 @@ class NativeEngine:
         for member in [m for m in self._members.values() if m.sequence.prompt_index == prompt_index]:
             del self._members[member.order]
             self._deadlines.pop(member.order, None)
-            if self._drafter is not None:
-                self._drafter.ended(member)
             self._scheduler.withdraw(member)
 
     def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -243,7 +234,6 @@ class NativeEngine:
             "steps": self._steps,
             "tokens_computed": self._tokens_computed,
             "tokens_sampled": self._tokens_sampled,
-            "drafts_drawn": self._drafts_drawn,
             "prompt_tokens_computed": scheduler.prompt_tokens_computed,
             "prompt_tokens_shared": scheduler.prompt_tokens_shared,
             "preemptions": scheduler.num_preemptions,
@@ -269,7 +259,7 @@ class NativeEngine:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _reset_counters(self) -> None:
-        self._steps = self._tokens_computed = self._tokens_sampled = self._drafts_drawn = 0
+        self._steps = self._tokens_computed = self._tokens_sampled = 0
         self._max_blocks_used = self._scheduler.blocks.num_used
         self._scheduler.prompt_tokens_computed = self._scheduler.prompt_tokens_shared = 0
         self._scheduler.num_preemptions = 0
@@ -319,7 +309,7 @@ class NativeEngine:
 
     def _begin(self, plan: StepPlan) -> None:
         """Compute this stage's part of a plan; the last one samples."""
-        rows = sampled_rows(plan)
+        rows = [member for member, _ in plan.samples]
         logits = self._runner.execute(plan)
         self._count_step(plan.num_tokens)
         chosen = self._runner.chosen_experts(plan) if self._runner.notes_experts else None
@@ -327,11 +317,11 @@ class NativeEngine:
             note_prompts(plan, chosen)
         self._waves.begin(Wave(plan, rows, chosen), self._sample(rows, logits) if logits is not None else None)
 
-    def _sample(self, rows: list[tuple[Member, int]], logits: torch.Tensor) -> Draws | None:
+    def _sample(self, rows: list[Member], logits: torch.Tensor) -> Draws | None:
         if not rows:
             return None
-        sequences = [member.sequence for member, _ in rows]
-        positions = [len(member.sequence.tokens) + ahead for member, ahead in rows]
+        sequences = [member.sequence for member in rows]
+        positions = [len(sequence.tokens) for sequence in sequences]
         params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
         if self._ranks.size * self._ranks.token_parts == 1:
             return sample(logits, params, seeds, positions)
@@ -349,26 +339,13 @@ class NativeEngine:
             note_tokens(wave.plan, wave.experts)
 
     def _append(self, wave: Wave, draws: Draws) -> None:
-        goes_on: dict[int, bool] = {}
-        for i, (member, ahead) in enumerate(wave.rows):
-            if ahead and not goes_on.get(member.order):
-                continue  # behind a guess that was not drawn, or behind the end
-            goes_on[member.order] = False
+        for i, member in enumerate(wave.rows):
             if self._members.get(member.order) is not member:
                 continue  # it has ended since the wave began
             if not draws.ok[i]:
                 self._fail(member)
                 continue
-            token = draws.tokens[i]
-            self._take(member, token, draws.logprobs[i], draws.raw_logprobs[i])
-            if member.order in self._members and (draft := wave.plan.drafts.get(member.order)):
-                goes_on[member.order] = ahead < len(draft) and draft[ahead] == token
-                if goes_on[member.order]:
-                    self._scheduler.drawn(member, 1)
-                    self._drafts_drawn += 1
-                else:
-                    assert self._drafter is not None
-                    self._drafter.was_drawn(member, ahead)
+            self._take(member, draws.tokens[i], draws.logprobs[i], draws.raw_logprobs[i])
 
     def _take(self, member: Member, token: int, logprob: float, raw_logprob: float) -> None:
         """A token was drawn for a sequence."""
@@ -396,7 +373,8 @@ class NativeEngine:
         return "length" if len(sequence.tokens) >= params.max_new_tokens else None
 
     def _ends_in_stop_string(self, sequence: TokenSequence) -> bool:
-        """Whether the newest token completes a stop string. Text that the policy did not write cannot be part of one."""
+        """Whether the newest token completes a stop string. Text that the policy did not write
+        cannot be part of one."""
         strings = sequence.params.stop_strings
         window = self._stop_windows.setdefault(strings, max(len(s.encode()) for s in strings) + 4)
         own = 0
@@ -417,9 +395,6 @@ class NativeEngine:
 
     def _finish(self, member: Member, reason: FinishReason) -> None:
         member.sequence.finish_reason = reason
-        if self._drafter is not None:
-            self._drafter.note(member)
-            self._drafter.ended(member)
         del self._members[member.order]
         self._deadlines.pop(member.order, None)
         self._ended.append(member)

@@ -3,9 +3,10 @@
     rank 0      ask ─▶ pool ─▶ answer ──broadcast──▶ every rank        the others hold no environments
     all ranks   wait for the same questions, in the same order
 
-The ranks hold the same sequences and count the same steps, so they wait for the same answers at the same moments; only what an
-answer says must travel. Whether it has arrived is known to rank 0 alone. Where replies join at stated steps that decides nothing;
-where they join on arrival, rank 0 tells (``agree``).
+The ranks hold the same sequences and count the same steps, so they wait for the same answers at the
+same moments; only what an answer says must travel. Whether it has arrived is known to rank 0 alone.
+Where replies join at stated steps that decides nothing; where they join on arrival, rank 0 tells
+(``agree``).
 """
 
 from __future__ import annotations

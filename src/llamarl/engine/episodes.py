@@ -4,16 +4,18 @@
                      ▲                                                  │
                      └──── exactly ``reply_delay`` engine steps ────────┘
 
-Rounding depends on what is computed together, so *when* a reply joins must not depend on when it arrives. It joins at a stated
-step: ``reply_delay`` steps after its turn ended. A reply that is there earlier waits for its step; one that is late holds the
-step up, and the seconds are counted. While others write, nobody is held up by a tool that takes less than the delay. Where
-nobody is left to write, the count of steps jumps to the earliest reply that is due.
+Rounding depends on what is computed together, so *when* a reply joins must not depend on when it
+arrives. It joins at a stated step: ``reply_delay`` steps after its turn ended. A reply that is
+there earlier waits for its step; one that is late holds the step up, and the seconds are counted.
+While others write, nobody is held up by a tool that takes less than the delay. Where nobody is left
+to write, the count of steps jumps to the earliest reply that is due.
 
-Under ``schedule.weights = "latest"``, where timing decides anyway, it joins when it has arrived, and ``take_joins`` tells the event
-log before which step that was (``joining.py``).
+Under ``schedule.weights = "latest"``, where timing decides anyway, it joins when it has arrived,
+and ``take_joins`` tells the event log before which step that was (``joining.py``).
 
-A reply enters as the tokens that the chat template puts there (``data/turn_template.py``): ``loss_mask`` False, version -1, no
-log-probability. The sequence then enters the engine again, which computes its cache anew.
+A reply enters as the tokens that the chat template puts there (``data/turn_template.py``):
+``loss_mask`` False, version -1, no log-probability. The sequence then enters the engine again,
+which computes its cache anew.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class ReplyTimes:
 
 
 class EpisodeEngine:
-    """Implements :class:`llamarl.engine.base.Engine` around another one: only sequences whose episode is over leave ``step``.
+    """Implements :class:`llamarl.engine.base.Engine` around another one: only sequences whose
+    episode is over leave ``step``.
 
     Sequences without an episode pass through.
 
@@ -116,7 +119,8 @@ class EpisodeEngine:
         return self._engine.has_work or bool(self._waiting) or bool(self._ended)
 
     def add(self, sequences: Sequence[TokenSequence]) -> None:
-        """As ``Engine.add``. A carried sequence that waits for a reply goes on waiting, for the steps that were left."""
+        """As ``Engine.add``. A carried sequence that waits for a reply goes on waiting, for the
+        steps that were left."""
         inside = []
         for sequence in sequences:
             episode = sequence.episode
@@ -156,7 +160,8 @@ class EpisodeEngine:
         return ended
 
     def suspend(self) -> list[TokenSequence]:
-        """As ``Engine.suspend``. Those that wait note the steps that are left; what they asked is still being answered."""
+        """As ``Engine.suspend``. Those that wait note the steps that are left; what they asked is
+        still being answered."""
         held = {_key(sequence): sequence for sequence in self._engine.suspend()}
         for key, waiting in self._waiting.items():
             waiting.episode.due_in = max(0, waiting.due - self._clock.now)
@@ -188,7 +193,8 @@ class EpisodeEngine:
         return self._engine.stats()
 
     def begin_tick(self, logged: Sequence[Join] | None) -> None:
-        """Where replies join on arrival: count steps anew, and follow what another run did in this tick; None: decide."""
+        """Where replies join on arrival: count steps anew, and follow what another run did in this
+        tick; None: decide."""
         self._step, self._joins = 0, []
         self._rule = OnArrival(self._pool.agree) if logged is None else AsLogged(logged)
 

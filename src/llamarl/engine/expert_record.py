@@ -3,12 +3,13 @@
     engine step ─▶ choices of each row, [T, layers, k] ─▶ of prompts: once a prompt, for all who share it
                                                        └▶ of a sequence's own tokens: those that are truly its tokens
 
-A token has the choices of the first pass that computed it, for good: under them the token behind it was sampled, and its
-log-prob recorded. Weights that change meanwhile, a preemption or an episode's next turn compute its cache anew, perhaps through
-other experts; that changes nothing here. Guesses that were not drawn leave no trace.
+A token has the choices of the first pass that computed it, for good: under them the token behind it
+was sampled, and its log-prob recorded. Weights that change meanwhile, a preemption or an episode's
+next turn compute its cache anew, perhaps through other experts; that changes nothing here.
 
-A pipeline stage keeps the choices of its own layers beside each sequence, in its checkpoints too. When a group is complete, the
-first rank of the engine asks all stages for theirs: all ranks deliver the same groups in the same order.
+A pipeline stage keeps the choices of its own layers beside each sequence, in its checkpoints too.
+When a group is complete, the first rank of the engine asks all stages for theirs: all ranks deliver
+the same groups in the same order.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["ExpertRecord", "Experts", "joined", "layers_joined", "narrowed", "of_all_stages", "of_group"]
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
-"""[tokens, sparse layers, k] numbers of experts: uint8, or uint16 where there are more than 256. In an engine a pipeline stage has
-those of its own layers."""
+"""[tokens, sparse layers, k] numbers of experts: uint8, or uint16 where there are more than 256. In
+an engine a pipeline stage has those of its own layers."""
 
 
 def narrowed(chosen: npt.NDArray[np.int64], num_experts: int) -> Experts:
@@ -56,14 +57,16 @@ class ExpertRecord:
         return sum(map(len, self.parts))
 
     def note(self, start: int, rows: Experts) -> None:
-        """A pass has computed own tokens from the ``start``-th on; those that were computed before keep what they have."""
+        """A pass has computed own tokens from the ``start``-th on; those that were computed before
+        keep what they have."""
         known = self.num_tokens - start
         assert known >= 0, "a token is computed on top of those before it"
         if known < len(rows):
             self.parts.append(rows[known:])
 
     def rows(self, num_tokens: int) -> Experts | None:
-        """[num_tokens, layers, k]; 0 where a token was never put in, as the last one. None where nothing was noted at all."""
+        """[num_tokens, layers, k]; 0 where a token was never put in, as the last one. None where
+        nothing was noted at all."""
         if self.prompt is None:
             return None
         found = joined([self.prompt[:0], *self.parts])[:num_tokens]

@@ -4,8 +4,9 @@
     latest     the first step at which it has arrived; nobody else waits for it                ``OnArrival``
     a replay   the step that the event log says                                                ``AsLogged``
 
-Whatever joins before one step joins in the order of (prompt, sample); ``StatedStep`` puts the steps at which they were due
-before that. ``OnArrival`` decides by the clock, so what it decides is a ``Join``, which the event log keeps.
+Whatever joins before one step joins in the order of (prompt, sample); ``StatedStep`` puts the steps
+at which they were due before that. ``OnArrival`` decides by the clock, so what it decides is a
+``Join``, which the event log keeps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The KV cache of unfinished sequences as plain values and tensors, for a checkpoint of an engine that keeps it.
 
-A cache that has outlived a change of weights cannot be computed again from tokens: it is the work of several versions. So
-its blocks are saved as they are, with everything in the scheduler that decides a later bit: queues, block tables, prompts.
+A cache that has outlived a change of weights cannot be computed again from tokens: it is the work
+of several versions. So its blocks are saved as they are, with everything in the scheduler that
+decides a later bit: queues, block tables, prompts.
 
     Scheduler, cache ──export_state──▶ (JSON values, tensors) ──import_state──▶ a new Scheduler, a new cache
 """

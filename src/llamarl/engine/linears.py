@@ -1,7 +1,8 @@
 """The linear layers as the engine serves them: repacked, fused where they share an input, and quantized on request.
 
-The parameters stay where they are, under their own names: weight versions are written into them. What is computed with is
-derived from them by ``refresh``, which the engine calls after every new version.
+The parameters stay where they are, under their own names: weight versions are written into them.
+What is computed with is derived from them by ``refresh``, which the engine calls after every new
+version.
 
     q_proj, k_proj, v_proj ──┐ one product; the first of them called with an input computes it,
     gate_proj, up_proj ──────┘ the others take their slice of the result
@@ -37,7 +38,8 @@ _LARGEST_CODE = 127
 
 
 def supported_quantizations(device: torch.device) -> tuple[str, ...]:
-    """What ``generator.quantization`` may be on ``device`` as it is: fp8 needs compute capability 8.9 (Ada, Hopper, later)."""
+    """What ``generator.quantization`` may be on ``device`` as it is: fp8 needs compute capability
+    8.9 (Ada, Hopper, later)."""
     offered = QUANTIZATIONS.get(("native", device.type), ("none",))
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return tuple(kind for kind in offered if kind != "fp8")
@@ -92,7 +94,8 @@ class FusedLinear(nn.Module):
 
     @property
     def follows_parameters(self) -> bool:
-        """Whether ``refresh`` sees parameters whose storage was exchanged: it reads the parameters, not views of them."""
+        """Whether ``refresh`` sees parameters whose storage was exchanged: it reads the parameters,
+        not views of them."""
         return self.packs and all(isinstance(weight, nn.Parameter) for weight in self._weights)
 
     def forget(self) -> None:
@@ -100,7 +103,8 @@ class FusedLinear(nn.Module):
         self._input, self._output = None, torch.empty(0)
 
     def drop_served(self) -> int:
-        """Free the served form and what the last product left, until the next ``refresh``; returns the served form's bytes."""
+        """Free the served form and what the last product left, until the next ``refresh``; returns
+        the served form's bytes."""
         self.forget()
         return self._drop_packed()
 
@@ -108,8 +112,9 @@ class FusedLinear(nn.Module):
         return 0
 
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
-        """Output features ``first .. first + size`` for ``x``; the product is computed once per input tensor, and let go of when all
-        parts have been taken: a step would otherwise end with those of every layer."""
+        """Output features ``first .. first + size`` for ``x``; the product is computed once per
+        input tensor, and let go of when all parts have been taken: a step would otherwise end with
+        those of every layer."""
         if self._input is not x:
             self._output = self(x)
             self._input = x  # held, so that no other tensor can take its identity

@@ -2,9 +2,9 @@
 
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
 
-A pipeline stage holds the cache of its own layers. Where others come before, it takes hidden states of the row in place of its
-tokens; where others follow, it sends them on and has no logits. Of ranks that cut the row by tokens each computes its own
-(``token_ranks.py``).
+A pipeline stage holds the cache of its own layers. Where others come before, it takes hidden states
+of the row in place of its tokens; where others follow, it sends them on and has no logits. Of ranks
+that cut the row by tokens each computes its own (``token_ranks.py``).
 
 On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
 decodes alone may go through ``cuda_graphs.py``, padded.
@@ -214,8 +214,9 @@ class ModelRunner:
         return self._parked is not None
 
     def park(self) -> int:
-        """Give back the KV cache, the served form of the weights and the weights, unless those are another's memory; returns
-        the bytes. Afterwards no parameter may be touched before ``unpark``."""
+        """Give back the KV cache, the served form of the weights and the weights, unless those are
+        another's memory; returns the bytes. Afterwards no parameter may be touched before
+        ``unpark``."""
         assert self._parked is None, "parked already"
         if self.padded_decoder is not None:
             self.padded_decoder.drop()  # what is recorded holds memory of its own, and reads addresses that go
@@ -242,7 +243,8 @@ class ModelRunner:
         self._make_cache()
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
-        """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its first name. They may be written."""
+        """Parameters, or this rank's parts, by their Hugging Face name; a tied one once, under its
+        first name. They may be written."""
         if self._adopted:
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
@@ -293,11 +295,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor | None:
-        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V]; None on another stage than
-        the last.
+        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples),
+        V]; None on another stage than the last.
 
-        The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of the vocabulary, of ranks with
-        tokens of their own each its share of the rows (``share_of``).
+        The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of
+        the vocabulary, of ranks with tokens of their own each its share of the rows (``share_of``).
         """
         assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
         with suspended(self.device):
@@ -349,8 +351,8 @@ class ModelRunner:
         return logits if rows == list(range(len(states))) else logits.index_select(0, *indices([rows], self.device))
 
     def chosen_experts(self, plan: StepPlan) -> list[Experts]:
-        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers of this stage, k]; without such layers
-        [its tokens, 0, 0]."""
+        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers of this
+        stage, k]; without such layers [its tokens, 0, 0]."""
         if not plan.chunks:
             return []
         if not self._expert_layers:
@@ -375,7 +377,8 @@ class ModelRunner:
         return logits
 
     def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
-        """Hidden states [T, E] of the step's row, or of this rank's tokens of it, and for each chunk the row of its last token."""
+        """Hidden states [T, E] of the step's row, or of this rank's tokens of it, and for each
+        chunk the row of its last token."""
         last_row = [0] * len(chunks)
         first_row = self._row_of = [0] * len(chunks)
         if not chunks:
@@ -424,7 +427,8 @@ class ModelRunner:
             return self._hidden(token_ids, own_positions, batch, received), last_row
 
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
-        """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the stage before, if there is one."""
+        """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the
+        stage before, if there is one."""
         self._routing = Routing(len(self._expert_layers)) if self._expert_layers else None
         with paged_step(batch), watching(self._routing):
             if self._stage is not None:

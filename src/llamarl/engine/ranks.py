@@ -1,8 +1,9 @@
 """The ranks of one engine: what they tell each other in a step.
 
-Every rank runs the same scheduler on the same sequences, holds its heads' part of the KV cache of its stage's layers, and computes
-its part of each of these: of its matrix products (tensor parallelism), or of the step's tokens (context parallelism, see
-``token_ranks.py``). What crosses between them, in this order, the same on every rank::
+Every rank runs the same scheduler on the same sequences, holds its heads' part of the KV cache of
+its stage's layers, and computes its part of each of these: of its matrix products (tensor
+parallelism), or of the step's tokens (context parallelism, see ``token_ranks.py``). What crosses
+between them, in this order, the same on every rank::
 
     deadlines that have passed   rank 0's clock decides             only while a sequence has one
     sums behind embedding, o_proj, down_proj                        one, and two a layer; or two exchanges a layer
@@ -11,8 +12,9 @@ its part of each of these: of its matrix products (tensor parallelism), or of th
     experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_record.py``
     the newest weights           the oldest of what ranks have      between steps, under the latest weights
 
-The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest between all ranks of the engine,
-rank 0 being the first of the first stage. What pipeline stages hand on besides: ``waves.py``.
+The sums, and what the draws need, cross between the tensor-parallel ranks of a stage; the rest
+between all ranks of the engine, rank 0 being the first of the first stage. What pipeline stages
+hand on besides: ``waves.py``.
 
 So ranks cannot drift apart, even if their sums differed in the last bit: every draw is made by one of them.
 """
@@ -114,8 +116,8 @@ class EngineRanks:
         return values
 
     def gather_from_stages(self, value: Any) -> list[Any] | None:
-        """The values (any that pickle) of the ranks that have this one's place in their stages, first stage to last, on that of the
-        first stage; None on the others."""
+        """The values (any that pickle) of the ranks that have this one's place in their stages,
+        first stage to last, on that of the first stage; None on the others."""
         if self._stages is None:
             return [value]
         values = [None] * self.num_stages if self.stage == 0 else None
@@ -127,11 +129,11 @@ class EngineRanks:
         if self.alone:
             return make()
         made = make() if self.is_leader else b""
-        length = self._told(torch.tensor([len(made)], dtype=torch.int64))
+        length = self._from_rank_0(torch.tensor([len(made)], dtype=torch.int64))
         values = torch.empty(int(length), dtype=torch.uint8)
         if self.is_leader:
             values = torch.frombuffer(bytearray(made), dtype=torch.uint8) if made else values
-        return self._told(values).numpy().tobytes()
+        return self._from_rank_0(values).numpy().tobytes()
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, on all of them."""
@@ -145,10 +147,11 @@ class EngineRanks:
         """Rank 0's answers to questions that every rank asks in the same order."""
         if self.alone:
             return list(flags)
-        return [bool(value) for value in self._told(torch.tensor(flags, dtype=torch.uint8)).tolist()]
+        return [bool(value) for value in self._from_rank_0(torch.tensor(flags, dtype=torch.uint8)).tolist()]
 
-    def _told(self, values: Tensor) -> Tensor:
-        """Rank 0's values, in place, on all of them: over the first stage, or part of the tokens, then from there to the others."""
+    def _from_rank_0(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place, on all of them: over the first stage, or part of the tokens,
+        then from there to the others."""
         if self._group is not None and self.stage == 0 and self.token_part == 0:
             dist.broadcast(values, group=self._group, group_src=0)
         for group in (self._stages, self._parts):

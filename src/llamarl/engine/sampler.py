@@ -1,16 +1,17 @@
 """Draws tokens, and says how likely each draw was.
 
-One uniform number a token, from a hash of (sequence seed, position): no generator state, so a draw does not depend on what
-else is in the batch, and a resumed sequence draws what it would have drawn. The token is the inverse of the cumulative
-distribution at that number, found in two levels (sums of slices of the vocabulary, then inside one slice), which costs a few
-passes over the logits and no sort. Filters (in the order top-k, top-p, min-p, each on what the earlier one left, as in
+One uniform number a token, from a hash of (sequence seed, position): no generator state, so a draw
+does not depend on what else is in the batch, and a resumed sequence draws what it would have drawn.
+The token is the inverse of the cumulative distribution at that number, found in two levels (sums of
+slices of the vocabulary, then inside one slice), which costs a few passes over the logits and no
+sort. Filters (in the order top-k, top-p, min-p, each on what the earlier one left, as in
 ``transformers``) look at the likeliest tokens only.
 
-Two log-probs come back: under the distribution sampled from, which is the mu of importance sampling, and under the unfiltered
-distribution at temperature 1.
+Two log-probs come back: under the distribution sampled from, which is the mu of importance
+sampling, and under the unfiltered distribution at temperature 1.
 
-On a GPU everything is queued and read back once, at the end; only top-p without top-k asks in between, whether the tokens it
-looked at first were enough.
+On a GPU everything is queued and read back once, at the end; only top-p without top-k asks in
+between, whether the tokens it looked at first were enough.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[4, N] fp64, which holds each exactly: tokens, their log-probs, their unfiltered log-probs, whether the row is ok."""
+    """[4, N] fp64, which holds each exactly: tokens, their log-probs, their unfiltered log-probs,
+    whether the row is ok."""
     logits_NV = logits.float()
     N = len(params)
     top_N = logits_NV.amax(dim=-1)
@@ -174,7 +176,8 @@ def find_in_slices(weights_NSW: Tensor, sums: Tensor, target: Tensor, V: int) ->
 
 
 def _running_sums(rows: Tensor) -> Tensor:
-    """Along the last dimension. A single row has company on CUDA: alone it would take a scan whose order of sums varies."""
+    """Along the last dimension. A single row has company on CUDA: alone it would take a scan whose
+    order of sums varies."""
     if rows.is_cuda and len(rows) == 1:
         return rows.expand(2, -1).cumsum(dim=-1)[:1]
     return rows.cumsum(dim=-1)
@@ -195,7 +198,8 @@ def _sample_ranked(
 
     Args:
         shifted: [n, V] logits less their maximum, at temperature 1.
-        candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not reach it are searched again.
+        candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not
+            reach it are searched again.
     """
     V = shifted.shape[1]
     scaled = shifted / column([p.temperature for p in params], shifted.device)
@@ -206,12 +210,13 @@ def _sample_ranked(
     chosen, logprobs, reached = among_likeliest(values, params, u, mass)
     tokens = indices.gather(1, chosen[:, None])[:, 0]
     if not top_k and width < V:
-        # Apart from the others: the order among equal logits depends on how many are asked for, and a row's draw must not
-        # depend on its neighbours. A row of NaN compares False, and is not searched.
+        # Apart from the others: the order among equal logits depends on how many are asked for, and
+        # a row's draw must not depend on its neighbours. A row of NaN compares False, and is not
+        # searched.
         short = (~reached).nonzero()[:, 0]
         if len(short):
-            again = [params[i] for i in short.tolist()]
-            tokens[short], logprobs[short] = _sample_ranked(shifted[short], again, u[short], 8 * width)
+            of_short = [params[i] for i in short.tolist()]
+            tokens[short], logprobs[short] = _sample_ranked(shifted[short], of_short, u[short], 8 * width)
     return tokens, logprobs
 
 

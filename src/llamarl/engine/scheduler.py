@@ -4,28 +4,31 @@
                ▲                                                  │
                └───────────────── preempt (youngest) ◀────────────┘
 
-A group is the sequences with one prompt (same ``prompt_index`` and tokens). Its prompt is computed once, into blocks that
-all members hold; at its end every member forks: it samples its first token from the prompt's last position, or, if it
-was carried over with tokens already, computes those on top. A member that is about to write into a block that others
-hold too gets a copy of it first (copy on write), so only the last, partly filled block is ever copied.
+A group is the sequences with one prompt (same ``prompt_index`` and tokens). Its prompt is computed
+once, into blocks that all members hold; at its end every member forks: it samples its first token
+from the prompt's last position, or, if it was carried over with tokens already, computes those on
+top. A member that is about to write into a block that others hold too gets a copy of it first (copy
+on write), so only the last, partly filled block is ever copied.
 
-A step first gives one token to each decoding sequence, oldest first, then what is left of the token budget to prompts and
-carried tokens in chunks, then admits from the waiting line, in order. When a block is needed and none is free, the youngest
-running sequence gives up its blocks and returns to the head of the line. The oldest is never preempted for others, and
-``add`` refuses what could not run alone, so every sequence ends.
+A step first gives one token to each decoding sequence, oldest first, then what is left of the token
+budget to prompts and carried tokens in chunks, then admits from the waiting line, in order. When a
+block is needed and none is free, the youngest running sequence gives up its blocks and returns to
+the head of the line. The oldest is never preempted for others, and ``add`` refuses what could not
+run alone, so every sequence ends.
 
-With pipeline stages several plans are under way at once. A sequence whose token is being drawn has nothing to compute until it is
-known, so it is in no later plan before, and it is not preempted. A plan takes its share of the sequences by count: so as many
-plans as there are stages, one after another, find work.
+With pipeline stages several plans are under way at once. A sequence whose token is being drawn has
+nothing to compute until it is known, so it is in no later plan before, and it is not preempted. A
+plan takes its share of the sequences by count: so as many plans as there are stages, one after
+another, find work.
 
-Invariants (property-tested): blocks in use never exceed the limit; a step never exceeds the budget; no two sequences write
-one slot; the plan depends on the order and content of what was added alone.
+Invariants (property-tested): blocks in use never exceed the limit; a step never exceeds the budget;
+no two sequences write one slot; the plan depends on the order and content of what was added alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
@@ -107,10 +110,8 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     """Decodes first."""
     samples: list[tuple[Member, int | Prompt]] = field(default_factory=list)
-    """Members that sample in this step, and from where: the last token of chunk i, or the end of a prompt computed earlier. One with
-    guesses samples behind each, in order."""
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    """Admission number -> guesses at its next tokens that are computed in this step, each a chunk behind the one before."""
+    """Members that sample in this step, and from where: the last token of chunk i, or the end of a
+    prompt computed earlier."""
     completed: list[tuple[Prompt, int]] = field(default_factory=list)
     """Prompts whose end is the last token of chunk i."""
 
@@ -142,7 +143,8 @@ class Scheduler:
         self._unforked: dict[PromptKey, int] = {}
 
     def max_blocks_of(self, sequence: TokenSequence) -> int:
-        """Blocks a sequence needs to run alone: its longest form, and the prompt's partial block beside its own copy."""
+        """Blocks a sequence needs to run alone: its longest form, and the prompt's partial block
+        beside its own copy."""
         longest = len(sequence.prompt_tokens) + max(sequence.params.max_new_tokens, len(sequence.tokens))
         return self.blocks.blocks_for(longest) + (1 if len(sequence.prompt_tokens) % self._block_size else 0)
 
@@ -232,22 +234,20 @@ class Scheduler:
 
     def schedule(
         self,
-        guess: Callable[[Sequence[Member]], Mapping[int, list[int]]] | None = None,
         *,
         num_shares: int = 1,
         drawing: Collection[int] = (),
     ) -> StepPlan:
-        """Decide the next step, and account for it as done, guesses apart: ``drawn`` tells of those.
+        """Decide the next step, and account for it as done.
 
         Args:
-            guess: Takes the sequences that decode; gives next tokens for some of them, by admission number.
-            num_shares: Plans that share the sequences: this one takes at most its part of those that run, and of those that could.
+            num_shares: Plans that share the sequences: this one takes at most its part of those
+                that run, and of those that could.
             drawing: Admission numbers of the sequences that earlier plans sample from, whose draws are not known yet.
         """
         plan, preemptions = StepPlan(), self.num_preemptions
         self._drawing = drawing
         budget = self.max_batch_tokens
-        guesses = guess([member for member in self.running if _decodes(member)]) if guess is not None else {}
         could_run = min(self.max_sequences, len(self.running) + len(self.waiting))
         most_decodes, most = -(-len(self.running) // num_shares), -(-could_run // num_shares)
         taken = 0
@@ -257,8 +257,6 @@ class Scheduler:
                 if self._make_room(member, 1, plan, scheduled=set()):
                     budget -= self._compute(member, 1, plan, decode=True)
                     taken += 1
-                    if draft := guesses.get(member.order, [])[: max(0, budget)]:
-                        budget -= self._compute_draft(member, draft, plan)
         scheduled = {member.order for member, _ in plan.samples}
         for member in list(self.running):
             if budget <= 0 or taken >= most:
@@ -386,24 +384,6 @@ class Scheduler:
             plan.samples.append((member, len(plan.chunks) - 1))
         return n
 
-    def _compute_draft(self, member: Member, draft: list[int], plan: StepPlan) -> int:
-        """Guesses behind a sequence's last token, as far as free blocks hold them: nobody is preempted for a guess."""
-        start = member.num_computed
-        room = (len(member.blocks) + self.blocks.num_free) * self._block_size - start
-        draft = draft[:room]
-        self._extend(member.blocks, self.blocks.blocks_for(start + len(draft)) - len(member.blocks), plan)
-        for position, token in enumerate(draft, start):
-            plan.chunks.append(Chunk([token], position, member.blocks, True, member))
-            plan.samples.append((member, len(plan.chunks) - 1))
-        if draft:
-            plan.drafts[member.order] = draft
-        return len(draft)
-
-    def drawn(self, member: Member, count: int) -> None:
-        """So many of a sequence's guesses were drawn, and are tokens of it now: they are in the cache already. What lies behind them
-        is written over."""
-        member.num_computed += count
-
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def _must_copy(self, member: Member) -> bool:
@@ -457,7 +437,8 @@ class Scheduler:
         return self.blocks.num_free - before
 
     def _preempt_younger(self, member: Member, scheduled: set[int]) -> bool:
-        """Free blocks: idle prompts first, then the youngest running member if it is younger and not in this step's plan."""
+        """Free blocks: idle prompts first, then the youngest running member if it is younger and
+        not in this step's plan."""
         if self._drop_idle_prompts():
             return True
         victim = self.running[-1]

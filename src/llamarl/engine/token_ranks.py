@@ -1,4 +1,5 @@
-"""A step's tokens over the ranks of an engine that have the same weights (``generator.cp``): all, or beside ``tp`` the same part.
+"""A step's tokens over the ranks of an engine that have the same weights (``generator.cp``): all,
+or beside ``tp`` the same part.
 
     step's row of T tokens ─▶ own m ─▶ decoder (heads over ranks in attention) ─▶ hidden states, [m, E]
     rows that are sampled or end a prompt ──gathered──▶ the same on every rank, [rows, E]
@@ -6,9 +7,9 @@
     samples, dealt over ranks ─▶ logits of own ones ─▶ sampler.py ──draws gathered──▶ the same on every rank
                                                      (with tp: cut_sampler.py)
 
-Each draw is made by one rank, or by tensor-parallel ones, as it would be without the others; these take its numbers.
-So output layer and sampling are shared work too, and ranks agree whatever their processors round. What crosses between them in
-attention: ``models/paged_context.py``.
+Each draw is made by one rank, or by tensor-parallel ones, as it would be without the others; these
+take its numbers. So output layer and sampling are shared work too, and ranks agree whatever their
+processors round. What crosses between them in attention: ``models/paged_context.py``.
 """
 
 from __future__ import annotations

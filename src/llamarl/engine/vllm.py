@@ -1,12 +1,14 @@
-"""vLLM behind the engine's Protocol: ``generator.engine.name = "vllm"``, with the user's own installation, in this process.
+"""vLLM behind the engine's Protocol: ``generator.engine.name = "vllm"``, with the user's own
+installation, in this process.
 
     add / step / suspend ─▶ LLMEngine.add_request / step / abort_request      one request a sequence
     parameters_for_sync  ─▶ staging tensors under the trainer's names ──weights_updated──▶ vLLM's reload_weights
 
-What differs from the native engine: bits are vLLM's own, and it promises none; ``raw_logprobs`` are known
-only where they equal ``logprobs`` (temperature 1, no filter) and NaN elsewhere, because vLLM reports one of the two; a
-sequence that was interrupted draws from a new seed, made of its own and its length. Sequences that run while weights change are
-computed again under the new ones, as in the native engine. The staging tensors take memory for one more copy of the model, on the host.
+What differs from the native engine: bits are vLLM's own, and it promises none; ``raw_logprobs`` are
+known only where they equal ``logprobs`` (temperature 1, no filter) and NaN elsewhere, because vLLM
+reports one of the two; a sequence that was interrupted draws from a new seed, made of its own and
+its length. Sequences that run while weights change are computed again under the new ones, as in the
+native engine. The staging tensors take memory for one more copy of the model, on the host.
 """
 
 from __future__ import annotations
@@ -104,8 +106,8 @@ class VllmEngine:
         self._eos = None if eos_token_ids is None else sorted(eos_token_ids)
         folder = resolve_model_path(model_path)
         check_supported(folder, "vllm")
-        # A prompt in chunks draws once for each, and only a CUDA generator can take a draw back (vLLM 0.32): on CPU whole
-        # sequences fit the token budget instead.
+        # A prompt in chunks draws once for each, and only a CUDA generator can take a draw back
+        # (vLLM 0.32): on CPU whole sequences fit the token budget instead.
         on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         longest = min(context_length(folder) or config.max_batch_tokens, config.max_batch_tokens) if on_cpu else None
         dtype_name = engine_dtype(config.dtype, quantization, device="cpu" if on_cpu else "cuda", model=folder)
@@ -190,7 +192,8 @@ class VllmEngine:
                 self._end(name, "cancelled", abort=True)
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
-        """Staging tensors on the host, read from the folder when first asked for; vLLM holds fused and rearranged copies."""
+        """Staging tensors on the host, read from the folder when first asked for; vLLM holds fused
+        and rearranged copies."""
         if self._staged is None:
             with stored_weights(self._folder, self._shapes) as read:
                 self._staged = {
@@ -306,8 +309,9 @@ class VllmEngine:
 def _prepare_heads(model: nn.Module) -> None:
     """Derive again what an output head computes with.
 
-    On CPU that is a packed copy, and ``reload_weights`` (vLLM 0.32) packs only layers whose own weights were handed over: a
-    head that shares its matrix with the embedding would go on with the old one.
+    On CPU that is a packed copy, and ``reload_weights`` (vLLM 0.32) packs only layers whose own
+    weights were handed over: a head that shares its matrix with the embedding would go on with the
+    old one.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 

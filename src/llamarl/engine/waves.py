@@ -2,19 +2,21 @@
 
     stage 0 ──hidden states, [T, E]──▶ stage 1 ──▶ ... ──▶ the last stage ──draws, [4, rows]──▶ every other stage
 
-Two stages, waves a b c ..., each some of the sequences; D: the stage takes the draws of the oldest wave, and its sequences can be
-in a plan again::
+Two stages, waves a b c ..., each some of the sequences; D: the stage takes the draws of the oldest
+wave, and its sequences can be in a plan again::
 
     stage 0   a  b  Da c  Db d  Dc e
     stage 1      a  Da b  Db c  Dc d
 
-On every stage a step begins a wave and, once there are as many as stages, ends the oldest; all are dropped together at the end.
-That is a rule by count, so the stages make the same plans however fast each of them is (``ranks.py``): each knows T and the
-number of rows, and nothing is announced. With one stage a wave ends in the step that began it.
+On every stage a step begins a wave and, once there are as many as stages, ends the oldest; all are
+dropped together at the end. That is a rule by count, so the stages make the same plans however fast
+each of them is (``ranks.py``): each knows T and the number of rows, and nothing is announced. With
+one stage a wave ends in the step that began it.
 
-Each tensor-parallel rank talks to those in its own place on the other stages. Draws travel as CPU tensors, which take another way
-than hidden states on a GPU; so neither waits for the other there. A send returns at once, and is waited for as many waves later as
-there are stages. By then its receiver has what was sent: the draws of that wave are back, or the hidden states of a later one
+Each tensor-parallel rank talks to those in its own place on the other stages. Draws travel as CPU
+tensors, which take another way than hidden states on a GPU; so neither waits for the other there. A
+send returns at once, and is waited for as many waves later as there are stages. By then its
+receiver has what was sent: the draws of that wave are back, or the hidden states of a later one
 have come from who took those draws (``NativeEngine.step``).
 """
 
@@ -34,7 +36,7 @@ from llamarl.engine.sampler import Draws
 from llamarl.engine.scheduler import Member, Prompt, StepPlan
 from llamarl.models.parallel import ParallelLayout
 
-__all__ = ["StageLinks", "Wave", "Waves", "forget_unread", "note_prompts", "note_tokens", "sampled_rows"]
+__all__ = ["StageLinks", "Wave", "Waves", "forget_unread", "note_prompts", "note_tokens"]
 
 _WAIT_LIMIT = timedelta(minutes=30)
 """Longest wait for one message: as long as other stages may compute before. A dead one is noticed at once."""
@@ -117,8 +119,8 @@ class Wave:
     """A plan that this stage has computed."""
 
     plan: StepPlan
-    rows: Sequence[tuple[Member, int]]
-    """As ``sampled_rows`` says."""
+    rows: Sequence[Member]
+    """The sequences that are sampled, by row of the logits."""
     experts: Sequence[Experts] | None
     """Of each chunk, where they are noted."""
 
@@ -146,7 +148,7 @@ class Waves:
     @property
     def drawing(self) -> Collection[int]:
         """Admission numbers of the sequences for which tokens are being drawn."""
-        return {member.order for wave, _ in self._under_way for member, _ in wave.rows}
+        return {member.order for wave, _ in self._under_way for member in wave.rows}
 
     def begin(self, wave: Wave, draws: Draws | None) -> None:
         """
@@ -174,16 +176,6 @@ class Waves:
         return dropped
 
 
-def sampled_rows(plan: StepPlan) -> list[tuple[Member, int]]:
-    """The rows that are sampled: of which sequence, and how many tokens ahead of those that it has."""
-    ahead: dict[int, int] = {}
-    rows = []
-    for member, _ in plan.samples:
-        rows.append((member, ahead.get(member.order, 0)))
-        ahead[member.order] = rows[-1][1] + 1
-    return rows
-
-
 def note_prompts(plan: StepPlan, chosen: Sequence[Experts]) -> None:
     """Prompts get their rows, and who goes on from a whole prompt gets the prompt's.
 
@@ -204,21 +196,19 @@ def note_prompts(plan: StepPlan, chosen: Sequence[Experts]) -> None:
 
 
 def note_tokens(plan: StepPlan, chosen: Sequence[Experts]) -> None:
-    """Sequences get the rows of their own tokens. Call it when the step's draws are known: a guess that was not drawn is no token
-    of its sequence."""
+    """Sequences get the rows of their own tokens."""
     for chunk, rows in zip(plan.chunks, chosen, strict=True):
         if isinstance(chunk.owner, Member):
             sequence = chunk.owner.sequence
             assert sequence.experts is not None
             start = chunk.start - len(sequence.prompt_tokens)
-            real = sequence.tokens[start : start + len(chunk.tokens)] == chunk.tokens
-            if real and start <= sequence.experts.num_tokens:
+            if start <= sequence.experts.num_tokens:
                 sequence.experts.note(start, rows)
 
 
 def forget_unread(plan: StepPlan) -> None:
-    """The step's draws are dropped: who has no token yet samples its first one behind a later pass over the prompt, and has the choices
-    of that one."""
+    """The step's draws are dropped: who has no token yet samples its first one behind a later pass
+    over the prompt, and has the choices of that one."""
     for member, _ in plan.samples:
         if not member.sequence.tokens:
             member.sequence.experts = None

@@ -309,13 +309,6 @@ class GeneratorConfig:
                 "set it to 1.0",
                 ("group_size",),
             )
-        if self.engine.speculative_tokens and self.kv_on_update == "keep":
-            yield Mistake(
-                "engine.speculative_tokens",
-                "is set, but kv_on_update is 'keep': what is guessed would follow from responses that a resumed run does not have, "
-                "and round its log-probabilities otherwise; set it to 0",
-                ("kv_on_update",),
-            )
         spread = self.tp * self.pp * self.cp > 1
         if self.engine.by_import_path and (spread or self.quantization != "none"):
             yield Mistake(

@@ -47,7 +47,7 @@ class CriticExecutor(BaseExecutor):
             files = self._folder.replace_folder("critic", self.critic.export, writes=self.context.rank == 0)
         layout = self.critic.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
         return StepResult(
-            outputs=self.outputs_of(groups if layout.speaks else []),
+            outputs=self.outputs_of(groups if layout.is_data_leader else []),
             metrics=own_metrics(metrics) if self.context.rank else metrics,  # they are over all ranks already
             spans=(("critic", started, finished),),
             files=files,

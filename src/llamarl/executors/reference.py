@@ -34,7 +34,7 @@ class ReferenceExecutor(Stateless, BaseExecutor):
         groups = self.scorer.score(self.items_of(inputs))
         layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
         return StepResult(
-            outputs=self.outputs_of(groups if layout.speaks else []),
+            outputs=self.outputs_of(groups if layout.is_data_leader else []),
             spans=(("reference", started, time.monotonic()),),
         )
 

@@ -51,7 +51,9 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             [[text.tokens for text in row] for row in texts],
             [[text.types for text in row] for row in texts] if any(t.types for row in texts for t in row) else [],
         )
-        if not self.scorer.layout.speaks:  # those that share a model hold the same groups: one of them sends and counts
+        if (
+            not self.scorer.layout.is_data_leader
+        ):  # those that share a model hold the same groups: one of them sends and counts
             spans = (("render", started, rendered), ("rate", rendered, time.monotonic()))
             return StepResult(outputs=self.outputs_of([]), spans=spans)
         scores = iter(found)

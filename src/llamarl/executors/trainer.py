@@ -166,7 +166,7 @@ class TrainerExecutor(BaseExecutor):
     def _logs_tokens(self, tick: int) -> bool:
         """Whether this rank writes what it makes of the tick's tokens; of peers, which see the same, one does."""
         due = self.context.run_dir is not None and self.config.observability.rollouts
-        return due and self.trainer.layout.speaks
+        return due and self.trainer.layout.is_data_leader
 
     def _train(self, groups: list[Group], tick: int) -> Mapping[str, float]:
         """The tick's optimizer steps; if training has diverged, the job is asked to stop."""

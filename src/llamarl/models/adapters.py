@@ -1,7 +1,18 @@
-"""LoRA adapters (arXiv:2106.09685) by ``peft``: added to a decoder, merged for the hand-over, written as an adapter folder.
+"""LoRA adapters (arXiv:2106.09685) by ``peft``: added to a decoder, merged for the hand-over,
+written as an adapter folder.
 
 y = W x + (alpha / rank) * B (A x)        W frozen; A [rank, in] random, B [out, rank] zero: version 0 is the base model
 merged:  W + (alpha / rank) * B @ A       one float32 product; the same function on the trainer's and the generator's side
+
+On a model that lies over a mesh adapters have the same first values in any layout, and are merged part by part::
+
+    W [out, in]       colwise            rowwise            then FSDP2, by rows
+    A [r, in]         whole              [r, in/tp]         r / fsdp
+    B [out, r]        [out/tp, r]        whole              as the rows of W
+
+B is cut as W is by whatever cuts W's rows, and A as W is by what cuts its columns (``parallel.py``). So
+each rank merges its part of W from its own part of B and, of A, the rows that other FSDP2 ranks hold:
+these alone are gathered.
 """
 
 from __future__ import annotations
@@ -12,11 +23,13 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,8 +38,9 @@ from transformers import PreTrainedModel
 from llamarl.errors import FileError, ModelError
 from llamarl.models.decoder import adaptable_layers, decoder_layers
 from llamarl.models.loading import load_model_config
-from llamarl.models.parallel import ParameterShard
+from llamarl.models.parallel import SHARD, ParallelLayout, ParameterShard, local_tensor
 from llamarl.models.sharded_loading import stored_weights
+from llamarl.models.sizes import layers_of_stages
 from llamarl.reading import read_object
 from llamarl.trainer.config import LoraConfig
 
@@ -38,11 +52,15 @@ __all__ = [
     "add_adapters",
     "base_name",
     "base_parameters",
+    "check_adapters_of_stages",
+    "keeping_adapters",
     "merge_adapter",
     "merged",
     "read_adapter_folder",
     "whole_shards",
+    "with_storage_of_one",
     "with_targets",
+    "with_whole_factors",
     "write_adapter_folder",
 ]
 
@@ -65,8 +83,9 @@ def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: Se
     """Freeze ``model`` and put an adapter beside each target layer, in place. The same seed gives the same adapters.
 
     Raises:
-        ModelError: The model has no layer of one of these names, or none that may have an adapter (``decoder.adaptable_layers``). The
-            output layer stays frozen: its weight is multiplied chunk by chunk, without an adapter.
+        ModelError: The model has no layer of one of these names, or none that may have an adapter
+            (``decoder.adaptable_layers``). The output layer stays frozen: its weight is multiplied
+            chunk by chunk, without an adapter.
     """
     import peft
 
@@ -74,7 +93,8 @@ def add_adapters(model: PreTrainedModel, *, rank: int, alpha: float, targets: Se
         raise ModelError(
             f"lora.targets: {', '.join(unknown)} may have no adapter in {type(model).__name__}, but {', '.join(layers)} may"
         )
-    # not into the model itself, which peft would know by its type, and of some sparse ones take names of layers for experts
+    # not into the model itself, which peft would know by its type, and of some sparse ones take
+    # names of layers for experts
     body = nn.ModuleList(decoder_layers(model))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -151,7 +171,8 @@ def adapter_shapes(
 
 
 class AdapterReceiver:
-    """A generator's side of an adapter-only hand-over: holds the base weights, takes adapters, merges into the engine's."""
+    """A generator's side of an adapter-only hand-over: holds the base weights, takes adapters,
+    merges into the engine's."""
 
     def __init__(
         self,
@@ -166,8 +187,9 @@ class AdapterReceiver:
         """
         Args:
             parameters: The engine's, holding version 0; ``merge`` writes into them.
-            model_path: Folder of version 0. Where the engine holds it rounded, the base is read from there: rounding comes
-                once, after the adapter is added, as when whole weights are handed over.
+            model_path: Folder of version 0. Where the engine holds it rounded, the base is read
+                from there: rounding comes once, after the adapter is added, as when whole weights
+                are handed over.
             boxes: Adapter -> which part of it a tensor-parallel rank takes; None: all of each.
         """
         self._scaling = alpha / rank
@@ -318,3 +340,71 @@ def _peft_config(rank: int, alpha: float, targets: Sequence[str]) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
+
+
+@contextmanager
+def with_storage_of_one(model: nn.Module) -> Iterator[None]:
+    """Inside, linear layers without storage have that of one number, so that what is made beside them is real."""
+    changed = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.device.type == "meta"]
+    kept = [module.weight for module in changed]
+    for module in changed:
+        module.weight = nn.Parameter(torch.zeros(()).expand(module.weight.shape))
+    try:
+        yield
+    finally:
+        for module, weight in zip(changed, kept, strict=True):
+            module.weight = weight.requires_grad_(module.weight.requires_grad)
+
+
+@contextmanager
+def keeping_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, every parameter of ``model`` may be given other storage: adapters have their values again afterwards."""
+    values = {n: local_tensor(p.detach()).clone() for n, p in model.named_parameters() if ".lora_" in n}
+    yield
+    parameters = dict(model.named_parameters())
+    for name, value in values.items():
+        local_tensor(parameters[name].detach()).copy_(value)
+
+
+def check_adapters_of_stages(model: PreTrainedModel, num_stages: int) -> None:
+    """Every pipeline stage has something to learn.
+
+    Raises:
+        ModelError: One has no adapter.
+    """
+    layers = decoder_layers(model)
+    if num_stages > len(layers):
+        return  # which is refused for itself
+    for stage, own in enumerate(layers_of_stages(len(layers), num_stages)):
+        if not any(".lora_" in name for i in own for name, _ in layers[i].named_parameters()):
+            raise ModelError(
+                f"trainer.pp = {num_stages}: stage {stage}, layers {own.start} to {own.stop - 1}, has none of the layers in "
+                f"lora.targets: set trainer.pp lower, or name further layers"
+            )
+
+
+def with_whole_factors(
+    adapters: Mapping[str, Tensor],
+    shards: Mapping[str, ParameterShard],
+    layout: ParallelLayout,
+    *,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """This rank's adapters with all rows of A, which FSDP2 cuts over ranks that all need them.
+    Every rank of the axis calls it.
+
+    Args:
+        adapters: This rank's parts, wherever they lie; what is made of them lies there too.
+        shards: What these are.
+        device: Where collectives work.
+    """
+    found = dict(adapters)
+    for name, part in adapters.items() if layout.size(SHARD) > 1 else ():
+        if name.endswith(_A):
+            rows, each = shards[name].shape[0], -(-shards[name].shape[0] // layout.size(SHARD))
+            padded = torch.zeros((each, *part.shape[1:]), dtype=part.dtype, device=device)
+            padded[: len(part)] = part
+            parts = [torch.empty_like(padded) for _ in range(layout.size(SHARD))]
+            dist.all_gather(parts, padded, group=layout.group(SHARD))
+            found[name] = torch.cat(parts)[:rows].to(part.device)
+    return found

@@ -8,17 +8,17 @@ the tokens of its own sequence up to itself, and within the layer's sliding wind
 
 The boundaries travel beside the call, not through it: not every decoder passes what it does not know on to its layers.
 
-How it is computed: on CUDA in half precision by the variable-length flash kernel. Elsewhere sequences of similar length
-share one padded batch for ``scaled_dot_product_attention``: padding lies after the last token, so causality alone hides it
-and the result is exact. Neither ever holds a [T, T] matrix. Layers with a soft cap (Gemma 2) have no fused kernel: they go
-through query chunks that are recomputed in the backward pass.
+How it is computed: on CUDA in half precision by the variable-length flash kernel. Elsewhere
+sequences of similar length share one padded batch for ``scaled_dot_product_attention``: padding
+lies after the last token, so causality alone hides it and the result is exact. Neither ever holds a
+[T, T] matrix. Layers with a soft cap (Gemma 2) have no fused kernel: they go through query chunks
+that are recomputed in the backward pass.
 
 The engine's attention is ``llamarl_paged`` in :mod:`llamarl.models.paged_attention`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +40,9 @@ __all__ = [
     "attending",
     "current_packing",
     "fused_attention",
-    "of_two_widths",
+    "packed_attention",
     "packed_attention_context",
+    "register_attention",
     "repeated_heads",
     "softcapped_attention",
 ]
@@ -68,7 +69,8 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Where the sequences of one packed row begin and end, and what attention derives from that (once, not per layer)."""
+    """Where the sequences of one packed row begin and end, and what attention derives from that
+    (once, not per layer)."""
 
     cu_seqlens: tuple[int, ...]
     """0, then the end of each sequence in tokens; the last is T."""
@@ -144,8 +146,9 @@ _current: ContextVar[Any] = ContextVar("llamarl_packed_sequences", default=None)
 
 @contextmanager
 def attending(packing: Any) -> Iterator[None]:
-    """Model calls inside attend within the sequences of ``packing``: a ``PackedSequences``, or what another attention of the
-    trainer's takes instead. Whoever runs a layer again in the backward pass, on CUDA in another thread, enters it again there."""
+    """Model calls inside attend within the sequences of ``packing``: a ``PackedSequences``, or what
+    another attention of the trainer's takes instead. Whoever runs a layer again in the backward
+    pass, on CUDA in another thread, enters it again there."""
     token = _current.set(packing)
     try:
         yield
@@ -181,9 +184,10 @@ def fused_attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` by a kernel that never holds all scores.
 
-    On CUDA only the flash kernel knows heads that share K and V, and it takes neither float32 nor a mask: there they are
-    repeated for the memory-efficient one, which would otherwise leave the work to plain products. On the CPU the backward pass of
-    bfloat16 takes twice the time of float32's, so what will have one is computed in float32.
+    On CUDA only the flash kernel knows heads that share K and V, and it takes neither float32 nor a
+    mask: there they are repeated for the memory-efficient one, which would otherwise leave the work
+    to plain products. On the CPU the backward pass of bfloat16 takes twice the time of float32's,
+    so what will have one is computed in float32.
 
     Args:
         query: [B, H, Q, D].
@@ -205,8 +209,8 @@ def fused_attention(
 
 
 def repeated_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V [B, KV, L, D] with as many heads as ``query`` where the memory-efficient kernel needs that: on CUDA. Whoever attends to the
-    same keys several times makes them once."""
+    """K and V [B, KV, L, D] with as many heads as ``query`` where the memory-efficient kernel needs
+    that: on CUDA. Whoever attends to the same keys several times makes them once."""
     H, KV = query.shape[1], key.shape[1]
     if H == KV or not query.is_cuda:
         return key, value
@@ -275,44 +279,37 @@ def _grouped_query_flag(kernel: Callable[..., Any], grouped: bool) -> dict[str, 
     return {"enable_gqa": grouped} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
-def packed_attention_forward(
+def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    packed_sequences: PackedSequences | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """The function behind ``llamarl_packed``; its signature is transformers' attention interface.
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    packing: Any,
+) -> Tensor:
+    """Attend within the sequences of a packed row.
 
     Args:
         query: [1, H, T, D], already rotated.
         key, value: [1, KV, T, D].
-        packed_sequences: Boundaries; without it, those of the enclosing ``attending``.
+        packing: The row's ``PackedSequences``.
 
     Returns:
-        [1, T, H, D], and None for the attention weights, which never exist.
+        [1, T, H, D].
 
     Raises:
-        ValueError: No boundaries were given, they do not fit T, or the call asks for what we do not compute.
+        ValueError: No boundaries were given, or they do not fit T.
     """
-    packed = packed_sequences if packed_sequences is not None else _current.get()
+    packed: PackedSequences | None = packing
     if packed is None:
         raise ValueError("llamarl_packed needs the sequence boundaries: use packed_attention_context(cu_seqlens)")
     _, H, T, D = query.shape
     if query.shape[0] != 1 or packed.num_tokens != T:
         raise ValueError(f"cu_seqlens ends at {packed.num_tokens} but the packed row has shape {tuple(query.shape)}")
-    if attention_mask is not None:
-        raise ValueError("llamarl_packed takes no attention mask: cu_seqlens says all there is to say")
-    if dropout:
-        raise ValueError(f"llamarl_packed has no attention dropout, got {dropout}: set attention_dropout to 0")
-    scale = D**-0.5 if scaling is None else scaling
-    window = sliding_window if sliding_window is not None else T
+    window = T if window is None else window
     KV = key.shape[1]
     q_THD, k_TKD, v_TKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
@@ -327,7 +324,7 @@ def packed_attention_forward(
             **_grouped_query_flag(varlen_attn, H != KV),
         }
         out_THD: Any = varlen_attn(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **settings)
-        return out_THD[None], None
+        return torch.unsqueeze(out_THD, 0)
 
     buckets, place = packed.buckets(query.device)
     outputs = []
@@ -351,32 +348,50 @@ def packed_attention_forward(
             out = fused_attention(q, k, v, scale=scale, causal=True)
         rows = out.transpose(1, 2).reshape(N * L, H, D)
         outputs.append(rows if full else rows.index_select(0, bucket.slots))
-    return torch.cat(outputs).index_select(0, place)[None], None
+    return torch.cat(outputs).index_select(0, place)[None]
 
 
-Attend = Callable[..., tuple[Tensor, None]]
-"""A function in transformers' attention interface."""
+def register_attention(name: str, attend: Callable[..., Tensor]) -> None:
+    """Enter a function with the signature of ``packed_attention`` in transformers' attention interface.
 
+    Heads whose keys and values differ in width (latent attention) are filled up with zeros to the wider one, which add
+    nothing to scores or sums, and what comes out is as wide as the values.
+    """
 
-def of_two_widths(attend: Attend) -> Attend:
-    """``attend``, which has one width of head, for keys and values of different widths (latent attention): the narrower ones are
-    filled up with zeros, which add nothing to scores or sums, and what comes out is as wide as the values."""
-
-    @functools.wraps(attend)
-    def widened(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        packed_sequences: Any = None,
+        **unused: Any,
     ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            raise ValueError(f"{name} takes no attention mask: it knows which tokens may see which")
+        if dropout:
+            raise ValueError(f"{name} has no attention dropout, got {dropout}: set attention_dropout to 0")
         of_keys, of_values = key.shape[-1], value.shape[-1]
-        if of_keys == of_values:
-            return attend(module, query, key, value, mask, **settings)
-        if settings.get("scaling") is None:
-            settings["scaling"] = of_keys**-0.5
-        width = max(of_keys, of_values)
-        query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        found, _ = attend(module, query, key, value, mask, **settings)
-        return found[..., :of_values], None
+        if of_keys != of_values:
+            width = max(of_keys, of_values)
+            query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        found = attend(
+            module,
+            query,
+            key,
+            value,
+            scale=of_keys**-0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap,
+            packing=_current.get() if packed_sequences is None else packed_sequences,
+        )
+        return found if of_keys == of_values else found[..., :of_values], None
 
-    return widened
+    AttentionInterface.register(name, forward)
 
 
-AttentionInterface.register(PACKED_ATTENTION, of_two_widths(packed_attention_forward))
+register_attention(PACKED_ATTENTION, packed_attention)

@@ -1,5 +1,5 @@
-"""Collectives that autograd goes through: sums over tensor-parallel ranks, which are the f and g operators of Megatron-LM
-(arXiv:1909.08053), and the exchange of context-parallel ones."""
+"""Collectives that autograd goes through: sums over tensor-parallel ranks, which are the f and g
+operators of Megatron-LM (arXiv:1909.08053), and the exchange of context-parallel ones."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class SharedInput:
 
 
 class ExchangeParts(torch.autograd.Function):
-    """Part i along dimension 0 goes to rank i of the group, and what arrives lies in the order of the ranks; gradients take the same way
-    back. All parts of all ranks have one shape."""
+    """Part i along dimension 0 goes to rank i of the group, and what arrives lies in the order of
+    the ranks; gradients take the same way back. All parts of all ranks have one shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,5 @@
-"""What llamarl must know of any decoder to run it, read from its configuration or its modules, whatever they call it."""
+"""What llamarl must know of any decoder to run it, read from its configuration or its modules,
+whatever they call it."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def changes_with_length(config: PretrainedConfig) -> bool:
-    """Whether a forward pass may write into the model: rotary frequencies that it sets by the longest position it sees. Two at
-    the same time would take each other's."""
+    """Whether a forward pass may write into the model: rotary frequencies that it sets by the
+    longest position it sees. Two at the same time would take each other's."""
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
     return any(kind == "longrope" or "dynamic" in (kind or "") for kind in kinds)
@@ -53,10 +54,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def adaptable_layers(model: PreTrainedModel | PretrainedConfig) -> tuple[str, ...]:
-    """Names of the linear layers, in their order, that may have an adapter beside them: those inside the layers of a decoder.
+    """Names of the linear layers, in their order, that may have an adapter beside them: those
+    inside the layers of a decoder.
 
-    Of a sparse model those of its attention alone: ``peft`` takes the names of others (``gate_proj``, ...) for its experts, which are
-    no linear layers.
+    Of a sparse model those of its attention alone: ``peft`` takes the names of others
+    (``gate_proj``, ...) for its experts, which are no linear layers.
     """
     if isinstance(model, PreTrainedModel):
         body = model
@@ -74,7 +76,8 @@ def adaptable_layers(model: PreTrainedModel | PretrainedConfig) -> tuple[str, ..
 
 
 def logit_scale(config: PretrainedConfig) -> float:
-    """What the output layer's product is multiplied by: Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``."""
+    """What the output layer's product is multiplied by: Cohere's ``logit_scale``, the inverse of
+    Granite's ``logits_scaling``."""
     text = config.get_text_config()
     if getattr(text, "logit_scale", None):
         return float(text.logit_scale)

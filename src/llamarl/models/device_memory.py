@@ -1,7 +1,7 @@
 """Memory of a device given back to whoever shares it, and tensors whose storage can be taken away and put back.
 
-torch and the C library both keep freed memory for the next allocation of their own process. In a co-located job the next
-allocation is another process's, so what is freed must leave.
+torch and the C library both keep freed memory for the next allocation of their own process. In a
+co-located job the next allocation is another process's, so what is freed must leave.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _malloc_trim():  # type: ignore[no-untyped-def]
 
 
 def own_storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """The distinct storages on ``device`` behind ``tensors`` that can be resized: not memory that others lent, nor pages
-    of a file.
+    """The distinct storages on ``device`` behind ``tensors`` that can be resized: not memory that
+    others lent, nor pages of a file.
 
     Resizing one to 0 frees its memory and to its old size takes new memory; every view of it stays a view of it.
     """
@@ -51,7 +51,8 @@ def own_storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.
 
 
 def zero_pages(nbytes: int) -> Tensor:
-    """``nbytes`` zero bytes of host memory; a page is committed when it is first written, and all go with the tensor."""
+    """``nbytes`` zero bytes of host memory; a page is committed when it is first written, and all
+    go with the tensor."""
     pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if nbytes >= _HUGE_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer entries of the page table; only a hint

@@ -4,8 +4,9 @@
                                    │
                                    └─▶ Routing.chosen[layer], where a pass is watched
 
-Every sparse family of transformers calls a module of fused matrices, [experts, out, in], with the chosen experts' numbers, so a
-look at that call knows them for any family. Experts have no capacity here: whoever is chosen computes, no token is dropped.
+Every sparse family of transformers calls a module of fused matrices, [experts, out, in], with the
+chosen experts' numbers, so a look at that call knows them for any family. Experts have no capacity
+here: whoever is chosen computes, no token is dropped.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Routing:
 
     def __init__(self, num_layers: int) -> None:
         self.recorded: Tensor | None = None
-        """[N, layers, k] experts that the routers are to choose instead of their own, of a model that was ``let_replay``; a row of -1
-        is left to the router."""
+        """[N, layers, k] experts that the routers are to choose instead of their own, of a model
+        that was ``let_replay``; a row of -1 is left to the router."""
         self.chosen: list[Tensor | None] = [None] * num_layers
         """[N, k] int64 of each sparse layer of the whole model, first to last; None until it has been computed."""
 
     def counts(self, num_experts: int, num_tokens: int | None = None) -> Tensor:
-        """Tokens that chose each expert, [layers, num_experts + 1] float64; the last column counts choices of no expert. Of layers that
-        other pipeline stages hold, zeros.
+        """Tokens that chose each expert, [layers, num_experts + 1] float64; the last column counts
+        choices of no expert. Of layers that other pipeline stages hold, zeros.
 
         Args:
             num_tokens: That count: the first so many; None: all.
@@ -59,8 +60,8 @@ _current: ContextVar[Routing | None] = ContextVar("llamarl_routing", default=Non
 
 @contextmanager
 def watching(routing: Routing | None) -> Iterator[None]:
-    """Model calls inside note in ``routing`` which experts they chose. Whoever runs a layer again in the backward pass, on CUDA in
-    another thread, enters it again there."""
+    """Model calls inside note in ``routing`` which experts they chose. Whoever runs a layer again
+    in the backward pass, on CUDA in another thread, enters it again there."""
     token = _current.set(routing)
     try:
         yield
@@ -113,8 +114,8 @@ def _fused(module: nn.Module) -> list[nn.Parameter]:
 def expert_metrics(counts: Tensor) -> dict[str, float]:
     """How evenly tokens lie over experts, from ``Routing.counts`` added up over micro-batches and ranks.
 
-    An expert's load is its share of its layer's choices times the number of experts: 1 where all are chosen alike. Nothing is
-    said of a pass without tokens.
+    An expert's load is its share of its layer's choices times the number of experts: 1 where all
+    are chosen alike. Nothing is said of a pass without tokens.
     """
     of_experts = counts[:, :-1]
     choices = of_experts.sum(dim=1, keepdim=True)

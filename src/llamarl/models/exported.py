@@ -182,7 +182,8 @@ class NamedModel:
         return self.path if self.adapter is None else f"{self.path} + {self.adapter}"
 
     def narrowed(self) -> str | None:
-        """A sentence where the model holds fewer bits than its run served, so that its scores may differ from the run's."""
+        """A sentence where the model holds fewer bits than its run served, so that its scores may
+        differ from the run's."""
         folder = Path(self.path).expanduser()
         if not (folder / EXPORT_FILE).is_file():
             return None
@@ -203,8 +204,8 @@ def find_model(named: str, base: str | None = None) -> NamedModel:
 
     Raises:
         ConfigError: A run without a final policy; ``base`` without an adapter.
-        ModelError: An adapter without its base, or a final policy that is not whole. A folder that is not there is not found
-            out here.
+        ModelError: An adapter without its base, or a final policy that is not whole. A folder that
+            is not there is not found out here.
     """
     folder = user_path(named, "model")
     run = None
@@ -213,8 +214,8 @@ def find_model(named: str, base: str | None = None) -> NamedModel:
     elif folder.name in ("model", "adapter") and (folder.parent / _RUN_FILE).is_file():
         run = folder.parent
     if (folder / EXPORT_FILE).is_file() and (reason := why_incomplete(folder, checksums=False)) is not None:
-        again = f"write it again by llamarl export {run} --out DIR" if run is not None else "export it again"
-        raise ModelError(f"{folder} is not whole: {reason}; {again}")
+        advice = f"write it again by llamarl export {run} --out DIR" if run is not None else "export it again"
+        raise ModelError(f"{folder} is not whole: {reason}; {advice}")
     if not (folder / _ADAPTER_FILE).is_file() or (folder / "config.json").is_file():
         if base is not None:
             raise ConfigError(f"--base is the model that an adapter belongs to, but {named} is no adapter folder")

@@ -58,8 +58,8 @@ _TIMEOUT_S = 20.0
 def resolve_model_path(
     path: str | Path, *, key: str = "model.path", revision: str = "", weights: bool = True, code: bool = False
 ) -> Path:
-    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl, ``org/name`` one of the Hugging Face Hub, which
-    is fetched where no folder has that name.
+    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl, ``org/name`` one of
+    the Hugging Face Hub, which is fetched where no folder has that name.
 
     Args:
         key: The configuration key to name in the error.
@@ -68,8 +68,8 @@ def resolve_model_path(
         code: Whether it is fetched with the code of its tokenizer.
 
     Raises:
-        ModelError: No such folder or model, a model that cannot be fetched, a ``revision`` of a folder, no ``config.json``, or
-            something in the folder that is no file.
+        ModelError: No such folder or model, a model that cannot be fetched, a ``revision`` of a
+            folder, no ``config.json``, or something in the folder that is no file.
     """
     text = str(path)
     try:
@@ -111,10 +111,12 @@ def local_model_path(
 
 
 def companion_files(folder: Path, *, key: str = "model.path") -> list[Path]:
-    """The files of a model folder, besides config and weights, that a trained copy of the model needs: known names only.
+    """The files of a model folder, besides config and weights, that a trained copy of the model
+    needs: known names only.
 
-    A link is followed inside the folder, and from a snapshot of the Hugging Face hub's cache to the blobs beside it. One that
-    leads elsewhere could carry any file of this machine into a folder that is passed on.
+    A link is followed inside the folder, and from a snapshot of the Hugging Face hub's cache to the
+    blobs beside it. One that leads elsewhere could carry any file of this machine into a folder
+    that is passed on.
 
     Raises:
         ModelError: A file of a known name is such a link, or cannot be read.
@@ -290,8 +292,8 @@ def _not_fetched(error: Exception, repo: str, revision: str, key: str, kind: str
             f"private one log in {login}; {instead}"
         )
     elif isinstance(error, LocalEntryNotFoundError):
-        below = error.__cause__ or error
-        cause = f"{type(below).__name__}: {below}".strip().partition("\n")[0].rstrip(".")
+        network = error.__cause__ or error
+        cause = f"{type(network).__name__}: {network}".strip().partition("\n")[0].rstrip(".")
         if constants.is_offline_mode():
             cause = "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set"
         begun = (Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "snapshots").is_dir()

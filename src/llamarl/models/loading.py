@@ -1,7 +1,8 @@
 """Hugging Face folders in and out. Trainer and generator load the same decoder module through here.
 
-Of a folder that holds a model in several parts (text and images), the text decoder alone is loaded, under the names that it
-has when it stands alone: what is trained, handed over and exported is a text model.
+Of a folder that holds a model in several parts (text and images), the text decoder alone is loaded,
+under the names that it has when it stands alone: what is trained, handed over and exported is a
+text model.
 
 A model's own code is never run: its architecture is one of transformers' own. Every call says
 ``trust_remote_code=False``, because without a value transformers asks on the console, where a pipe may answer. Only a
@@ -47,6 +48,8 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_t
 __all__ = [
     "context_length",
     "decoder_arguments",
+    "listed",
+    "load_as",
     "load_model",
     "load_model_config",
     "load_tokenizer",
@@ -99,7 +102,8 @@ def _check_known(folder: Path) -> None:
 
 
 def decoder_arguments(path: str | Path) -> dict[str, Any]:
-    """What ``from_pretrained`` must be told to take the text decoder alone out of a folder; nothing where it is alone there."""
+    """What ``from_pretrained`` must be told to take the text decoder alone out of a folder; nothing
+    where it is alone there."""
     folder = resolve_model_path(path)
     if text_part(values := read_object(folder / "config.json")) is values:
         return {}
@@ -180,8 +184,9 @@ def load_model(
     """The causal language model of a folder, in eval mode, on ``device``.
 
     Args:
-        attention: Name registered in transformers' attention interface (``llamarl_paged``, ``llamarl_packed``); None: what
-            transformers itself would take, of which not every architecture has all.
+        attention: Name registered in transformers' attention interface (``llamarl_paged``,
+            ``llamarl_packed``); None: what transformers itself would take, of which not every
+            architecture has all.
 
     Raises:
         ModelError: The architecture is not supported, or weights are missing or do not fit it.
@@ -191,24 +196,37 @@ def load_model(
     with _reading(folder, f"cannot load {folder}", _CONFIG_FILES + _WEIGHT_FILES):
         of_decoder = decoder_arguments(folder)
         with quiet() if of_decoder else contextlib.nullcontext():  # it would list every tensor of the other parts
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **of_decoder,
-            )
-    model, found = loaded
+            model, missing = load_as(AutoModelForCausalLM, folder, dtype=dtype, attention=attention, **of_decoder)
     if of_decoder:
         model._weight_conversions = None  # its names are its own from here on, also where it is written
-    if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
-        raise ModelError(
-            f"model.path: {folder} lacks {len(missing)} tensors of its architecture: {', '.join(missing[:4])}"
-            f"{', ...' if len(missing) > 4 else ''}"
-        )
+    if missing:
+        raise ModelError(f"model.path: {folder} lacks {listed(missing, model)}")
     return model.to(torch.device(device)).eval()
+
+
+def load_as(
+    kind: Any, folder: Path, *, dtype: torch.dtype, attention: str | None, **settings: Any
+) -> tuple[Any, list[str]]:
+    """Load a folder as one of transformers' auto classes; the model, and the tensors that it lacks.
+
+    transformers fills those with random numbers: whoever calls refuses them, or sets them.
+    """
+    model, found = kind.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **settings,
+    )
+    return model, sorted(found["missing_keys"])
+
+
+def listed(missing: list[str], model: PreTrainedModel) -> str:
+    """Say how many tensors of a model are missing, and which."""
+    shown = f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}"
+    return f"{len(missing)} tensors of {type(model).__name__}: {shown}"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Linear layers through oneDNN on CPU, forward and backward.
 
-PyTorch's fp32 ``F.linear`` calls MKL, which on AMD processors does not use AVX-512: measured on an EPYC, oneDNN takes half
-the time for the output, the gradient of the input and that of the weight alike. Same arithmetic, another order of sums.
+PyTorch's fp32 ``F.linear`` calls MKL, which on AMD processors does not use AVX-512: measured on an
+EPYC, oneDNN takes half the time for the output, the gradient of the input and that of the weight
+alike. Same arithmetic, another order of sums.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` without gradients: by oneDNN where it serves (fp32 on CPU), else as usual. Transposed views are fine."""
+    """``F.linear`` without gradients: by oneDNN where it serves (fp32 on CPU), else as usual.
+    Transposed views are fine."""
     if _serves(x, weight) and not torch.is_grad_enabled():
         return _product(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -6,11 +6,13 @@ function writes the K and V of all of them into the paged cache and lets each qu
     row:    d0 d1 d2 | p0 p0 p0 p0 | p1 p1        PagedBatch says: slot of each token, block tables, context lengths
     cache:  per layer  K, V  [num_blocks, block_size, KV, D]
 
-Decodes of similar length form one padded batch, so a step costs a few kernel calls a layer, not one a sequence. Queries that
-share a K/V head go through the kernel as rows of that head, so K and V are never repeated. Padding points at blocks of the
-sequence itself: a NaN in one sequence cannot reach another.
+Decodes of similar length form one padded batch, so a step costs a few kernel calls a layer, not one
+a sequence. Queries that share a K/V head go through the kernel as rows of that head, so K and V are
+never repeated. Padding points at blocks of the sequence itself: a NaN in one sequence cannot reach
+another.
 
-Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV key/value heads, G = H / KV, D head size.
+Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV key/value heads, G
+= H / KV, D head size.
 """
 
 from __future__ import annotations
@@ -25,11 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
-from llamarl.models.attention import fused_attention, of_two_widths, repeated_heads, softcapped_attention
+from llamarl.models.attention import fused_attention, register_attention, repeated_heads, softcapped_attention
 
-__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_attention_forward", "paged_step", "prefill_attention"]
+__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_attention", "paged_step", "prefill_attention"]
 
 
 @dataclass(slots=True)
@@ -46,7 +47,8 @@ class DecodeBatch:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[N, 1, 1, L]: 0 on slots that hold tokens the query may see, -inf elsewhere. Made once a step, not per layer."""
+        """[N, 1, 1, L]: 0 on slots that hold tokens the query may see, -inf elsewhere. Made once a
+        step, not per layer."""
         if window not in self._masks:
             positions = torch.arange(self.num_slots, device=self.lengths.device)[None, :]
             hidden = positions >= self.lengths[:, None]
@@ -58,7 +60,8 @@ class DecodeBatch:
 
 
 class QueryRows(NamedTuple):
-    """Queries ``start .. end`` of a chunk, and the keys ``first_key .. last_key`` of its sequence that one of them may see."""
+    """Queries ``start .. end`` of a chunk, and the keys ``first_key .. last_key`` of its sequence
+    that one of them may see."""
 
     start: int
     end: int
@@ -68,7 +71,8 @@ class QueryRows(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """Rows ``first .. first + num_tokens``: successive tokens of one sequence, of which ``start`` lie in the cache already."""
+    """Rows ``first .. first + num_tokens``: successive tokens of one sequence, of which ``start``
+    lie in the cache already."""
 
     first: int
     num_tokens: int
@@ -95,7 +99,8 @@ class PrefillChunk:
         return allowed[None, None]
 
     def rows(self, window: int | None, scores: int) -> Iterator[QueryRows]:
-        """Successive queries that together have at most ``scores`` scores, or are one, and the keys that they may see."""
+        """Successive queries that together have at most ``scores`` scores, or are one, and the keys
+        that they may see."""
         first = 0
         while first < self.num_tokens:
             first_key = 0 if window is None else max(0, self.start + first - window + 1)
@@ -105,8 +110,8 @@ class PrefillChunk:
 
 
 def most_rows(keys: int, scores: int) -> int:
-    """Of successive queries, the first of which sees ``keys`` keys and each a key more: as many as have at most ``scores`` scores in a
-    rectangle, at least one."""
+    """Of successive queries, the first of which sees ``keys`` keys and each a key more: as many as
+    have at most ``scores`` scores in a rectangle, at least one."""
     return max(1, (math.isqrt((keys - 1) ** 2 + 4 * scores) - (keys - 1)) // 2)
 
 
@@ -126,15 +131,15 @@ class PagedBatch:
 
 
 _MOST_SCORES = 1 << 25
-"""Of one call with a mask, which has a byte a score and up to four more where a kernel wants numbers; 2,048 tokens after 129,024 others
-have eight times as many."""
+"""Of one call with a mask, which has a byte a score and up to four more where a kernel wants
+numbers; 2,048 tokens after 129,024 others have eight times as many."""
 _current: ContextVar[PagedBatch | None] = ContextVar("llamarl_paged_batch", default=None)
 
 
 @contextmanager
 def paged_step(batch: PagedBatch) -> Iterator[None]:
-    """Model calls inside compute this step. Not every decoder passes on to its layers what it does not know, so the batch
-    travels beside the call."""
+    """Model calls inside compute this step. Not every decoder passes on to its layers what it does
+    not know, so the batch travels beside the call."""
     token = _current.set(batch)
     try:
         yield
@@ -142,26 +147,25 @@ def paged_step(batch: PagedBatch) -> Iterator[None]:
         _current.reset(token)
 
 
-def paged_attention_forward(
+def paged_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """The function behind ``llamarl_paged``; its signature is transformers' attention interface.
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    packing: Any = None,
+) -> Tensor:
+    """Write a step's keys and values into the cache and attend over what it holds of each sequence.
 
     Args:
         query: [1, H, T, D], already rotated.
         key, value: [1, KV, T, D].
 
     Returns:
-        [1, T, H, D], and None for the attention weights.
+        [1, T, H, D].
     """
     paged_batch = _current.get()
     if paged_batch is None:
@@ -170,7 +174,6 @@ def paged_attention_forward(
     keys, values = paged_batch.keys[layer], paged_batch.values[layer]
     _, H, T, D = query.shape
     KV = key.shape[1]
-    scale = D**-0.5 if scaling is None else scaling
     q_THD, k_TKD, v_TKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     keys.view(-1, KV, D).index_copy_(0, paged_batch.slots, k_TKD)
     values.view(-1, KV, D).index_copy_(0, paged_batch.slots, v_TKD)
@@ -178,24 +181,24 @@ def paged_attention_forward(
 
     for batch in paged_batch.decodes:
         N, L = len(batch.lengths), batch.num_slots
-        window = sliding_window if sliding_window is not None and sliding_window < L else None
+        inside = window if window is not None and window < L else None
         k = keys.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         v = values.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         q = q_THD[batch.first : batch.first + N].reshape(N, KV, H // KV, D)
-        bias = batch.bias(window, q.dtype)
+        bias = batch.bias(inside, q.dtype)
         if softcap is not None:
             out = softcapped_attention(q, k, v, bias == 0, scale=scale, softcap=softcap)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
         if N == T:
-            return out.reshape(1, T, H, D), None
+            return out.reshape(1, T, H, D)
         out_THD[batch.first : batch.first + N] = out.reshape(N, H, D)
 
     for chunk in paged_batch.prefills:
         out_THD[chunk.first : chunk.first + chunk.num_tokens] = prefill_attention(
-            chunk, q_THD, key, value, keys, values, scale=scale, window=sliding_window, softcap=softcap
+            chunk, q_THD, key, value, keys, values, scale=scale, window=window, softcap=softcap
         )
-    return out_THD[None], None
+    return out_THD[None]
 
 
 def prefill_attention(
@@ -259,4 +262,4 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: f
     return fused_attention(query, key, value, scale=scale, mask=allowed)
 
 
-AttentionInterface.register("llamarl_paged", of_two_widths(paged_attention_forward))
+register_attention("llamarl_paged", paged_attention)

@@ -1,17 +1,19 @@
-"""The engine's attention where every rank has the whole weights and computes some of a step's tokens: ``llamarl_paged_over_ranks``
-in transformers' attention interface.
+"""The engine's attention where every rank has the whole weights and computes some of a step's
+tokens: ``llamarl_paged_over_ranks`` in transformers' attention interface.
 
     rank r                  tokens r * m .. (r + 1) * m of the step, all heads         [m, H + 2 KV, D]
     q, k, v ──exchange──▶   all T tokens, heads of rank r                              [T, h + 2 kv, D]
     the engine's own attention of the whole step: these heads' cache, every sequence, windows, soft caps
     output ──exchange──▶    own tokens, all heads                                      [m, H, D]
 
-This is DeepSpeed-Ulysses (arXiv:2309.14509) for inference. Attention treats each head alone, and everything else in a decoder
-each token alone, so nothing is summed over ranks: a rank's embedding, norms and products are those of m tokens, its cache is
-that of its heads, as with tensor parallelism over as many ranks.
+This is DeepSpeed-Ulysses (arXiv:2309.14509) for inference. Attention treats each head alone, and
+everything else in a decoder each token alone, so nothing is summed over ranks: a rank's embedding,
+norms and products are those of m tokens, its cache is that of its heads, as with tensor parallelism
+over as many ranks.
 
-Rules. m = ceil(T / n): a step is filled up at its end with tokens that attention never sees and nobody reads. Query heads divide
-by n = the ranks, key-value heads too, or n is a multiple of them: then neighbours hold the same head.
+Rules. m = ceil(T / n): a step is filled up at its end with tokens that attention never sees and
+nobody reads. Query heads divide by n = the ranks, key-value heads too, or n is a multiple of them:
+then neighbours hold the same head.
 
 Shape legend: as in ``paged_attention.py``; h and kv are the heads of one rank, m its tokens, n the ranks.
 """
@@ -27,10 +29,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AttentionInterface
 
-from llamarl.models.attention import of_two_widths
-from llamarl.models.paged_attention import paged_attention_forward
+from llamarl.models.attention import register_attention
+from llamarl.models.paged_attention import paged_attention
 
 __all__ = ["PAGED_OVER_RANKS", "HeadExchange", "paged_over_ranks", "share_of"]
 
@@ -46,7 +47,8 @@ def share_of(count: int, rank: int, num_ranks: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Between own tokens of all heads and all tokens of own heads, for one step. Every rank calls the same in the same order."""
+    """Between own tokens of all heads and all tokens of own heads, for one step. Every rank calls
+    the same in the same order."""
 
     group: dist.ProcessGroup
     num_ranks: int
@@ -107,9 +109,10 @@ def paged_over_ranks(heads: HeadExchange) -> Iterator[None]:
 
 
 def _attention_over_ranks(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
-) -> tuple[Tensor, None]:
-    """The function behind ``PAGED_OVER_RANKS``: query [1, H, m, D], key and value [1, KV, m, D] of own tokens -> [1, m, H, D]."""
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+) -> Tensor:
+    """The function behind ``PAGED_OVER_RANKS``: query [1, H, m, D], key and value [1, KV, m, D] of
+    own tokens -> [1, m, H, D]."""
     heads = _current.get()
     if heads is None:
         raise ValueError(f"{PAGED_OVER_RANKS} runs inside the engine only; load with attention='sdpa' otherwise")
@@ -117,8 +120,7 @@ def _attention_over_ranks(
     h = query.shape[1] // heads.num_ranks
     kv = (whole.shape[1] - h) // 2
     q, k, v = (x.transpose(0, 1)[None] for x in whole.split((h, kv, kv), dim=1))
-    out, _weights = paged_attention_forward(module, q, k, v, attention_mask, **settings)
-    return heads.to_tokens(out[0])[None], None
+    return heads.to_tokens(paged_attention(module, q, k, v, **settings)[0])[None]
 
 
-AttentionInterface.register(PAGED_OVER_RANKS, of_two_widths(_attention_over_ranks))
+register_attention(PAGED_OVER_RANKS, _attention_over_ranks)

@@ -6,16 +6,19 @@
     colwise  W[out/tp, in]   x copied in, y stays cut       every parameter [d0, ...] -> [d0/(fsdp*cp), ...]
     rowwise  W[out, in/tp]   x comes cut, y summed          gathered layer by layer while it computes
     experts  [E/tp, ., .]    x copied in, y summed          (models/expert_parallel.py)
-             [E/(tp*ep), ..] x sent where they are          [E/(tp*ep) / (fsdp*cp/ep), ..]  (models/expert_exchange.py)
+             [E/(tp*ep), ..] x sent where they are          [E/(tp*ep) / (fsdp*cp/ep), ..]
     adapter  beside colwise  A whole, A x copied in, B[out/tp, r]
              beside rowwise  A[r, in/tp], A x summed, B whole
 
-Tensor parallelism works on plain local tensors (``collectives.py``): the module keeps its code and holds a slice, two hooks carry
-the sums. So FSDP2 wraps it like any other module, and a mesh of one needs no process group at all. Embedding and output layer are
-cut along the vocabulary (``vocabulary.py``), which the models' plans leave whole; norms are whole on every tensor-parallel rank.
+Tensor parallelism works on plain local tensors (``collectives.py``): the module keeps its code and
+holds a slice, two hooks carry the sums. So FSDP2 wraps it like any other module, and a mesh of one
+needs no process group at all. Embedding and output layer are cut along the vocabulary
+(``vocabulary.py``), which the models' plans leave whole; norms are whole on every tensor-parallel
+rank.
 
-Context-parallel ranks have the same samples and compute a part of each token row (``context_parallel.py``), so their gradients are parts
-of a sum as those of data-parallel ranks are: FSDP2 shards over both at once, the axis ``shard`` here.
+Context-parallel ranks have the same samples and compute a part of each token row
+(``context_parallel.py``), so their gradients are parts of a sum as those of data-parallel ranks
+are: FSDP2 shards over both at once, the axis ``shard`` here.
 
 Where there are more ranks than key-value heads, each holds one head of ``k_proj`` and ``v_proj``, the same as its
 neighbours. Its queries are then a part of those that read that head, so its gradient is a part of a sum over these
@@ -42,8 +45,7 @@ from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.collectives import CopyToRanks, SharedInput, SumOverRanks
-from llamarl.models.expert_exchange import exchange
-from llamarl.models.expert_parallel import cut_experts
+from llamarl.models.expert_parallel import cut_experts, exchange
 from llamarl.models.experts import expert_layers, num_experts
 from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank, whole_experts
 from llamarl.models.support import why_unsupported
@@ -73,15 +75,15 @@ _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 T = TypeVar("T")
 
 AXES = ("pp", "fsdp", "cp", "tp")
-"""Axes of the mesh, outermost first: the fewer bytes travel along one, the farther apart its neighbours may stand. Ranks count
-row by row, so the last axis has neighbouring ranks."""
+"""Axes of the mesh, outermost first: the fewer bytes travel along one, the farther apart its
+neighbours may stand. Ranks count row by row, so the last axis has neighbouring ranks."""
 
 SHARD = "shard"
 """The axes ``fsdp`` and ``cp`` as one, over which FSDP2 cuts."""
 
 EXPERTS, EXPERT_SHARD = "experts", "expert_shard"
-"""With ``ep``, neighbours along ``SHARD`` have different experts: ``tp`` and ``ep`` as one, over which experts are spread, and the rest of
-``SHARD``, over which FSDP2 cuts those of one rank."""
+"""With ``ep``, neighbours along ``SHARD`` have different experts: ``tp`` and ``ep`` as one, over
+which experts are spread, and the rest of ``SHARD``, over which FSDP2 cuts those of one rank."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     shard_mesh: DeviceMesh | None = None
-    """(pp, ``SHARD``, tp) of the same ranks, those of size 1 too; None where ``SHARD`` is one of ``AXES``, or of size 1."""
+    """(pp, ``SHARD``, tp) of the same ranks, those of size 1 too; None where ``SHARD`` is one of
+    ``AXES``, or of size 1."""
     expert_mesh: DeviceMesh | None = None
     """(pp, ``EXPERT_SHARD``, ep, tp) of the same ranks, those of size 1 too; None where ``ep`` is 1."""
 
@@ -147,8 +150,8 @@ class ParallelLayout:
         return self.index("tp")
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank says what all that hold its samples would: the first of its peers on the last pipeline stage."""
+    def is_data_leader(self) -> bool:
+        """Whether this rank reports for all that hold its samples: their first on the last stage."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -211,7 +214,8 @@ class ParallelLayout:
         return values
 
     def from_last_stage(self, make: Callable[[], T]) -> T:
-        """What the last stage makes, on every stage. Small values that can be pickled; only the last stage calls ``make``."""
+        """What the last stage makes, on every stage. Small values that can be pickled; only the
+        last stage calls ``make``."""
         if self.pp == 1:
             return make()
         found = [make() if self.is_last_stage else None]
@@ -545,7 +549,8 @@ def _keep_slice(module: nn.Module, name: str, cut: Cut, layout: ParallelLayout) 
 def _with_adapter(
     module: nn.Module,
 ) -> tuple[nn.Linear | None, nn.Linear | None, nn.Linear | None, dict[nn.Module, str]]:
-    """A linear layer, A and B of the adapter around it if there is one, and what each is called inside ``module``; None if it is none."""
+    """A linear layer, A and B of the adapter around it if there is one, and what each is called
+    inside ``module``; None if it is none."""
     if isinstance(module, nn.Linear):
         return module, None, None, {module: ""}
     linear = getattr(module, "base_layer", None)  # as peft calls it
@@ -567,7 +572,8 @@ def _cut_columns(
     """
     Args:
         copied: The input to the ranks, whose gradients are summed.
-        sharing: The ranks that hold the same part, each with some of the queries that read it: its gradient is summed over them.
+        sharing: The ranks that hold the same part, each with some of the queries that read it: its
+            gradient is summed over them.
     """
     _keep_slice(module, "weight", cut, layout)
     _keep_slice(module, "bias", cut, layout)

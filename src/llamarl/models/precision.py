@@ -4,8 +4,9 @@
     a GPU, such a model                                                               bfloat16
     anything else                                                                     float32
 
-Below that size the products are so short that rounding to bfloat16 costs what it saves. What was chosen stands in the run's
-``config.toml``, so a resume on another machine computes as the run began.
+Below that size the products are so short that rounding to bfloat16 costs what it saves. What was
+chosen stands in the run's ``config.toml``, so a resume on another machine computes as the run
+began.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def resolve_dtype(asked: str, *, device: str, model: str | Path, processor: str 
         asked: "auto", "float32", "bfloat16", ...
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where this machine has it.
         model: Hugging Face folder.
-        processor: As ``checkpoint.platform`` describes it; empty is this machine's. Of several kinds (``joint_facts``) all must
-            have the instructions.
+        processor: As ``checkpoint.platform`` describes it; empty is this machine's. Of several
+            kinds (``joint_facts``) all must have the instructions.
     """
     if asked != "auto":
         return asked
@@ -103,19 +104,22 @@ def resolve_dtype(asked: str, *, device: str, model: str | Path, processor: str 
 
 
 def engine_dtype(asked: str, quantization: str, *, device: str, model: str | Path, processor: str = "") -> str:
-    """``resolve_dtype`` of an engine: "auto" leaves what stands around int8 weights in float32, and around fp8 in bfloat16."""
+    """``resolve_dtype`` of an engine: "auto" leaves what stands around int8 weights in float32, and
+    around fp8 in bfloat16."""
     if asked == "auto" and quantization != "none":
         return "float32" if quantization == "int8" else "bfloat16"
     return resolve_dtype(asked, device=device, model=model, processor=processor)
 
 
 def has_bfloat16_products(processor: str) -> bool:
-    """Whether it multiplies bfloat16 in one instruction. Without, oneDNN converts to float32 and back, which is slower."""
+    """Whether it multiplies bfloat16 in one instruction. Without, oneDNN converts to float32 and
+    back, which is slower."""
     return all(any(name in one.split() for name in _INSTRUCTIONS) for one in processor.split(" and "))
 
 
 def num_parameters(model: str | Path) -> int:
-    """Numbers in a model, tied ones once, by its configuration alone: a model of the Hub may have no weights here yet."""
+    """Numbers in a model, tied ones once, by its configuration alone: a model of the Hub may have
+    no weights here yet."""
     from llamarl.models.sharded_loading import make_skeleton
 
     skeleton = make_skeleton(model, attention="eager")

@@ -1,7 +1,7 @@
 """Which kernels a stretch of code gets while ``torch.use_deterministic_algorithms`` is on.
 
-A run prefers repeatable kernels and is only warned where torch has none (``warn_only``). On CUDA two stretches need more, or
-less, than that preference:
+A run prefers repeatable kernels and is only warned where torch has none (``warn_only``). On CUDA
+two stretches need more, or less, than that preference:
 
 - ``demanded``: fused attention, flash and memory-efficient alike, takes the repeatable form of its backward pass only if
   determinism is demanded; merely preferred, it warns once and adds gradients up in whatever order they arrive. cuDNN's
@@ -11,8 +11,8 @@ less, than that preference:
   ask the host, which a CUDA graph cannot record. cuDNN's attention is avoided here too: it works out a plan for each new
   shape, and a generator's shapes change with every token.
 
-Both change settings of the process for the time of the block. Without a GPU they do nothing; where determinism is off they
-leave it off.
+Both change settings of the process for the time of the block. Without a GPU they do nothing; where
+determinism is off they leave it off.
 """
 
 from __future__ import annotations

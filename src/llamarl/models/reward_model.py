@@ -1,6 +1,7 @@
 """A frozen classifier that gives a text one number: transformers' own sequence-classification models.
 
-Two ways to compute one, chosen by the table of what is supported (``models/support.py``), never by what happens to work:
+Two ways to compute one, chosen by the table of what is supported (``models/support.py``), never by
+what happens to work:
 
     decoders of the table     the body on packed sequences, the head ``score`` at each one's last token; over several ranks
     any other architecture    the library's own forward on padded batches of similar length, whole on one rank
@@ -9,7 +10,6 @@ Two ways to compute one, chosen by the table of what is supported (``models/supp
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -22,7 +22,7 @@ from transformers import (
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import read_model_config, resolve_model_path
-from llamarl.models.loading import decoder_arguments, load_model_config, quiet
+from llamarl.models.loading import decoder_arguments, listed, load_as, load_model_config, quiet
 from llamarl.models.sharded_loading import skeleton_of
 from llamarl.models.support import why_unsupported
 
@@ -38,8 +38,8 @@ def check_reward_model(path: str | Path, *, key: str = "reward_model.path") -> N
     """Refuse what gives no single number. Reads ``config.json`` alone.
 
     Raises:
-        ModelError: It is no sequence-classification model with one label, or of an architecture that transformers does not
-            know as one.
+        ModelError: It is no sequence-classification model with one label, or of an architecture
+            that transformers does not know as one.
     """
     folder = resolve_model_path(path, key=key)
     try:
@@ -80,31 +80,25 @@ def load_reward_model(
     folder = resolve_model_path(path, key=key)
     try:
         with quiet():
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            model, missing = load_as(
+                AutoModelForSequenceClassification,
                 folder,
-                num_labels=1,
                 dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
+                attention=attention,
+                num_labels=1,
                 **decoder_arguments(folder),
             )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError.at(key, f": cannot load {folder} as a sequence-classification model: {error}") from error
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
-        raise ModelError.at(
-            key,
-            f": {folder} lacks {len(missing)} tensors of {type(model).__name__}: {', '.join(missing[:4])}"
-            f"{', ...' if len(missing) > 4 else ''}",
-        )
+    if missing:
+        raise ModelError.at(key, f": {folder} lacks {listed(missing, model)}")
     model.requires_grad_(False)
     return model.to(torch.device(device)).eval()
 
 
 def reward_skeleton(path: str | Path, *, attention: str, key: str) -> PreTrainedModel:
-    """The same, of those computed on packed sequences, without storage for its parameters (``models/sharded_loading.py``).
+    """The same, of those computed on packed sequences, without storage for its parameters
+    (``models/sharded_loading.py``).
 
     Raises:
         ModelError: It gives no single number.

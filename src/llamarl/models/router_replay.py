@@ -3,8 +3,9 @@
     hidden ─▶ router's own scores ─┬─ top k ──────────▶ experts ┐
                                    └─ at the recorded ─▶ experts ┴▶ scores of these ─▶ the router's own weights of them
 
-A router's code stays as it is: only the one step in it that selects, ``topk``, selects what was recorded. So its weights have the
-family's own arithmetic and gradients, and where it would have chosen the same experts in the same order, not a bit differs.
+A router's code stays as it is: only the one step in it that selects, ``topk``, selects what was
+recorded. So its weights have the family's own arithmetic and gradients, and where it would have
+chosen the same experts in the same order, not a bit differs.
 
 Replaying the generator's choices in the trainer is R3 ("rollout routing replay", arXiv:2510.11370).
 """
@@ -33,12 +34,12 @@ def routers(model: nn.Module) -> list[nn.Module]:
     found = []
     parents = {child: module for module in model.modules() for child in module.children()}
     for experts in expert_layers(model):
-        beside = [m for m in parents[experts].children() if m is not experts and _chooses(m, num_experts(experts))]
-        if len(beside) != 1:
+        candidates = [m for m in parents[experts].children() if m is not experts and _chooses(m, num_experts(experts))]
+        if len(candidates) != 1:
             raise ModelError(
                 f"{type(model).__name__}: how a router chooses in {type(parents[experts]).__name__} is not known"
             )
-        found.append(beside[0])
+        found.append(candidates[0])
     if not found:
         raise ModelError(f"{type(model).__name__} has no experts")
     return found
@@ -75,7 +76,8 @@ def _replaying(original: Callable[[Tensor], Any], layer: int, experts: int) -> C
 
 
 class _Selection(TorchFunctionMode):
-    """Inside, ``topk`` over all experts finds what was recorded; one over groups of them (DeepSeek's) finds what it finds."""
+    """Inside, ``topk`` over all experts finds what was recorded; one over groups of them
+    (DeepSeek's) finds what it finds."""
 
     def __init__(self, recorded: Tensor, experts: int) -> None:
         super().__init__()

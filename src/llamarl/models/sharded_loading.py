@@ -57,8 +57,8 @@ __all__ = [
 
 
 def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
-    """The folder's architecture in eval mode: float32 parameters on the meta device, real buffers, as stored where they are, tied
-    weights tied.
+    """The folder's architecture in eval mode: float32 parameters on the meta device, real buffers,
+    as stored where they are, tied weights tied.
 
     Raises:
         ModelError: The architecture is not supported.
@@ -85,7 +85,8 @@ def skeleton_of(kind: Any, path: str | Path, config: PretrainedConfig, *, attent
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """What a folder holds beside parameters, by name: of few architectures, such as the biases of DeepSeek's routers."""
+    """What a folder holds beside parameters, by name: of few architectures, such as the biases of
+    DeepSeek's routers."""
     return {
         f"{prefix}.{name}": buffer
         for prefix, module in model.named_modules()
@@ -112,8 +113,8 @@ def load_tensor_parallel(
     attention: str,
     section: str,
 ) -> tuple[PreTrainedModel, dict[str, Cut]]:
-    """This rank's part of a model that only computes, of its pipeline stage and cut over tensor-parallel ranks, in eval mode; whole
-    if there is one rank.
+    """This rank's part of a model that only computes, of its pipeline stage and cut over
+    tensor-parallel ranks, in eval mode; whole if there is one rank.
 
     Args:
         layout: Its data axis counts whole copies (replicas), and so does ``cp``.
@@ -149,7 +150,8 @@ def load_tensor_parallel(
 
 @contextmanager
 def _open_folder(files: Mapping[str, Path]) -> Iterator[Callable[[str, bool], Any]]:
-    """Give a function ``stored(name, whole)`` that reads a tensor of ``files``, or gives one of which parts can be read.
+    """Give a function ``stored(name, whole)`` that reads a tensor of ``files``, or gives one of
+    which parts can be read.
 
     Raises:
         ModelError: The file that is said to hold it does not.
@@ -274,8 +276,9 @@ class StoredPart:
 def where_stored(
     path: str | Path, model: PreTrainedModel, *, new: Collection[str] = ()
 ) -> dict[str, list[StoredPart]] | None:
-    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it must be loaded whole: some
-    parameter is not there as transformers would write it, in pieces that are whole experts, or halves of them.
+    """Parameter of ``model``, not yet cut -> the tensors of the folder that make it; None where it
+    must be loaded whole: some parameter is not there as transformers would write it, in pieces that
+    are whole experts, or halves of them.
 
     Args:
         new: Parameters that begin at 0 where the folder has none of them: they have no parts then.
@@ -300,8 +303,8 @@ def where_stored(
 
 
 def _pieces(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[StoredPart]]:
-    """Of parameters that are not stored under their own names. Each is stood for by a small tensor of numbers: a row an expert, two
-    where its rows may come from two matrices."""
+    """Of parameters that are not stored under their own names. Each is stood for by a small tensor
+    of numbers: a row an expert, two where its rows may come from two matrices."""
     probes: dict[str, Tensor] = {}
     sizes = []
     for name, shape in shapes.items():

@@ -1,5 +1,5 @@
-"""Which tensor-parallel sizes fit a model folder, and how layers divide into pipeline stages. No torch, so that a wrong size is
-refused before any process starts.
+"""Which tensor-parallel sizes fit a model folder, and how layers divide into pipeline stages. No
+torch, so that a wrong size is refused before any process starts.
 
 query heads, MLP width     cut over all ranks, evenly
 vocabulary                 cut over all ranks; the last part may be smaller
@@ -36,7 +36,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def fitting_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: int) -> list[int]:
-    """Every size that divides heads and intermediate size, and divides or is a multiple of the key-value heads; ascending."""
+    """Every size that divides heads and intermediate size, and divides or is a multiple of the
+    key-value heads; ascending."""
     kv = num_key_value_heads
     return [
         n
@@ -46,7 +47,8 @@ def fitting_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: i
 
 
 def why_heads_not_shared(num_heads: int, *, tp: int, cp: int) -> str | None:
-    """Why context-parallel ranks cannot share the query heads that tensor parallelism leaves on each rank; None: they can."""
+    """Why context-parallel ranks cannot share the query heads that tensor parallelism leaves on
+    each rank; None: they can."""
     if num_heads % (tp * cp) == 0:
         return None
     sizes = [n for n in range(1, num_heads // tp + 1) if num_heads % (tp * n) == 0]
@@ -111,8 +113,8 @@ def experts_of(config: Mapping[str, Any]) -> int:
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """Which layers each stage holds: as evenly as possible. What is left over goes to the stages in the middle, then to the first:
-    the last has the output layer to compute as well.
+    """Which layers each stage holds: as evenly as possible. What is left over goes to the stages in
+    the middle, then to the first: the last has the output layer to compute as well.
 
     Raises:
         ValueError: A stage would have none.

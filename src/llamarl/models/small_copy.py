@@ -147,8 +147,9 @@ def small_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """Weights in which everything counts: the library's own are so narrow that attention is nearly even, biases 0, norms 1.
-    The output layer is scaled until the likeliest token is likely, not certain."""
+    """Weights in which everything counts: the library's own are so narrow that attention is nearly
+    even, biases 0, norms 1. The output layer is scaled until the likeliest token is likely, not
+    certain."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
         if parameter.dim() >= 2:

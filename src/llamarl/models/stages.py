@@ -1,16 +1,19 @@
-"""A decoder cut by its layers into pipeline stages: each keeps its own layers of the model's own modules, and their names.
+"""A decoder cut by its layers into pipeline stages: each keeps its own layers of the model's own
+modules, and their names.
 
     stage 0            embedding ─▶ layers 0 .. a-1 ─▶ hidden states
     stage k            hidden states ─▶ layers a .. b-1 ─▶ hidden states
     the last stage     hidden states ─▶ layers b .. n-1 ─▶ final norm, output layer
 
-The model's own forward pass runs on every stage, over a list of layers that is as long as before: layers of other stages are
-replaced by modules without parameters that hand on what they are given. The one before a stage's first layer puts the received hidden
-states there, so whatever the model does between embedding and layers (scaling, say) is done once, on stage 0; the one after
-its last layer takes them out. A layer's index, its mask and its parameters' names stay what they are in the whole model.
+The model's own forward pass runs on every stage, over a list of layers that is as long as before:
+layers of other stages are replaced by modules without parameters that hand on what they are given.
+The one before a stage's first layer puts the received hidden states there, so whatever the model
+does between embedding and layers (scaling, say) is done once, on stage 0; the one after its last
+layer takes them out. A layer's index, its mask and its parameters' names stay what they are in the
+whole model.
 
-What stands before and after the layers is read from the model's own pipeline plan. A tied weight is held by the first stage and by
-the last, under its one name.
+What stands before and after the layers is read from the model's own pipeline plan. A tied weight is
+held by the first stage and by the last, under its one name.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ __all__ = ["Stage", "check_stages", "cut_into_stage"]
 
 
 class _Elsewhere(nn.Module):
-    """In the place of a layer that another stage holds: hands on what it is given, and has the layer's plain attributes."""
+    """In the place of a layer that another stage holds: hands on what it is given, and has the
+    layer's plain attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,11 +1,13 @@
-"""What is known of a model's architecture before anything heavy is imported: planner, dry-run, engine and trainer ask here.
+"""What is known of a model's architecture before anything heavy is imported: planner, dry-run,
+engine and trainer ask here.
 
     config.json ─▶ why_unsupported(config, use) ─▶ None, or the reason in words
 
-This is no list of what may run. Any decoder of transformers' own generates, trains and runs in replicas if it passes the
-check of ``executors/self_check.py``, which computes a small copy of it both ways before a run. The table says what each
-family can do *beyond* that, and what of a ``config.json`` no check on a few tokens would find. A family that is not in
-it gets what needs no such knowledge.
+This is no list of what may run. Any decoder of transformers' own generates, trains and runs in
+replicas if it passes the check of ``executors/self_check.py``, which computes a small copy of it
+both ways before a run. The table says what each family can do *beyond* that, and what of a
+``config.json`` no check on a few tokens would find. A family that is not in it gets what needs no
+such knowledge.
 
 No torch and no transformers here. ``tests/unit/models/test_support.py`` holds the table against what engine, trainer
 and critic really do with a small random model of each family.
@@ -162,8 +164,8 @@ _UNKNOWN = Family(
 def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:
     """Why a model cannot be used so; None if it can.
 
-    Whether an architecture that is not in the table can be computed at all is not asked here. Sizes (does ``tp`` divide the
-    heads?) are asked of ``models/sizes.py``.
+    Whether an architecture that is not in the table can be computed at all is not asked here. Sizes
+    (does ``tp`` divide the heads?) are asked of ``models/sizes.py``.
 
     Args:
         config: The object of its ``config.json``.
@@ -203,7 +205,8 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether the architecture is in the table; of another one only the check before a run knows whether it can be computed."""
+    """Whether the architecture is in the table; of another one only the check before a run knows
+    whether it can be computed."""
     return text_part(config).get("model_type") in FAMILIES
 
 

@@ -1,8 +1,8 @@
 """Small tensors from the host to the device without making the host wait.
 
-A copy from ordinary memory makes the host wait for everything the device was given before it. From page-locked memory it
-is queued like a kernel; torch's allocator of such memory keeps it until the copy has run, so the source may be dropped at
-once. On the CPU nothing is copied.
+A copy from ordinary memory makes the host wait for everything the device was given before it. From
+page-locked memory it is queued like a kernel; torch's allocator of such memory keeps it until the
+copy has run, so the source may be dropped at once. On the CPU nothing is copied.
 """
 
 from __future__ import annotations

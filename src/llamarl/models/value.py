@@ -15,7 +15,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.loading import decoder_arguments, load_model_config, quiet
+from llamarl.models.loading import decoder_arguments, listed, load_as, load_model_config, quiet
 from llamarl.models.sharded_loading import skeleton_of
 
 __all__ = ["HEAD", "load_value_model", "value_head", "value_skeleton"]
@@ -34,21 +34,19 @@ def load_value_model(path: str | Path, *, device: torch.device | str = "cpu", at
     check_supported(folder, "critic", key="critic.path")
     try:
         with quiet():  # it would warn of the unused output layer and of the new head
-            model, report = AutoModelForTokenClassification.from_pretrained(
+            model, lacking = load_as(
+                AutoModelForTokenClassification,
                 folder,
-                num_labels=1,
                 dtype=torch.float32,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
+                attention=attention,
+                num_labels=1,
                 **decoder_arguments(folder),
             )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"critic.path: cannot load {folder} with a value head: {error}") from error
-    if missing := sorted(name for name in report["missing_keys"] if name not in HEAD):
-        raise ModelError(f"critic.path: {folder} lacks {', '.join(missing)}")
-    if report["missing_keys"]:
+    if missing := [name for name in lacking if name not in HEAD]:
+        raise ModelError(f"critic.path: {folder} lacks {listed(missing, model)}")
+    if lacking:
         for parameter in value_head(model).parameters():
             nn.init.zeros_(parameter)
     return model.to(torch.device(device)).eval()

@@ -3,8 +3,8 @@
     tokens ─▶ rows of this rank, zero for the others' ─▶ sum over ranks ─▶ hidden states, whole on every rank
     hidden states ─▶ output layer ─▶ this rank's slice of the logits
 
-Nobody puts the slices together. The trainer sums exponentials over ranks (``trainer/logprobs.py``), the engine draws over them
-(``engine/cut_sampler.py``).
+Nobody puts the slices together. The trainer sums exponentials over ranks (``trainer/logprobs.py``),
+the engine draws over them (``engine/cut_sampler.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class VocabularyPart:
 
 
 def cut_vocabulary(model: PreTrainedModel, *, rank: int, num_ranks: int, group: dist.ProcessGroup) -> dict[str, int]:
-    """Keep this rank's rows of embedding and output layer, of those that the model has here, in place; ``torch.chunk``'s parts.
+    """Keep this rank's rows of embedding and output layer, of those that the model has here, in
+    place; ``torch.chunk``'s parts.
 
     Returns:
         Names of the parameters that were cut, tied ones once -> size of the vocabulary.

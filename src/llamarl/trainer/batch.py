@@ -108,8 +108,8 @@ class TrainingSequence:
 class Microbatch:
     """Sequences laid end to end: N input tokens, T trained tokens, S sequences.
 
-    Under context parallelism what goes into the model (``input_ids`` to ``targets``, and ``experts``) is this rank's part, n for N and t for
-    T; all else is of the whole row.
+    Under context parallelism what goes into the model (``input_ids`` to ``targets``, and
+    ``experts``) is this rank's part, n for N and t for T; all else is of the whole row.
     """
 
     input_ids: Tensor
@@ -131,15 +131,16 @@ class Microbatch:
     advantages: Tensor
     """[T] float32."""
     weights: Tensor
-    """[T] float32: what each token's loss is multiplied by. Over the whole optimizer step they average as configured."""
+    """[T] float32: what each token's loss is multiplied by. Over the whole optimizer step they
+    average as configured."""
     sequence_ids: Tensor
     """[T] int64, 0 .. S - 1."""
     num_sequences: int
     reference_logprobs: Tensor | None = None
     """[T] float32; None where there is no reference."""
     experts: Tensor | None = None
-    """[N, sparse layers, k] int16: what the routers are to choose, -1 in the rows of sequences of which it is not known. None where
-    they choose themselves."""
+    """[N, sparse layers, k] int16: what the routers are to choose, -1 in the rows of sequences of
+    which it is not known. None where they choose themselves."""
 
     @property
     def num_tokens(self) -> int:
@@ -163,8 +164,8 @@ def make_sequences(
         sum_over_ranks: For advantages that look at the whole step: adds up over the ranks that hold its other groups.
 
     Raises:
-        ValueError: A response was never judged, a trained token has no finite behaviour log-prob, or the algorithm needs
-            values or reference log-probs that nobody has put there.
+        ValueError: A response was never judged, a trained token has no finite behaviour log-prob,
+            or the algorithm needs values or reference log-probs that nobody has put there.
     """
     rewards = [np.array([response_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
     sequences = []
@@ -391,12 +392,13 @@ def pack_sequences(
     device: str | torch.device,
     at_once: int = 1,
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the surplus empty. Pipeline stages, which
-    hold the same sequences, find the same: at least as many micro-batches as there are stages, so that each has work at once.
+    """Indices of the sequences of each micro-batch; as many micro-batches on every rank, the
+    surplus empty. Pipeline stages, which hold the same sequences, find the same: at least as many
+    micro-batches as there are stages, so that each has work at once.
 
     Args:
-        at_once: Micro-batches that a lone rank computes at the same time: at least as many are made, if there are as many units, and in an
-            order in which they end together.
+        at_once: Micro-batches that a lone rank computes at the same time: at least as many are
+            made, if there are as many units, and in an order in which they end together.
     """
     units = [[i] for i in range(len(sequences))]
     if share_prompts:

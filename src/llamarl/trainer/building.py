@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.adapters import add_adapters, base_name, base_parameters
+from llamarl.models.adapters import (
+    add_adapters,
+    base_name,
+    base_parameters,
+    check_adapters_of_stages,
+    keeping_adapters,
+    with_storage_of_one,
+)
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import num_experts, watch_experts
 from llamarl.models.loading import load_model
@@ -31,7 +38,6 @@ from llamarl.models.parallel import (
 )
 from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.router_replay import let_replay
-from llamarl.models.sharded_adapters import check_adapters_of_stages, keeping_adapters, with_storage_of_one
 from llamarl.models.sharded_loading import StoredPart, give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.sizes import why_experts_not_spread, why_heads_not_shared
 from llamarl.models.small_copy import small_model
@@ -40,7 +46,7 @@ from llamarl.models.value import HEAD, load_value_model, value_skeleton
 from llamarl.trainer.config import LoraConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
-from llamarl.trainer.policy import Policy, ValueModel, check_output_layer, is_worth_offloading
+from llamarl.trainer.policy import Policy, ValueModel, check_output_layer
 
 __all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model", "layout_of"]
 
@@ -56,11 +62,13 @@ class Built(Generic[Module]):
     cuts: dict[str, Cut]
     """Parameter -> how tensor parallelism cut it."""
     names: tuple[str, ...]
-    """Of the parameters that are trained of the whole model, in its order, those of other stages too; all where none is."""
+    """Of the parameters that are trained of the whole model, in its order, those of other stages
+    too; all where none is."""
     base_names: tuple[str, ...]
     """Where adapters are trained, the same of the frozen ones, as they are called without adapters; else empty."""
     initial: dict[str, Tensor] | None
-    """Float32 values of the trained parameters from before they were rounded to the compute dtype; None if they still hold them."""
+    """Float32 values of the trained parameters from before they were rounded to the compute dtype;
+    None if they still hold them."""
 
 
 def layout_of(config: TrainerConfig, device: str) -> ParallelLayout:
@@ -85,7 +93,6 @@ def build_policy(
     trained: bool = True,
     entropy_needs_grad: bool = False,
     checkpoint_every: int = 0,
-    offload_activations: bool = False,
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
     replay: bool = False,
@@ -97,7 +104,6 @@ def build_policy(
         share_prompts: Whether micro-batches hold a group's prompt once.
         trained: False freezes every parameter.
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
-        offload_activations: On a GPU, layers keep theirs in host memory between the passes.
         lora: With it, adapters are added and the model itself is frozen.
         replay: Its routers choose what a micro-batch says (``Microbatch.experts``).
 
@@ -142,8 +148,6 @@ def build_policy(
             policy.requires_grad_(False)
         if checkpoint_every:
             policy.checkpoint_activations(every=checkpoint_every)
-        if offload_activations and device.type == "cuda":
-            policy.offload_activations(is_worth_offloading)
         return policy
 
     fill = None if parts is None else _reader(model_path, model, parts, layout, device)
@@ -275,7 +279,8 @@ def _spread(
 
 
 def _small_copy(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """What the architecture does after its output layer does not depend on sizes, and no rank of a mesh has memory for the whole."""
+    """What the architecture does after its output layer does not depend on sizes, and no rank of a
+    mesh has memory for the whole."""
     small = small_model(config)
     small.set_attn_implementation(attention)
     return small

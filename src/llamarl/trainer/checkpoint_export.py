@@ -1,4 +1,5 @@
-"""A Hugging Face folder from a checkpoint, after the fact: by tick, in any precision, on one process without an optimizer.
+"""A Hugging Face folder from a checkpoint, after the fact: by tick, in any precision, on one
+process without an optimizer.
 
     RUN/checkpoints/tick_N/trainer/state ─▶ weights, a gigabyte at a time ─▶ (+ base, where adapters were trained) ─▶ OUT
 

@@ -17,7 +17,6 @@ __all__ = [
     "LoraConfig",
     "OptimizerConfig",
     "ReferenceConfig",
-    "SelectionConfig",
     "TrainerConfig",
     "num_at_once",
 ]
@@ -25,27 +24,9 @@ __all__ = [
 _SMALL = 20_000_000
 """Parameters below which one micro-batch is computed after the other."""
 MOST_AT_ONCE = 4
-"""Micro-batches that a trainer computes at the same time unless told otherwise, and so the cores that a lone one fills: threads
-above that are teams, who need their cores. Each further one costs a micro-batch's activations and a set of gradients, and takes a
-share of the one interpreter."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class SelectionConfig:
-    """Which of a tick's responses its optimizer steps train on. Each option has a bias: docs/algorithms/batches.md."""
-
-    tokens_per_step: NonNegativeInt = 0
-    """Trained tokens of each optimizer step (Ring-lite's C3PO): whole responses in a seeded order until the next would pass
-    this number; the others are dropped. 0 trains on all. At least the longest response."""
-
-    pairs: NonNegativeInt = 0
-    """Of each group, train on so many pairs of highest and lowest advantage (Shuffle-R1), the greatest contrasts first;
-    0 trains on every response. At most half of generator.group_size."""
-
-    shuffle: Literal["uniform", "advantage"] = "uniform"
-    """How responses come to the steps of a tick. ``uniform``: each once a pass, in a seeded random order. ``advantage``:
-    each step draws its share anew, with probability proportional to the absolute advantage, so that some train several
-    times and others never (Shuffle-R1); needs trainer.minibatches >= 2 or tokens_per_step."""
+"""Micro-batches that a trainer computes at the same time unless told otherwise, and so the cores
+that a lone one fills: threads above that are teams, who need their cores. Each further one costs a
+micro-batch's activations and a set of gradients, and takes a share of the one interpreter."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -61,21 +42,25 @@ class TrainerConfig:
     The trainer runs ``fsdp * tp * pp * cp`` processes."""
 
     pp: PositiveInt = 1
-    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers. Each computes a micro-batch and hands it on,
-    so a step wants several times as many micro-batches as stages: see ``max_tokens_per_microbatch``."""
+    """Pipeline stages into which the layers are cut, >= 1; at most the model's layers. Each
+    computes a micro-batch and hands it on, so a step wants several times as many micro-batches as
+    stages: see ``max_tokens_per_microbatch``."""
 
     cp: PositiveInt = 1
-    """Ranks over which each micro-batch's tokens are cut, >= 1 (Ulysses context parallelism), so that one sequence's activations lie over
-    all of them; parameters are sharded over them too. ``tp * cp`` divides the model's attention heads."""
+    """Ranks over which each micro-batch's tokens are cut, >= 1 (Ulysses context parallelism), so
+    that one sequence's activations lie over all of them; parameters are sharded over them too. ``tp
+    * cp`` divides the model's attention heads."""
 
     ep: PositiveInt = 1
-    """Ranks over which the experts of a sparse model are spread, each with some whole ones: neighbours among the ``fsdp * cp`` ranks, to
-    which tokens travel and come back, none dropped. Divides ``fsdp * cp``; ``tp * ep`` divides the experts. 1: every rank computes all
-    of its tokens' experts, gathered by FSDP2."""
+    """Ranks over which the experts of a sparse model are spread, each with some whole ones:
+    neighbours among the ``fsdp * cp`` ranks, to which tokens travel and come back, none dropped.
+    Divides ``fsdp * cp``; ``tp * ep`` divides the experts. 1: every rank computes all of its
+    tokens' experts, gathered by FSDP2."""
 
     threads: NonNegativeInt = 0
-    """CPU threads of each trainer process; 0 divides the machine's cores, and on up to 4 of them gives a lone rank one a core, which use
-    what the others leave (``microbatches_at_once``). Bits depend on it, so a run records it."""
+    """CPU threads of each trainer process; 0 divides the machine's cores, and on up to 4 of them
+    gives a lone rank one a core, which use what the others leave (``microbatches_at_once``). Bits
+    depend on it, so a run records it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
@@ -87,46 +72,44 @@ class TrainerConfig:
     epochs: PositiveInt = 1
     """Passes over a tick's batch, >= 1, each cut anew."""
 
-    selection: SelectionConfig = Field(default_factory=SelectionConfig)
-
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Precision of forward and backward. "auto" is bfloat16 for models of 20 million parameters or more on a GPU and on a processor
-    with bfloat16 products (avx512_bf16, amx_bf16), else float32; the run's config.toml says which. Master weights, gradients
-    between micro-batches, and moments are float32, but updates far smaller than bfloat16's steps are not seen until they add up."""
+    """Precision of forward and backward. "auto" is bfloat16 for models of 20 million parameters or
+    more on a GPU and on a processor with bfloat16 products (avx512_bf16, amx_bf16), else float32;
+    the run's config.toml says which. Master weights, gradients between micro-batches, and moments
+    are float32, but updates far smaller than bfloat16's steps are not seen until they add up."""
 
     max_tokens_per_microbatch: PositiveInt = 4096
     """Tokens (prompt and response) that one forward pass packs, >= 1. Bounds activation memory; a single longer
     response is computed alone."""
 
     microbatches_at_once: NonNegativeInt = 0
-    """Micro-batches that a lone rank on the CPU computes at the same time, its threads divided among them; each further one costs
-    a micro-batch's activations and a set of gradients. 0 takes as many as divide ``threads``, up to 4, of a model of 20 million
-    parameters or more; 1 takes one after the other, all threads on each. Bits depend on this number and on the threads
-    of one micro-batch. Several ranks, and GPUs, take one after the other."""
+    """Micro-batches that a lone rank on the CPU computes at the same time, its threads divided
+    among them; each further one costs a micro-batch's activations and a set of gradients. 0 takes
+    as many as divide ``threads``, up to 4, of a model of 20 million parameters or more; 1 takes one
+    after the other, all threads on each. Bits depend on this number and on the threads of one
+    micro-batch. Several ranks, and GPUs, take one after the other."""
 
     share_prompts: bool = True
-    """Compute a group's prompt once for all of its responses; exact to rounding. Models with sliding-window or soft-capped
-    attention compute it once a response all the same."""
+    """Compute a group's prompt once for all of its responses; exact to rounding. Models with
+    sliding-window or soft-capped attention compute it once a response all the same."""
 
     skip_zero_advantage: bool = True
-    """Do not compute responses whose advantage is 0, where their gradient is exactly 0: under a loss of llamarl's own, without a KL or
-    entropy term. They still count in the loss's divisor; ratio, mismatch and entropy metrics then cover the others alone."""
+    """Do not compute responses whose advantage is 0, where their gradient is exactly 0: under a
+    loss of llamarl's own, without a KL or entropy term. They still count in the loss's divisor;
+    ratio, mismatch and entropy metrics then cover the others alone."""
 
     logprob_chunk_tokens: PositiveInt = 512
     """Tokens whose logits exist at once: peak memory of the output layer is this many rows of the vocabulary."""
 
     router: Annotated[Literal["live", "replay"], IN_STATE] = "live"
-    """Which experts of a sparse model compute a token in the trainer. "live": those that its router chooses now. "replay": those that
-    computed it in the generator, which notes them (R3, arXiv:2510.11370); the router's present weights of them count, so it still
-    learns. Rounding and age then no longer send a token to other experts than those under which it was sampled."""
+    """Which experts of a sparse model compute a token in the trainer. "live": those that its router
+    chooses now. "replay": those that computed it in the generator, which notes them (R3,
+    arXiv:2510.11370); the router's present weights of them count, so it still learns. Rounding and
+    age then no longer send a token to other experts than those under which it was sampled."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """``full`` keeps only each layer's input and recomputes the layer in the backward pass; ``selective`` does so for
     every second layer; ``none`` keeps everything."""
-
-    activation_offload: bool = False
-    """Keep what a layer needs for its backward pass in host memory until then; with ``activation_checkpointing`` that is its input. The
-    device holds that of two layers or so; the same bits. On a CPU, where it is in host memory anyway, nothing changes."""
 
     offload_optimizer: bool = False
     """Keep master weights and moments in host memory and update there; the device holds the compute weights and one
@@ -139,9 +122,11 @@ class TrainerConfig:
     """Non-finite gradients in a row that are skipped; one more stops the run."""
 
     export_dtype: Annotated[Literal["served", "source", "float32", "bfloat16"], NO_BITS] = "served"
-    """Precision of ``RUN/model``. "served": that in which weights are handed over (``generator.engine.dtype``), so the folder holds what was sampled from and
-    evaluated. "float32": the trainer's own weights. "source": the one that the initial model was stored in. Fewer bits than were
-    served round most of a small learning rate's changes away; the run then says how much, and what it costs."""
+    """Precision of ``RUN/model``. "served": that in which weights are handed over
+    (``generator.engine.dtype``), so the folder holds what was sampled from and evaluated.
+    "float32": the trainer's own weights. "source": the one that the initial model was stored in.
+    Fewer bits than were served round most of a small learning rate's changes away; the run then
+    says how much, and what it costs."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
@@ -154,13 +139,6 @@ class TrainerConfig:
                 "over which experts are spread (1: the model has none, or each rank holds all)",
                 ("fsdp", "cp"),
             )
-        if self.selection.shuffle == "advantage" and self.minibatches == 1 and not self.selection.tokens_per_step:
-            yield Mistake(
-                "selection.shuffle",
-                "'advantage' draws a part of the batch for each step, but with minibatches = 1 a step is the whole batch: "
-                "set minibatches >= 2 or selection.tokens_per_step",
-                ("minibatches", "selection.tokens_per_step"),
-            )
 
     @property
     def num_ranks(self) -> int:
@@ -171,11 +149,6 @@ class TrainerConfig:
     def steps_per_tick(self) -> int:
         """Optimizer steps between two policy versions."""
         return self.minibatches * self.epochs
-
-    @property
-    def plans_steps(self) -> bool:
-        """Whether a tick is anything but one step on every response."""
-        return self.steps_per_tick > 1 or self.selection.pairs > 0 or self.selection.tokens_per_step > 0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -202,11 +175,13 @@ class OptimizerConfig:
     """Ticks over which the rate rises linearly to ``lr``."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio * lr`` at tick ``decay_ticks`` and stay there."""
+    """Shape after the warm-up; ``linear`` and ``cosine`` fall to ``min_lr_ratio * lr`` at tick
+    ``decay_ticks`` and stay there."""
 
     decay_ticks: NonNegativeInt = 0
-    """Tick by which a falling rate is down. 0: the length that the run was started with, which its config.toml then says; a
-    run that is prolonged or repeated in part keeps it, so that its bits do not depend on where it stops."""
+    """Tick by which a falling rate is down. 0: the length that the run was started with, which its
+    config.toml then says; a run that is prolonged or repeated in part keeps it, so that its bits do
+    not depend on where it stops."""
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final rate over ``lr``, for ``linear`` and ``cosine``. With 0 the last tick changes no weight."""
@@ -223,12 +198,13 @@ class LoraConfig:
     """The adapters' product is multiplied by ``alpha / rank``."""
 
     targets: Annotated[ListOf[str], IN_STATE] = ()
-    """Names of the linear layers that get one. Empty: all inside the model's decoder, of a sparse model those of its attention; the
-    run's config.toml then names them."""
+    """Names of the linear layers that get one. Empty: all inside the model's decoder, of a sparse
+    model those of its attention; the run's config.toml then names them."""
 
     hand_over: Literal["merged", "adapter"] = "merged"
-    """"merged": generators receive whole weights, as without adapters. "adapter": they receive the adapters alone, far fewer
-    bytes, and add them to the base weights that they keep, one more copy of the target layers."""
+    """"merged": generators receive whole weights, as without adapters. "adapter": they receive the
+    adapters alone, far fewer bytes, and add them to the base weights that they keep, one more copy
+    of the target layers."""
 
     export_merged: Annotated[bool, NO_BITS] = True
     """Besides the adapter folder (``RUN/adapter``), write the policy as a whole model (``RUN/model``)."""
@@ -236,15 +212,16 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReferenceConfig:
-    """The executor that puts a frozen model's log-probs beside every trained token. ``algorithm.kl_coef`` above 0 asks for
-    it. Its micro-batches are packed as the trainer's, twice as long: it keeps no activations."""
+    """The executor that puts a frozen model's log-probs beside every trained token.
+    ``algorithm.kl_coef`` above 0 asks for it. Its micro-batches are packed as the trainer's, twice
+    as long: it keeps no activations."""
 
     enabled: bool = False
     """Run it although ``algorithm.kl_coef`` is 0, only to see how far the policy has moved (``kl/reference``)."""
 
     path: str = ""
-    """Hugging Face folder or id of the Hub of the reference model, with the policy's vocabulary; empty is the policy's version
-    0."""
+    """Hugging Face folder or id of the Hub of the reference model, with the policy's vocabulary;
+    empty is the policy's version 0."""
 
     revision: str = ""
     """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
@@ -262,7 +239,8 @@ class ReferenceConfig:
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of its weights and of the forward pass; "auto" is that of ``trainer.dtype``, so the KL of equal weights is 0."""
+    """Precision of its weights and of the forward pass; "auto" is that of ``trainer.dtype``, so the
+    KL of equal weights is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -271,8 +249,8 @@ class CriticConfig:
     "two_level_gae". Precision, micro-batches and limits on gradients are the trainer's."""
 
     path: str = ""
-    """Hugging Face folder or id of the Hub to start from: a language model, whose value head then starts at 0, or an exported
-    critic. Empty is the policy's version 0."""
+    """Hugging Face folder or id of the Hub to start from: a language model, whose value head then
+    starts at 0, or an exported critic. Empty is the policy's version 0."""
 
     revision: str = ""
     """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
@@ -290,7 +268,8 @@ class CriticConfig:
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     updates_per_tick: PositiveInt = 1
-    """Optimizer steps on each tick's whole batch, >= 1. The values that the trainer uses were estimated before the first."""
+    """Optimizer steps on each tick's whole batch, >= 1. The values that the trainer uses were
+    estimated before the first."""
 
     value_clip: NonNegativeFloat = 0.0
     """In updates after a tick's first, an estimate that moved further than this from the one it had is clipped, and the
@@ -307,8 +286,9 @@ def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = 
     """Micro-batches that one rank computes at the same time.
 
     Args:
-        asked: As configured; 0 leaves it to this rule: the largest divisor of ``threads`` up to 4, for a model of 20 million
-            parameters or more. In a smaller one the interpreter, of which there is one, is most of the time.
+        asked: As configured; 0 leaves it to this rule: the largest divisor of ``threads`` up to 4,
+            for a model of 20 million parameters or more. In a smaller one the interpreter, of which
+            there is one, is most of the time.
         threads: CPU threads of the rank.
         num_parameters: Of the model.
         alone: A lone rank on the CPU. Ranks that share a model meet in every layer, and a GPU has enough with one.

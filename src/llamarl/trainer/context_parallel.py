@@ -1,19 +1,23 @@
-"""Context parallelism: each rank computes a part of every row of tokens, and inside attention all tokens for a part of the heads.
+"""Context parallelism: each rank computes a part of every row of tokens, and inside attention all
+tokens for a part of the heads.
 
     rank r                    tokens r * n .. (r + 1) * n of the row, all heads     [1, H, n, D]
     q, k, v ──exchange──▶     all N tokens, heads r * H/cp .. (r + 1) * H/cp        [1, H/cp, N, D]
     the trainer's own attention of the whole row: packed sequences, shared prompts, windows, soft caps
     output ──exchange──▶      own tokens, all heads                                 [1, n, H, D]
 
-This is DeepSpeed-Ulysses (arXiv:2309.14509). Everything but attention works on single tokens, so a rank's activations and its share
-of every other product are a part of the row's, and attention needs to know nothing of it: packed documents stay apart, and
-a group's prompt stays shared, as on one rank. Two exchanges a layer and pass carry every query, key, value and output once.
+This is DeepSpeed-Ulysses (arXiv:2309.14509). Everything but attention works on single tokens, so a
+rank's activations and its share of every other product are a part of the row's, and attention needs
+to know nothing of it: packed documents stay apart, and a group's prompt stays shared, as on one
+rank. Two exchanges a layer and pass carry every query, key, value and output once.
 
-Rules. n = ceil(N / cp): the row is filled up at its end with tokens that attention never sees, that no loss reads, and whose
-gradient is therefore 0. Query heads divide by cp. Key-value heads that do not are repeated, as often as it takes, on their way.
+Rules. n = ceil(N / cp): the row is filled up at its end with tokens that attention never sees, that
+no loss reads, and whose gradient is therefore 0. Query heads divide by cp. Key-value heads that do
+not are repeated, as often as it takes, on their way.
 
-Log-probs of a rank's tokens are put together into those of the whole row, and every rank of ``cp`` computes the whole loss of them: so
-losses that look at whole sequences, and all counts and statistics, are those of one rank, and only gradients are parts.
+Log-probs of a rank's tokens are put together into those of the whole row, and every rank of ``cp``
+computes the whole loss of them: so losses that look at whole sequences, and all counts and
+statistics, are those of one rank, and only gradients are parts.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.attention import PackedSequences, attending, current_packing, of_two_widths
+from llamarl.models.attention import PackedSequences, attending, register_attention
 from llamarl.models.collectives import ExchangeParts, SumOverRanks
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.stages import Stage
@@ -115,27 +119,17 @@ def cut_row(row: RowOverRanks, positions: Tensor) -> tuple[OwnTokens, Tensor]:
 
 
 def _attention_over_ranks(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """The function behind ``CONTEXT_ATTENTION``: query [1, H, n, D], key and value [1, KV, n, D] of own tokens -> [1, n, H, D]. Under any
-    other packing than ``RowOverRanks`` it is the trainer's attention on one rank."""
-    row = current_packing()
-    if isinstance(row, _EachForItself):
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *, packing: Any, **settings: Any
+) -> Tensor:
+    """The function behind ``CONTEXT_ATTENTION``: query [1, H, n, D], key and value [1, KV, n, D] of
+    own tokens -> [1, n, H, D]. Under any other packing than ``RowOverRanks`` it is the trainer's
+    attention on one rank."""
+    if isinstance(packing, _EachForItself):
         heads_each = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(heads_each, dim=1).transpose(1, 2), None
-    if not isinstance(row, RowOverRanks):
-        return shared_prompt_attention(
-            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap, row
-        )
+        return value.repeat_interleave(heads_each, dim=1).transpose(1, 2)
+    if not isinstance(packing, RowOverRanks):
+        return shared_prompt_attention(module, query, key, value, packing=packing, **settings)
+    row = packing
     ranks, N = row.ranks, row.num_tokens
     cp = ranks.num_ranks
     _, H, n, D = query.shape
@@ -145,14 +139,12 @@ def _attention_over_ranks(
     parts = torch.cat([x[0].reshape(cp, -1, n, D) for x in (query, key, value)], dim=1)
     whole = ExchangeParts.apply(parts, ranks.group).transpose(0, 1).reshape(1, -1, cp * n, D)[:, :, :N]
     q, k, v = whole.split([x.shape[1] // cp for x in (query, key, value)], dim=1)
-    out, _weights = shared_prompt_attention(
-        module, q, k, v, attention_mask, dropout, scaling, sliding_window, softcap, row.whole
-    )
+    out = shared_prompt_attention(module, q, k, v, packing=row.whole, **settings)
     filled = F.pad(out[0], (0, 0, 0, 0, 0, cp * n - N)).view(cp, n, -1, D)
-    return ExchangeParts.apply(filled, ranks.group).transpose(0, 1).reshape(1, n, H, D), None
+    return ExchangeParts.apply(filled, ranks.group).transpose(0, 1).reshape(1, n, H, D)
 
 
-AttentionInterface.register(CONTEXT_ATTENTION, of_two_widths(_attention_over_ranks))
+register_attention(CONTEXT_ATTENTION, _attention_over_ranks)
 
 
 class _EachForItself:

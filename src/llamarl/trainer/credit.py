@@ -114,8 +114,9 @@ def _gae(response: Response, values: npt.NDArray[np.floating], config: Algorithm
 
 
 def _turns(response: Response, config: AlgorithmConfig) -> tuple[Array, list[int]]:
-    """Reward and trained tokens of each turn; what the response earns beside its turns (a judge's verdict on the whole, less
-    penalties) is its last turn's. A response without turns is one turn."""
+    """Reward and trained tokens of each turn; what the response earns beside its turns (a judge's
+    verdict on the whole, less penalties) is its last turn's. A response without turns is one
+    turn."""
     if not response.turns:
         return np.array([response_reward(response, config)]), [int(response.loss_mask.sum())]
     rewards = np.array([turn.reward for turn in response.turns], np.float64)

@@ -3,15 +3,15 @@
     groups ─▶ micro-batches ─▶ V(s_t) before each trained token ─▶ groups with values ─▶ the trainer's advantages
                                    └─▶ returns (GAE) ─▶ (V - return)^2 / 2, mean over tokens ─▶ AdamW ─▶ next version
 
-Version c of the critic is its weights after c ticks; batch c is valued by version c, then trained on. The first update's
-forward pass is the one that gave the values, so valuing costs nothing more. As in the trainer, every token's weight is fixed
-before the first pass: any split over micro-batches and ranks gives the same gradient, to rounding.
+Version c of the critic is its weights after c ticks; batch c is valued by version c, then trained
+on. The first update's forward pass is the one that gave the values, so valuing costs nothing more.
+As in the trainer, every token's weight is fixed before the first pass: any split over micro-batches
+and ranks gives the same gradient, to rounding.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.value import value_loss
-from llamarl.errors import TrainingDiverged
 from llamarl.models.loading import load_model_config, torch_dtype
 from llamarl.models.parallel import make_layout
 from llamarl.models.repeatable import demanded
@@ -35,7 +33,7 @@ from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
 
-__all__ = ["Critic"]
+__all__ = ["Critic", "value_loss"]
 
 
 class Critic(ShardedModel[ValueModel]):
@@ -70,7 +68,6 @@ class Critic(ShardedModel[ValueModel]):
         self.config, self.algorithm, self.trainer, self.num_ticks = config, algorithm, trainer, num_ticks
         self.optimizer = dataclasses.replace(optimizer, lr=config.lr, warmup_ticks=config.warmup_ticks)
         self.ticks_done = 0
-        self.num_skipped_in_a_row = 0
         learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
         layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device, keys=("critic.fsdp", "critic.tp"))
         self.share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
@@ -123,11 +120,14 @@ class Critic(ShardedModel[ValueModel]):
                     clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
                     part.backward()  # type: ignore[no-untyped-call]
             (total_loss,) = self._sum([loss.item()])
-            grad_norm, stepped = self._update(lr, total_loss, empty=num_tokens == 0)
+            self.weights.collect_gradients()
+            grad_norm, stepped = self.apply_gradients(
+                torch.tensor(total_loss), lr, max_norm=self.trainer.max_grad_norm, empty=num_tokens == 0
+            )
             skipped += not stepped
             if update == 0:
                 first = {"critic/loss": total_loss, "critic/grad_norm": grad_norm}
-            self._count_skips(skipped=not stepped, tick=tick)
+            self.check_divergence(tick, self.trainer.max_skipped_steps, "lower critic.lr")
         self.ticks_done += 1
         metrics = first | self._fit(values, targets) | {"critic/lr": lr, "critic/skipped": float(skipped)}
         if self.config.value_clip:
@@ -143,27 +143,6 @@ class Critic(ShardedModel[ValueModel]):
         ]
         joined = np.concatenate([*returns, np.zeros(0)])
         return torch.from_numpy(joined).to(values)
-
-    def _update(self, lr: float, loss: float, *, empty: bool) -> tuple[float, bool]:
-        """AdamW with what was gathered; (gradient norm, False if it or the loss was not finite and nothing changed)."""
-        self.weights.collect_gradients()
-        grad_norm = self.weights.gradient_norm().item()
-        finite = math.isfinite(grad_norm) and math.isfinite(loss)
-        if finite and not empty:
-            if 0 < self.trainer.max_grad_norm < grad_norm:
-                self.weights.scale_gradients(self.trainer.max_grad_norm / grad_norm)
-            self.weights.step(lr)
-        self.weights.drop_gradients()
-        return grad_norm, finite
-
-    def _count_skips(self, *, skipped: bool, tick: int) -> None:
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
-        if self.num_skipped_in_a_row > self.trainer.max_skipped_steps:
-            raise TrainingDiverged(
-                f"critic: tick {tick}: {self.num_skipped_in_a_row} steps in a row with a non-finite loss or gradient"
-                f" (trainer.max_skipped_steps = {self.trainer.max_skipped_steps}): lower critic.lr, or look at the"
-                " rewards of these ticks; checkpoints taken so far are untouched"
-            )
 
     def _fit(self, values: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, float]:
         """How well the values foretold the returns, over the tokens of all ranks."""
@@ -190,3 +169,27 @@ class Critic(ShardedModel[ValueModel]):
         In float32, of its own weights: fewer bits would round what it has learned away.
         """
         self.write_model(folder, dtype=torch.float32, served_dtype=self.trainer.dtype, version=self.ticks_done)
+
+
+def value_loss(estimates: Tensor, returns: Tensor, earlier: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """Half the squared error a token, with PPO's optional clipping of the estimate's move. Not averaged.
+
+    With ``clip`` c the loss is the larger of the plain error and that of ``earlier + clip(V - earlier, -c, c)``: an
+    estimate that has already moved further than c towards its return gets no more gradient (as in the code of
+    arXiv:1707.06347's authors; arXiv:2005.12729 finds little use in it).
+
+    Args:
+        estimates: V, [T], with grad.
+        returns: What V should be, [T].
+        earlier: V as first estimated in this tick, [T].
+        clip: In units of reward; 0 is off.
+
+    Returns:
+        Losses [T], and [T] bool: V has moved further than ``clip``, and the clipped error was the larger.
+    """
+    plain = (estimates - returns).square()
+    if not clip:
+        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
+    move = estimates - earlier
+    bounded = (earlier + move.clamp(-clip, clip) - returns).square()
+    return torch.maximum(plain, bounded) / 2, ((move.abs() > clip) & (bounded > plain)).detach()

@@ -3,13 +3,15 @@
     hidden [T, H] ──chunk of C──▶ logits [C, V] ──▶ log-prob [C], entropy [C]; logits dropped
     backward: logits of the same chunk again ──▶ their gradient ──▶ gradients of hidden and weight; dropped
 
-Peak memory of the output layer is two [C, V] buffers, forward and backward, for one more product with the weight. Tokens that
-are one chunk save that product: their logits stay from forward to backward, one [C, V] buffer in between.
-Where the vocabulary is cut over tensor-parallel ranks, [C, V / tp] stands for [C, V]: a rank has the logits of its own rows, and
-maxima, sums and the target's logit of each token are put together over ranks, as in Megatron-LM's cross-entropy
+Peak memory of the output layer is two [C, V] buffers, forward and backward, for one more product
+with the weight. Tokens that are one chunk save that product: their logits stay from forward to
+backward, one [C, V] buffer in between. Where the vocabulary is cut over tensor-parallel ranks, [C,
+V / tp] stands for [C, V]: a rank has the logits of its own rows, and maxima, sums and the target's
+logit of each token are put together over ranks, as in Megatron-LM's cross-entropy
 (arXiv:1909.08053, Sec. 3).
 
-The distribution is the one sampled from: logits pass through the model's own scaling and soft cap, then the temperature.
+The distribution is the one sampled from: logits pass through the model's own scaling and soft cap,
+then the temperature.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ __all__ = ["LogitTransform", "token_logprobs"]
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What lies between the output layer's product x and the logits: softcap * tanh(scale * x / softcap) / temperature."""
+    """What lies between the output layer's product x and the logits: softcap * tanh(scale * x /
+    softcap) / temperature."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -60,7 +63,8 @@ class LogitTransform:
         return x.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
 
     def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient by logits -> gradient by x, in place; destroys ``logits``, and reads them only where the transform ``bends``."""
+        """Gradient by logits -> gradient by x, in place; destroys ``logits``, and reads them only
+        where the transform ``bends``."""
         if self.softcap is None:
             factor = self.scale / self.temperature
             return grad.mul_(factor) if factor != 1.0 else grad

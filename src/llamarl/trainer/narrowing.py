@@ -1,4 +1,5 @@
-"""What it costs to store weights in fewer bits than they were served in: how many fall back to the base's, and the KL."""
+"""What it costs to store weights in fewer bits than they were served in: how many fall back to the
+base's, and the KL."""
 
 from __future__ import annotations
 

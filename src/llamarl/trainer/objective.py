@@ -1,21 +1,23 @@
-"""What one micro-batch adds to the step's loss: the algorithm's term of each trained token, entropy and KL beside it, weighted.
+"""What one micro-batch adds to the step's loss: the algorithm's term of each trained token, entropy
+and KL beside it, weighted.
 
 log-probs, entropy ─▶ loss(tokens) ─▶ ratio mask ─▶ - entropy bonus ─▶ + KL to the reference ─▶ · weights ─▶ sum
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import LossFunction, TokenBatch
+from llamarl.algorithms.base import LossFunction, TokenBatch, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
-from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.trainer.batch import Microbatch
 
-__all__ = ["microbatch_loss"]
+__all__ = ["microbatch_loss", "ratio_keep_mask"]
 
 
 def microbatch_loss(
@@ -27,8 +29,8 @@ def microbatch_loss(
     *,
     has_reference: bool,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Its share of the step's loss, a scalar with grad, and of the statistics, and which tokens the loss's bound acted on, [T]
-    bool; nothing touches the host.
+    """Its share of the step's loss, a scalar with grad, and of the statistics, and which tokens the
+    loss's bound acted on, [T] bool; nothing touches the host.
 
     Args:
         policy_logprobs: log pi of the trained tokens, nats, [T], with grad.
@@ -75,3 +77,23 @@ def _reference_kl(policy_logprobs: Tensor, microbatch: Microbatch, algorithm: Al
             " wire a reference executor before the trainer"
         )
     return KL_ESTIMATORS[algorithm.kl_estimator](microbatch.reference_logprobs - policy_logprobs)
+
+
+@torch.no_grad()
+def ratio_keep_mask(batch: TokenBatch, config: AlgorithmConfig) -> Tensor:
+    """Leave out what is too far from its sampler: [T] bool, True where pi / mu lies in
+    [ratio_mask_low, ratio_mask_high].
+
+    A token far outside the band is a numerical accident (another kernel, a quantized weight) or so
+    stale that its weight says little. ``token`` drops such tokens (IcePop, Ring-1T,
+    arXiv:2510.18855); ``sequence`` drops a response whose geometric mean ratio left the band;
+    ``none`` keeps all. The step still divides by all its trained tokens, so dropping never makes
+    the rest count more.
+    """
+    if config.ratio_mask == "none":
+        return torch.ones_like(batch.behavior_logprobs, dtype=torch.bool)
+    log_ratio = batch.log_ratio
+    if config.ratio_mask == "sequence":
+        log_ratio = sequence_means(log_ratio, batch)[batch.sequence_ids]
+    low = math.log(config.ratio_mask_low) if config.ratio_mask_low > 0 else -math.inf
+    return (log_ratio >= low) & (log_ratio <= math.log(config.ratio_mask_high))

@@ -2,8 +2,9 @@
 
     compute parameter (dtype of forward) ──gradient, float32──▶ master [local part] ──AdamW──▶ copied back
 
-AdamW is elementwise, so it works on local parts alone and knows nothing of meshes. Where the compute dtype is float32 the
-master *is* the parameter's storage. Otherwise a hook adds each micro-batch's gradient to the master's in float32.
+AdamW is elementwise, so it works on local parts alone and knows nothing of meshes. Where the
+compute dtype is float32 the master *is* the parameter's storage. Otherwise a hook adds each
+micro-batch's gradient to the master's in float32.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
 
 @dataclass(frozen=True)
 class TiedStages:
-    """Weights that the first pipeline stage and the last both hold: each computes a part of their gradient, and both make the same
-    update of the sum."""
+    """Weights that the first pipeline stage and the last both hold: each computes a part of their
+    gradient, and both make the same update of the sum."""
 
     names: frozenset[str]
     group: dist.ProcessGroup
@@ -115,7 +116,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's, in the order of ``parameters``, as its backward pass would have; none where it has done so."""
+        """Add one micro-batch's, in the order of ``parameters``, as its backward pass would have;
+        none where it has done so."""
         for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=bool(gradients)):
             if gradient is None:
                 continue

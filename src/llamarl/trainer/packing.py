@@ -91,7 +91,8 @@ def shared_units(
 
 
 def similar_responses(responses: Sequence[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
-    """Which responses share a padded batch in attention: those of one prompt length and similar lengths, the longest first.
+    """Which responses share a padded batch in attention: those of one prompt length and similar
+    lengths, the longest first.
 
     Args:
         responses: (prompt tokens, own tokens, row of the prompt, row of the response) of each.
@@ -110,8 +111,9 @@ def similar_responses(responses: Sequence[tuple[int, int, int, int]]) -> list[li
 def for_several_at_once(
     microbatches: Sequence[Sequence[int]], costs: Sequence[int], lengths: Sequence[int], at_once: int
 ) -> list[list[int]]:
-    """Micro-batches in the order in which ``at_once`` threads that each take the next one end closest together: the largest first, and
-    what is left over after whole rounds cut so that there is something for each.
+    """Micro-batches in the order in which ``at_once`` threads that each take the next one end
+    closest together: the largest first, and what is left over after whole rounds cut so that there
+    is something for each.
 
     Args:
         costs: Tokens of each micro-batch.
@@ -125,8 +127,8 @@ def for_several_at_once(
 
 
 def _contiguous(items: Sequence[int], lengths: Sequence[int], num_pieces: int) -> list[list[int]]:
-    """``items`` in pieces of nearly equal length, none empty, so fewer where there are too few of them. Neighbours stay neighbours: they
-    share a prompt."""
+    """``items`` in pieces of nearly equal length, none empty, so fewer where there are too few of
+    them. Neighbours stay neighbours: they share a prompt."""
     num_pieces = min(num_pieces, len(items))
     pieces: list[list[int]] = [[]]
     total, before = sum(lengths[i] for i in items), 0

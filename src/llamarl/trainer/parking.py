@@ -3,12 +3,13 @@
     park:    device storage ──bytes──▶ pinned host memory, then the storage is resized to nothing
     unpark:  the storage is resized to its old size ◀──bytes── host memory
 
-It is the *storage* that goes, under all tensors that view it. So every reference stays good: the parameters in the module,
-the optimizer's state, FSDP2's own views of its shards. Host memory is taken once and used again at every tick. Between the
-two, ``where`` gives a tensor's values as they lie in host memory: what hands weights over or saves them reads those.
+It is the *storage* that goes, under all tensors that view it. So every reference stays good: the
+parameters in the module, the optimizer's state, FSDP2's own views of its shards. Host memory is
+taken once and used again at every tick. Between the two, ``where`` gives a tensor's values as they
+lie in host memory: what hands weights over or saves them reads those.
 
-On a CPU nothing is moved, host memory being all there is: what the tick has freed is given back, no more. The copies to and
-from a GPU have not yet run on one.
+On a CPU nothing is moved, host memory being all there is: what the tick has freed is given back, no
+more. The copies to and from a GPU have not yet run on one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Parking:
     """Parks storages of one device.
 
     Args:
-        move: Whether to move anything; None: where the device is not the CPU. (A test moves from host memory to host memory.)
+        move: Whether to move anything; None: where the device is not the CPU. (A test moves from
+            host memory to host memory.)
     """
 
     def __init__(self, device: torch.device, *, move: bool | None = None) -> None:
@@ -101,7 +103,8 @@ class Parking:
         return flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset())
 
     def _host_memory(self, storage: torch.UntypedStorage) -> Tensor:
-        """Pinned where the device is a GPU. Small ones share a piece: torch rounds each pinned one up to a power of two."""
+        """Pinned where the device is a GPU. Small ones share a piece: torch rounds each pinned one
+        up to a power of two."""
         key, nbytes = storage._cdata, storage.nbytes()
         known = self._host.get(key)
         if known is not None and len(known) == nbytes:

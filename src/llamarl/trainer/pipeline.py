@@ -3,24 +3,27 @@
     stage s - 1 ──hidden states of micro-batch i, [1, N_i, H]──▶ stage s ──▶ stage s + 1
                 ◀─────────their gradient, [1, N_i, H]──────────         ◀──
 
-Micro-batches are packed, so each has another number of tokens: more than ``torch.distributed.pipelining`` allows, whose buffers
-have one shape. Every stage packs the same groups in the same way, so each knows N_i and nothing is announced.
+Micro-batches are packed, so each has another number of tokens: more than
+``torch.distributed.pipelining`` allows, whose buffers have one shape. Every stage packs the same
+groups in the same way, so each knows N_i and nothing is announced.
 
-No deadlock: a send returns at once, what a stage receives was made from earlier passes alone, and a send that has long gone is waited
-for (its memory is wanted) only towards one end: for hidden states by those who come after, for gradients by those who come before.
-The two directions have groups of their own: NCCL carries out one group's transfers in the order in which they
-were asked for, and there a send that waits for its receiver would hold up what the receiver waits for.
+No deadlock: a send returns at once, what a stage receives was made from earlier passes alone, and a
+send that has long gone is waited for (its memory is wanted) only towards one end: for hidden states
+by those who come after, for gradients by those who come before. The two directions have groups of
+their own: NCCL carries out one group's transfers in the order in which they were asked for, and
+there a send that waits for its receiver would hold up what the receiver waits for.
 
-One forward, one backward (Narayanan et al., arXiv:2104.04473): a stage begins with as many forward passes as there are stages
-after it, then takes one more forward pass and the oldest backward pass in turn. Three stages, four micro-batches, ``f`` a forward
-pass, ``B`` a backward pass of twice its time::
+One forward, one backward (Narayanan et al., arXiv:2104.04473): a stage begins with as many forward
+passes as there are stages after it, then takes one more forward pass and the oldest backward pass
+in turn. Three stages, four micro-batches, ``f`` a forward pass, ``B`` a backward pass of twice its
+time::
 
     stage 0   f0 f1 f2 .. .. .. .. B0 B0 f3 B1 B1 .. B2 B2 .. B3 B3
     stage 1   .. f0 f1 .. .. B0 B0 f2 B1 B1 f3 B2 B2 .. B3 B3 .. ..
     stage 2   .. .. f0 B0 B0 f1 B1 B1 f2 B2 B2 f3 B3 B3 .. .. .. ..
 
-Stage s of p keeps the activations of at most ``p - s`` micro-batches, however many there are, and with m of equal cost the
-pipeline stands still for ``(p - 1) / (m + p - 1)`` of its time.
+Stage s of p keeps the activations of at most ``p - s`` micro-batches, however many there are, and
+with m of equal cost the pipeline stands still for ``(p - 1) / (m + p - 1)`` of its time.
 """
 
 from __future__ import annotations
@@ -54,15 +57,18 @@ Action = tuple[Literal["F", "B"], int]
 """Forward or backward pass, and of which micro-batch."""
 
 _WAIT_LIMIT = timedelta(minutes=30)
-"""Longest wait for one transfer: as long as a neighbour may compute on its micro-batches before. A dead one is noticed at once."""
+"""Longest wait for one transfer: as long as a neighbour may compute on its micro-batches before. A
+dead one is noticed at once."""
 
 
 _MOST_UNDER_WAY = 2
-"""Sends in one direction that may be under way before the oldest is waited for. In steady state that one has arrived: a stage takes
-gradient i - 2 before it gives the hidden states that come just before gradient i."""
+"""Sends in one direction that may be under way before the oldest is waited for. In steady state
+that one has arrived: a stage takes gradient i - 2 before it gives the hidden states that come just
+before gradient i."""
 
 Forward = Callable[[int, Tensor | None], Tensor]
-"""(Micro-batch, hidden states of the stage before, or None on the first) -> hidden states for the next stage; the last's own."""
+"""(Micro-batch, hidden states of the stage before, or None on the first) -> hidden states for the
+next stage; the last's own."""
 
 _Sent = dict[int, tuple[dist.Work, Tensor]]
 """Micro-batch -> what was sent, which must stay until it has left."""
@@ -131,7 +137,8 @@ class Links:
         self._trains = False
 
     def begin(self, num_tokens: Sequence[int], *, trains: bool) -> None:
-        """Say how many tokens each of the step's micro-batches has, the same on every stage, and whether gradients come back."""
+        """Say how many tokens each of the step's micro-batches has, the same on every stage, and
+        whether gradients come back."""
         self._num_tokens, self._trains = num_tokens, trains
 
     def run(self, microbatches: Sequence[Microbatch], forward: Forward, *, trains: bool) -> None:

@@ -8,14 +8,12 @@ file makes of it, and [tokens, vocabulary] never exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -29,10 +27,7 @@ from llamarl.models.vocabulary import vocabulary_part
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
-__all__ = ["Policy", "ValueModel", "check_output_layer", "is_worth_offloading"]
-
-_SMALL = 1 << 16
-"""Bytes below which a copy costs more than the room that it makes."""
+__all__ = ["Policy", "ValueModel", "check_output_layer"]
 
 
 class Policy(nn.Module):
@@ -74,8 +69,9 @@ class Policy(nn.Module):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Microbatch, received: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each, of the whole row where several ranks share it. On
-        another stage than the last, hidden states for the next one, [1, N, H], and an empty tensor.
+        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each, of the
+        whole row where several ranks share it. On another stage than the last, hidden states for
+        the next one, [1, N, H], and an empty tensor.
 
         Args:
             received: [1, N, H] of the stage before; None on the first.
@@ -103,8 +99,9 @@ class Policy(nn.Module):
         return (logprobs, entropy) if batch.own is None else (batch.own.whole(logprobs), batch.own.whole(entropy))
 
     def forget_gathered_weights(self) -> None:
-        """Call after a forward pass without a backward pass, before weights change: FSDP2 keeps what it gathered for this
-        module's own parameters until a backward pass, and would compute with it again."""
+        """Call after a forward pass without a backward pass, before weights change: FSDP2 keeps
+        what it gathered for this module's own parameters until a backward pass, and would compute
+        with it again."""
         if isinstance(self, FSDPModule):
             self.reshard()
 
@@ -123,60 +120,6 @@ class Policy(nn.Module):
                 return checkpoint(redo, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
             layer.forward = forward  # type: ignore[method-assign]
-
-    def offload_activations(self, goes: Callable[[Tensor], bool]) -> None:
-        """Keep in pinned host memory what a layer's backward pass will need, of the tensors for which ``goes`` says so.
-
-        Parameters stay (FSDP2 frees and gathers them itself), and so does what all layers are given alike, such as rotary
-        embeddings. Call it after ``checkpoint_activations``: then a layer's input goes alone. Copies change no bit.
-        """
-        for layer in self.layers:
-            original = layer.forward
-
-            def forward(
-                *args: Any, layer: nn.Module = layer, original: Callable[..., Any] = original, **kwargs: Any
-            ) -> Any:
-                if not torch.is_grad_enabled():
-                    return original(*args, **kwargs)
-                given_to_all = [leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor)]
-                stay = {_storage(tensor) for tensor in (*layer.parameters(), *given_to_all)}
-                with _saved_on_host(lambda tensor: _storage(tensor) not in stay and goes(tensor)):
-                    return original(*args, **kwargs)
-
-            layer.forward = forward  # type: ignore[method-assign]
-
-
-def is_worth_offloading(tensor: Tensor) -> bool:
-    """Whether a layer's activation makes room on a device when it goes to the host."""
-    return tensor.is_cuda and tensor.nbytes >= _SMALL
-
-
-@contextmanager
-def _saved_on_host(goes: Callable[[Tensor], bool]) -> Iterator[None]:
-    """``torch.autograd.graph.save_on_cpu`` for some tensors: strides stay, and what several operations keep goes once."""
-    gone: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # with the originals, so that no other takes their place
-
-    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if not goes(tensor):
-            return tensor
-        same = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()
-        if same not in gone:
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            gone[same] = host.copy_(tensor, non_blocking=True), tensor
-        return tensor.device, gone[same][0]
-
-    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=True, copy=True)
-
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        gone.clear()  # autograd holds on to the hooks
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class ValueModel(nn.Module):

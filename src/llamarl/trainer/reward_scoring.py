@@ -2,8 +2,9 @@
 
     texts as tokens, in groups that begin alike ─▶ packed micro-batches, what a group has in common once ─▶ a float32 each
 
-Decoders that are known (``models/support.py``) are packed without padding and may lie over an (fsdp, tp) mesh. Any other model
-runs transformers' own forward on padded batches of texts of similar length, on one rank.
+Decoders that are known (``models/support.py``) are packed without padding and may lie over an
+(fsdp, tp) mesh. Any other model runs transformers' own forward on padded batches of texts of
+similar length, on one rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from llamarl.trainer.shared_prompts import can_share_prompts
 __all__ = ["RewardScorer", "distinct", "padded_batches"]
 
 _TOLERANCE = 2e-3
-"""Between the two ways to compute a score, as a share of the largest in magnitude, or of 1; in float32 rounding gives some 1e-6."""
+"""Between the two ways to compute a score, as a share of the largest in magnitude, or of 1; in
+float32 rounding gives some 1e-6."""
 
 
 class RewardScorer:
@@ -89,7 +91,8 @@ class RewardScorer:
 
         Args:
             texts: Group by group: the tokens of each text, at least one. Groups only tell which texts may begin alike.
-            types: Of the same shape: which of two joined texts each token is of; empty where the model makes no difference.
+            types: Of the same shape: which of two joined texts each token is of; empty where the
+                model makes no difference.
         """
         # a group's equal texts are computed once: so they have equal scores, to the bit, and no signal between them
         once = [distinct(group) for group in (_joined(texts, types))]
@@ -136,7 +139,8 @@ class RewardScorer:
         return torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.device)
 
     def _prove(self, path: str | Path, dtype: torch.dtype, key: str) -> None:
-        """Packed scores of a few made-up texts against transformers' own forward, one text at a time; one rank, float32.
+        """Packed scores of a few made-up texts against transformers' own forward, one text at a
+        time; one rank, float32.
 
         Raises:
             ModelError: They differ.
@@ -158,7 +162,8 @@ class RewardScorer:
 
 
 def _sequences(texts: Sequence[Sequence[list[int]]], model: PreTrainedModel) -> list[TrainingSequence]:
-    """One position each: where the score is read. What the texts of a group have in common at their start is their prompt."""
+    """One position each: where the score is read. What the texts of a group have in common at their
+    start is their prompt."""
     found = []
     for g, group in enumerate(texts):
         ends = [last_token(text, model.config) + 1 for text in group]
@@ -198,7 +203,8 @@ def distinct(texts: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
 
 
 def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Texts of similar length together, at most ``max_tokens`` with their padding: the shortest first; a longer one is alone."""
+    """Texts of similar length together, at most ``max_tokens`` with their padding: the shortest
+    first; a longer one is alone."""
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         if batches and (len(batches[-1]) + 1) * lengths[i] <= max_tokens:

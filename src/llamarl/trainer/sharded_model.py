@@ -1,4 +1,5 @@
-"""What everyone who trains a model needs around its step: one rank's part of the model, where it lies, and its ways out.
+"""What everyone who trains a model needs around its step: one rank's part of the model, where it
+lies, and its ways out.
 
     folder ─▶ building ─▶ module ◀─ rounded ─ master weights ─┬─ stage, write ─▶ checkpoint ─▶ load
                                                               ├─ parameters_for_sync ─▶ generators
@@ -10,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Generic
 
@@ -18,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.errors import CheckpointError
-from llamarl.models.adapters import base_name, base_parameters, merged, write_adapter_folder
+from llamarl.errors import CheckpointError, TrainingDiverged
+from llamarl.models.adapters import base_name, base_parameters, merged, with_whole_factors, write_adapter_folder
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import (
@@ -30,7 +32,6 @@ from llamarl.models.parallel import (
     parameter_shards,
     shards_of_all_stages,
 )
-from llamarl.models.sharded_adapters import with_whole_factors
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
@@ -94,12 +95,16 @@ class ShardedModel(Generic[Module]):
             cuts = {base_name(name): cut for name, cut in built.cuts.items()}
             frozen = parameter_shards(base_parameters(self.module.model), cuts, layout, "float32")
             self._base_shards = shards_of_all_stages(frozen, built.base_names, layout)
+        self.num_skipped_in_a_row = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the weights change: who reads them on another thread is waited for here."""
         self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
         self._sync_shards = self._base_shards if lora is not None and lora.hand_over == "merged" else self._shards
 
     def park(self) -> int:
-        """Move this rank's parameters, master weights and moments out of the device, and give back what the tick has freed;
-        returns the bytes moved (on a CPU none). Nobody may be reading what an earlier ``parameters_for_sync`` gave."""
+        """Move this rank's parameters, master weights and moments out of the device, and give back
+        what the tick has freed; returns the bytes moved (on a CPU none). Nobody may be reading what
+        an earlier ``parameters_for_sync`` gave."""
         if self.parking.moves and self.lora is not None and self.lora.hand_over == "merged":
             self._handed_over = {name: tensor.to("cpu", copy=True) for name, tensor in self._merge()}
         kept, derived = self.weights.tensors_on_device()
@@ -113,10 +118,49 @@ class ShardedModel(Generic[Module]):
         self.weights.copy_to_parameters()
         self._handed_over = {}
 
+    def apply_gradients(self, loss: Tensor, lr: float, *, max_norm: float, empty: bool = False) -> tuple[float, bool]:
+        """Take one AdamW step with the collected gradients, unless they or the loss are not finite.
+
+        The loss counts for itself: a token of probability 0 makes it NaN while its gradient is 0,
+        and AdamW would step on by its moments. Both are sums over all ranks, so all decide alike.
+
+        Args:
+            loss: Scalar, over all ranks.
+            max_norm: Gradients are scaled down to this global norm; 0 does not clip.
+            empty: Nothing was to be learned: the weights stay.
+
+        Returns:
+            The gradient's norm before clipping, and False if something was not finite.
+        """
+        norm = self.weights.gradient_norm()
+        both = torch.stack([norm, torch.isfinite(loss).to(norm)])
+        grad_norm, is_finite = both.tolist()  # the step's host sync: everything was queued
+        finite = math.isfinite(grad_norm) and bool(is_finite)
+        if finite and not empty:
+            if 0 < max_norm < grad_norm:
+                self.weights.scale_gradients(max_norm / grad_norm)
+            self.before_update()
+            self.weights.step(lr)
+        self.weights.drop_gradients()
+        self.num_skipped_in_a_row = 0 if finite else self.num_skipped_in_a_row + 1
+        return grad_norm, finite
+
+    def check_divergence(self, tick: int, max_skipped: int, advice: str) -> None:
+        """
+        Raises:
+            TrainingDiverged: More than ``max_skipped`` steps in a row were not finite.
+        """
+        if self.num_skipped_in_a_row > max_skipped:
+            raise TrainingDiverged(
+                f"{self.role}: tick {tick}: {self.num_skipped_in_a_row} steps in a row with a non-finite loss or gradient"
+                f" (trainer.max_skipped_steps = {max_skipped}); weights are those before the first of them: {advice}, or look"
+                " at the rewards of these ticks"
+            )
+
     def parameters_for_sync(self) -> dict[str, Tensor]:
-        """What is handed over: this rank's part of every parameter by its Hugging Face name, tied ones once; live float32
-        tensors, in host memory while parked. With adapters those alone, or merged copies, as ``lora.hand_over`` says: then every
-        rank must call it."""
+        """What is handed over: this rank's part of every parameter by its Hugging Face name, tied
+        ones once; live float32 tensors, in host memory while parked. With adapters those alone, or
+        merged copies, as ``lora.hand_over`` says: then every rank must call it."""
         if self.lora is not None and self.lora.hand_over == "merged":
             return self._merged()
         return {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
@@ -138,8 +182,9 @@ class ShardedModel(Generic[Module]):
         return merged(base, adapters, scaling=self.lora.alpha / self.lora.rank)
 
     def sync_layout(self) -> dict[str, ParameterShard]:
-        """Global shape, dtype and this rank's slice of every parameter that is handed over: an empty one of what only other
-        pipeline stages hold, which ``parameters_for_sync`` does not have."""
+        """Global shape, dtype and this rank's slice of every parameter that is handed over: an
+        empty one of what only other pipeline stages hold, which ``parameters_for_sync`` does not
+        have."""
         return dict(self._sync_shards)
 
     def stage(self, extra: Mapping[str, Mapping[str, Tensor]] | None = None, *, copy: bool = True) -> StagedState:
@@ -226,7 +271,8 @@ class ShardedModel(Generic[Module]):
         Args:
             served_dtype: Precision in which whoever serves the model computes.
             version: Of the weights.
-            texts: Where fewer bits than ``served_dtype`` has are written, the KL is measured on these; on one rank only.
+            texts: Where fewer bits than ``served_dtype`` has are written, the KL is measured on
+                these; on one rank only.
 
         Returns:
             What was written; None on other ranks than 0.

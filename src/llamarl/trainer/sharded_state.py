@@ -3,9 +3,10 @@
     tick ─▶ stage: copies in host memory ─▶ the next tick trains
                         └─▶ a thread: ranks agree who writes what, each writes rank_N.safetensors, rank 0 the values
 
-Every tensor is written with its place in the *global* tensor, so ranks of another layout read the slices that are theirs.
-Tensors are stored as they are: the same layout goes on with the same bits. Replicas write once. A file says itself which parts
-it holds (JSON in its header), so there is no index; a part that is in no file is missed when its tensor is read.
+Every tensor is written with its place in the *global* tensor, so ranks of another layout read the
+slices that are theirs. Tensors are stored as they are: the same layout goes on with the same bits.
+Replicas write once. A file says itself which parts it holds (JSON in its header), so there is no
+index; a part that is in no file is missed when its tensor is read.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def stage(
 
 
 def write_state(folder: Path, state: StagedState, *, rank: int, group: dist.ProcessGroup | None) -> tuple[Path, ...]:
-    """Write the parts of all ranks into one folder, synced to the disk. Every rank calls it. The folder may lie on another
-    disk for each rank: together they then hold what one folder would.
+    """Write the parts of all ranks into one folder, synced to the disk. Every rank calls it. The
+    folder may lie on another disk for each rank: together they then hold what one folder would.
 
     Args:
         group: A CPU group of the ranks, of this purpose alone: it is used beside the training. None for one rank.
@@ -153,7 +154,8 @@ def read_state(
     shards_of: Callable[[str], Mapping[str, ParameterShard]],
     only: Collection[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """This rank's parts, on the CPU, of a state that any layout wrote. Reads only what it needs; talks to no other rank.
+    """This rank's parts, on the CPU, of a state that any layout wrote. Reads only what it needs;
+    talks to no other rank.
 
     Args:
         shards_of: Kind -> which part of each name this rank holds.

@@ -3,10 +3,11 @@
     row:   p p p p │ a a a │ b b │ q q q │ c c c c │ ...      two groups; positions of a and b go on after p
     sees:  p: p      a: p, a   b: p, b     q: q      c: q, c
 
-Every layer but attention works on single tokens, so leaving out repeated prompts saves their whole cost there. Attention,
-``llamarl_shared_prompts`` in transformers' attention interface, treats prompts as packed sequences; responses of equal
-prompt length and similar length share a padded batch whose keys are the prompt's followed by the response's own. The
-result is that of separate sequences, to rounding. Layers with a sliding window or a soft cap are not supported.
+Every layer but attention works on single tokens, so leaving out repeated prompts saves their whole
+cost there. Attention, ``llamarl_shared_prompts`` in transformers' attention interface, treats
+prompts as packed sequences; responses of equal prompt length and similar length share a padded
+batch whose keys are the prompt's followed by the response's own. The result is that of separate
+sequences, to rounding. Layers with a sliding window or a soft cap are not supported.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from llamarl.models.attention import (
     PackedSequences,
-    current_packing,
     fused_attention,
-    of_two_widths,
-    packed_attention_forward,
+    packed_attention,
+    register_attention,
 )
 from llamarl.models.transfer import to_device
 from llamarl.trainer.packing import similar_responses
@@ -60,7 +60,8 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Prompts and responses of one packed row, unit by unit; and what attention derives from that, once a micro-batch."""
+    """Prompts and responses of one packed row, unit by unit; and what attention derives from that,
+    once a micro-batch."""
 
     units: tuple[tuple[int, tuple[int, ...]], ...]
     """(prompt tokens, tokens of each of its responses), in row order; a prompt >= 1, a response >= 0."""
@@ -143,36 +144,24 @@ def shared_prompt_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    packed_sequences: SharedPrompts | PackedSequences | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The function behind ``llamarl_shared_prompts``: query [1, H, N, D], key and value [1, KV, N, D] -> [1, N, H, D]."""
-    packed_sequences = current_packing() if packed_sequences is None else packed_sequences
-    if not isinstance(packed_sequences, SharedPrompts):
-        return packed_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap, packed_sequences
-        )
-    if sliding_window is not None or softcap is not None or attention_mask is not None or dropout:
-        raise ValueError("llamarl_shared_prompts has no sliding window, soft cap, attention mask or dropout")
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    packing: Any,
+) -> Tensor:
+    """The function behind ``llamarl_shared_prompts``: query [1, H, N, D], key and value [1, KV, N,
+    D] -> [1, N, H, D]. Under another packing than ``SharedPrompts`` it is ``packed_attention``."""
+    if not isinstance(packing, SharedPrompts):
+        return packed_attention(module, query, key, value, scale=scale, window=window, softcap=softcap, packing=packing)
+    if window is not None or softcap is not None:
+        raise ValueError("llamarl_shared_prompts has no sliding window and no soft cap")
     H, N, D = query.shape[1:]
-    if packed_sequences.num_tokens != N:
-        raise ValueError(f"the units hold {packed_sequences.num_tokens} tokens, the packed row {N}")
-    scale = D**-0.5 if scaling is None else scaling
-    prompt_rows, buckets, place = packed_sequences.plan(query.device)
-    prompts, _weights = packed_attention_forward(
-        module,
-        query.index_select(2, prompt_rows),
-        key.index_select(2, prompt_rows),
-        value.index_select(2, prompt_rows),
-        None,
-        scaling=scale,
-        packed_sequences=packed_sequences.prompts,
-    )
+    if packing.num_tokens != N:
+        raise ValueError(f"the units hold {packing.num_tokens} tokens, the packed row {N}")
+    prompt_rows, buckets, place = packing.plan(query.device)
+    q, k, v = (x.index_select(2, prompt_rows) for x in (query, key, value))
+    prompts = packed_attention(module, q, k, v, scale=scale, window=None, softcap=None, packing=packing.prompts)
     outputs = [prompts[0]]
     q_NHD, k_NKD, v_NKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     for bucket in buckets:
@@ -191,11 +180,11 @@ def shared_prompt_attention(
 
         out = fused_attention(
             pad(q_NHD).transpose(1, 2), after_prompt(k_NKD), after_prompt(v_NKD),
-            scale=scale, mask=packed_sequences.mask(R, P, query.device),
+            scale=scale, mask=packing.mask(R, P, query.device),
         )  # fmt: skip
         rows = out.transpose(1, 2).reshape(B * R, H, D)
         outputs.append(rows if full else rows.index_select(0, bucket.slots))
-    return torch.cat(outputs).index_select(0, place)[None], None
+    return torch.cat(outputs).index_select(0, place)[None]
 
 
-AttentionInterface.register("llamarl_shared_prompts", of_two_widths(shared_prompt_attention))
+register_attention("llamarl_shared_prompts", shared_prompt_attention)

@@ -3,11 +3,13 @@
     micro-batches 0 1 2 3 ..  ──▶ thread: 0 ▶ 2 ▶ ..
                               ──▶ thread: 1 ▶ 3 ▶ ..      ──▶ results 0, 1, 2, 3 .. to the caller, in this order
 
-A team of threads inside one product meets after every operation. Where another process has one of their cores, each meeting
-waits for its time slice: two threads on a core and a half compute less than one alone. Threads with a micro-batch each meet
-nobody: whatever a core has left, they use. They stand back a little (nice 5), so that it is what others leave: who decodes in one
-thread, or in a team, has its cores. And a product on one core is as exact as the sum of its parts is ordered: gradients are
-added by the caller, in the order of the micro-batches, so the bits do not depend on who is done first.
+A team of threads inside one product meets after every operation. Where another process has one of
+their cores, each meeting waits for its time slice: two threads on a core and a half compute less
+than one alone. Threads with a micro-batch each meet nobody: whatever a core has left, they use.
+They stand back a little (nice 5), so that it is what others leave: who decodes in one thread, or in
+a team, has its cores. And a product on one core is as exact as the sum of its parts is ordered:
+gradients are added by the caller, in the order of the micro-batches, so the bits do not depend on
+who is done first.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Result = TypeVar("Result")
 def in_order(
     compute: Callable[[Item], Result], items: Sequence[Item], *, at_once: int, threads: int
 ) -> Iterator[Result]:
-    """``compute`` of each item, in their order, ``at_once`` at the same time. One more may be done and waiting to be taken.
+    """``compute`` of each item, in their order, ``at_once`` at the same time. One more may be done
+    and waiting to be taken.
 
     Args:
         threads: CPU threads of the caller, which the computing threads divide.

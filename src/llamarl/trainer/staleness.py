@@ -1,8 +1,9 @@
 """The trainer's own check of the bound on staleness: every token's version, before anything is computed.
 
-The schedule, the weights edge and the generator's deadlines each keep a part of the promise that no token is older than
-``max_staleness + max_segments - 1`` versions (docs/asynchrony.md). Here it is proved where it is used: a token that breaks
-it, or that names a version which does not exist yet, ends the run on every rank with the same message.
+The schedule, the weights edge and the generator's deadlines each keep a part of the promise that no
+token is older than ``max_staleness + max_segments - 1`` versions (docs/asynchrony.md). Here it is
+proved where it is used: a token that breaks it, or that names a version which does not exist yet,
+ends the run on every rank with the same message.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class StepStatistics:
                 self._sums[key] += value
 
     def add_experts(self, chosen: Tensor | None) -> None:
-        """Add how often a micro-batch chose each expert of a sparse model (``Routing.counts``), on every rank or on none."""
+        """Add how often a micro-batch chose each expert of a sparse model (``Routing.counts``), on
+        every rank or on none."""
         if chosen is not None:
             self._chosen_experts = chosen if self._chosen_experts is None else self._chosen_experts + chosen
 
@@ -125,10 +126,10 @@ class StepStatistics:
 def tick_metrics(steps: Sequence[StepStatistics]) -> dict[str, float]:
     """Metrics of a tick from those of its optimizer steps; one step's are the tick's own.
 
-    Counts add up, so a token that trains in two passes counts twice. Of maxima the largest counts. Means are over all
-    tokens of all steps; ``loss/policy`` is the mean over steps with tokens. With several steps come ``staleness/steps_*``:
-    version v holds v * len(steps) optimizer steps, so a token of version v in step j of tick k is
-    ``(k - v) * len(steps) + j`` steps old.
+    Counts add up, so a token that trains in two passes counts twice. Of maxima the largest counts.
+    Means are over all tokens of all steps; ``loss/policy`` is the mean over steps with tokens. With
+    several steps come ``staleness/steps_*``: version v holds v * len(steps) optimizer steps, so a
+    token of version v in step j of tick k is ``(k - v) * len(steps) + j`` steps old.
     """
     found = [step.metrics() for step in steps]
     if len(steps) == 1:

@@ -3,8 +3,9 @@
     scored groups ─▶ sequences ─▶ steps ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
                                                                                       └─ all micro-batches, all ranks ─▶ AdamW
 
-Every token's weight in its step's mean is fixed before the step's first forward pass, from counts over the whole step and
-all ranks. So micro-batches simply add up: any split over them and over ranks gives the same gradient, to rounding.
+Every token's weight in its step's mean is fixed before the step's first forward pass, from counts
+over the whole step and all ranks. So micro-batches simply add up: any split over them and over
+ranks gives the same gradient, to rounding.
 
 Version v is the weights after v ticks, whatever happened in them. A step with a non-finite loss or gradient, or
 without a trained token, leaves weights and moments as they were; its tick still makes a version, so schedules and
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
-from llamarl.errors import TrainingDiverged
 from llamarl.models.adapters import with_targets
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import Routing, watching
@@ -120,14 +120,12 @@ class Trainer(ShardedModel[Policy]):
         self.seed = seed
         self.max_staleness = max_staleness
         self.policy_version = 0
-        self.num_skipped_in_a_row = 0
         self.metrics: dict[str, float] = {}
         """Of the last tick, also of one that diverged."""
-        self.before_update: Callable[[], None] = lambda: None
-        """Called before the weights change: who reads them on another thread is waited for here."""
         self.on_tokens: Callable[[Sequence[TrainingSequence], Tensor, Tensor], None] | None = None
-        """Told of every micro-batch: its sequences, and of their tokens, end to end, the log-probs (detached) and which were
-        clipped. Tensors are on the device; reading them there and then would wait for it."""
+        """Told of every micro-batch: its sequences, and of their tokens, end to end, the log-probs
+        (detached) and which were clipped. Tensors are on the device; reading them there and then
+        would wait for it."""
         self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = find_loss(algorithm.name)
         lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
@@ -145,7 +143,6 @@ class Trainer(ShardedModel[Policy]):
             device=torch.device(device),
             entropy_needs_grad=algorithm.entropy_coef != 0,
             checkpoint_every=_CHECKPOINT_EVERY[config.activation_checkpointing],
-            offload_activations=config.activation_offload,
             lora=lora,
             lora_seed=derive_seed(seed, _ADAPTER_SEED),
             replay=config.router == "replay",
@@ -168,8 +165,8 @@ class Trainer(ShardedModel[Policy]):
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
 
         Args:
-            groups: This data-parallel rank's scored groups; its tensor- and context-parallel peers and pipeline stages get the same
-                ones.
+            groups: This data-parallel rank's scored groups; its tensor- and context-parallel peers
+                and pipeline stages get the same ones.
 
         Returns:
             Metrics of the tick over all ranks; docs/trainer.md explains each.
@@ -186,9 +183,9 @@ class Trainer(ShardedModel[Policy]):
         self._check_versions(groups)
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
         sequences = self._with_experts(make_sequences(groups, self.algorithm, self._sum_over_data))
-        steps, planned = self._plan_steps(groups, sequences, tick)
+        steps = self._plan_steps(groups, sequences, tick)
         statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
-        planned |= self._token_counts(groups, steps)
+        counted = self._token_counts(groups, steps)
         norms: list[float] = []  # of the steps with a trained token
         num_skipped = 0
         for step, counts in zip(steps, statistics, strict=True):
@@ -197,7 +194,6 @@ class Trainer(ShardedModel[Policy]):
             grad_norm, updated = self._update(step, counts, lr)
             norms.append(grad_norm)
             num_skipped += not updated
-            self.num_skipped_in_a_row = 0 if updated else self.num_skipped_in_a_row + 1
             if self.num_skipped_in_a_row > self.config.max_skipped_steps:
                 break
         self.policy_version += 1
@@ -205,14 +201,14 @@ class Trainer(ShardedModel[Policy]):
             counts.sum_experts_over_stages()
         self.metrics = {
             **self.layout.from_last_stage(lambda: tick_metrics(statistics)),
-            **planned,
+            **counted,
             "policy_version": float(self.policy_version),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "lr": lr,
             "step/skipped": float(num_skipped),
             "step/empty": float(len(steps) - len(norms)),
         }
-        self._check_divergence(tick)
+        self.check_divergence(tick, self.config.max_skipped_steps, "lower optimizer.lr or algorithm.rho")
         return self.metrics
 
     @torch.no_grad()
@@ -241,21 +237,18 @@ class Trainer(ShardedModel[Policy]):
         passes = sum(len(s.targets) for step in steps for s in step)
         own = np.array([scored_tokens(groups) - sum(taken.values()), passes - sum(taken.values())], np.float64)
         unused, repeated = self._sum_over_data(own).tolist()
-        return {"tokens/unused": unused} | ({"tokens/repeated": repeated} if self.config.plans_steps else {})
+        return {"tokens/unused": unused} | ({"tokens/repeated": repeated} if self.config.steps_per_tick > 1 else {})
 
     def _update(self, sequences: list[TrainingSequence], statistics: StepStatistics, lr: float) -> tuple[float, bool]:
-        """One optimizer step; (the gradient's norm before clipping, whether the weights were updated).
-
-        A loss or a gradient that is not finite changes nothing. The loss counts for itself: a token of probability 0
-        makes it NaN while its gradient is 0, and AdamW would step on by its moments. Both are sums over all ranks, so all
-        decide alike.
-        """
+        """Take one optimizer step; (the gradient's norm before clipping, whether the weights were updated)."""
         loss = self._add_gradients(sequences, statistics)
         self.weights.collect_gradients()
-        return self._apply_gradients(loss, lr)
+        loss = self.layout.sum_over_data(self.layout.sum_over_stages(loss))
+        return self.apply_gradients(loss, lr, max_norm=self.config.max_grad_norm)
 
     def _add_gradients(self, sequences: list[TrainingSequence], statistics: StepStatistics) -> Tensor:
-        """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on another stage than the last."""
+        """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on
+        another stage than the last."""
         loss = torch.zeros((), device=self.device)
         microbatches = self._microbatches(self._worth_computing(sequences), statistics)
         if self._links is None:
@@ -265,23 +258,6 @@ class Trainer(ShardedModel[Policy]):
         for (part, microbatch), computed in zip(microbatches, through, strict=self.layout.is_last_stage):
             loss += self._take(part, microbatch, computed, statistics)
         return loss
-
-    def _apply_gradients(self, loss: Tensor, lr: float) -> tuple[float, bool]:
-        """Of ``_update`` what follows the last backward pass."""
-        norm = self.weights.gradient_norm()
-        loss = self.layout.sum_over_data(self.layout.sum_over_stages(loss))
-        finite = torch.isfinite(loss)
-        grad_norm, is_finite = torch.stack(
-            [norm, finite.to(norm)]
-        ).tolist()  # the step's host sync: everything was queued
-        updated = math.isfinite(grad_norm) and bool(is_finite)
-        if updated:
-            if 0 < self.config.max_grad_norm < grad_norm:
-                self.weights.scale_gradients(self.config.max_grad_norm / grad_norm)
-            self.before_update()
-            self.weights.step(lr)
-        self.weights.drop_gradients()
-        return grad_norm, updated
 
     def _check_versions(self, groups: Sequence[Group]) -> None:
         check_token_versions(
@@ -307,29 +283,29 @@ class Trainer(ShardedModel[Policy]):
 
     def _plan_steps(
         self, groups: Sequence[Group], sequences: list[TrainingSequence], tick: int
-    ) -> tuple[list[list[TrainingSequence]], dict[str, float]]:
-        """This rank's sequences of each optimizer step, in order; and what the plan has to say for the metrics."""
-        if not self.config.plans_steps:
-            return [sequences], {}
-        steps, metrics = plan_of_rank(
+    ) -> list[list[TrainingSequence]]:
+        """This rank's sequences of each optimizer step, in order."""
+        if self.config.steps_per_tick == 1:
+            return [sequences]
+        steps = plan_of_rank(
             [groups[s.group].prompt.index for s in sequences],
-            [len(s.targets) for s in sequences],
-            [s.advantage for s in sequences],
-            self.config,
+            minibatches=self.config.minibatches,
+            epochs=self.config.epochs,
             seed=self.seed,
             tick=tick,
             rank=self.layout.fsdp_rank,
             num_ranks=self.layout.fsdp,
             sum_over_ranks=self._sum_over_data,
         )
-        if len(steps) > 1 and self.algorithm.name in WITH_PROXIMAL_POLICY:
+        if self.algorithm.name in WITH_PROXIMAL_POLICY:
             sequences = self._with_proximal_logprobs(sequences)
-        return [[sequences[i] for i in step] for step in steps], metrics
+        return [[sequences[i] for i in step] for step in steps]
 
     @torch.no_grad()
     def _with_proximal_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The same sequences with log-probs under the present weights, which the tick's updates are about to leave. On another
-        pipeline stage than the last, where no loss asks for them, the same as they were."""
+        """The same sequences with log-probs under the present weights, which the tick's updates are
+        about to leave. On another pipeline stage than the last, where no loss asks for them, the
+        same as they were."""
         found = list(sequences)
         packing = self._pack(sequences)
         parts = [[sequences[i] for i in items] for items in packing]
@@ -343,7 +319,8 @@ class Trainer(ShardedModel[Policy]):
         return found
 
     def _computed(self, microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]]) -> Iterator[_Computed]:
-        """Forward and backward pass of each, in their order; several at the same time where that is how this rank works."""
+        """Forward and backward pass of each, in their order; several at the same time where that is
+        how this rank works."""
         at_once = min(self._num_at_once(), max(1, len(microbatches)))
 
         def compute(of: tuple[Sequence[TrainingSequence], Microbatch]) -> _Computed:
@@ -358,8 +335,8 @@ class Trainer(ShardedModel[Policy]):
         links: Links,
         statistics: StepStatistics,
     ) -> list[_Computed]:
-        """This stage's forward and backward passes, in the pipeline's order; what the last stage has to say of each. What this stage's
-        own sparse layers chose is added to ``statistics``."""
+        """This stage's forward and backward passes, in the pipeline's order; what the last stage
+        has to say of each. What this stage's own sparse layers chose is added to ``statistics``."""
         found: list[_Computed] = []
 
         def forward(i: int, received: Tensor | None) -> Tensor:
@@ -387,7 +364,8 @@ class Trainer(ShardedModel[Policy]):
         )
 
     def _forward_backward(self, microbatch: Microbatch, *, gradients_apart: bool) -> _Computed:
-        """What one micro-batch adds. Its gradients are with the parameters afterwards, or ``apart`` from them in the result."""
+        """What one micro-batch adds. Its gradients are with the parameters afterwards, or ``apart``
+        from them in the result."""
         routing = Routing(self.policy.num_sparse_layers)
         with watching(routing):
             loss, computed = self._forward(microbatch)
@@ -485,23 +463,16 @@ class Trainer(ShardedModel[Policy]):
             return values
         return self.layout.sum_over_data(torch.from_numpy(values).to(self.device)).cpu().numpy()
 
-    def _check_divergence(self, tick: int) -> None:
-        if self.num_skipped_in_a_row > self.config.max_skipped_steps:
-            raise TrainingDiverged(
-                f"trainer: tick {tick}: {self.num_skipped_in_a_row} steps in a row with a non-finite loss or gradient"
-                f" (trainer.max_skipped_steps = {self.config.max_skipped_steps}); weights are those before the first"
-                " of them: lower optimizer.lr or algorithm.rho, or look at the rewards of these ticks"
-            )
-
     def export_adapter(self, folder: Path, *, served_dtype: str = "float32", base: str = "") -> None:
-        """Write the adapters as a folder that ``peft`` loads; the generator computes in ``served_dtype``. For ``base`` see
-        ``write_adapters``."""
+        """Write the adapters as a folder that ``peft`` loads; the generator computes in
+        ``served_dtype``. For ``base`` see ``write_adapters``."""
         self.write_adapters(folder, served_dtype=served_dtype, version=self.policy_version, base=base)
 
     def export(
         self, folder: Path, *, served_dtype: str = "float32", texts: Sequence[KLText] = ()
     ) -> ExportFacts | None:
-        """Write the current version as a Hugging Face folder, adapters merged. All ranks call it; rank 0 writes, file by file.
+        """Write the current version as a Hugging Face folder, adapters merged. All ranks call it;
+        rank 0 writes, file by file.
 
         Args:
             served_dtype: Precision in which the generator computes.

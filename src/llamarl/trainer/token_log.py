@@ -1,4 +1,5 @@
-"""Keeps what a tick's forward passes said of each token, for ``observability.trained_tokens``. Nothing waits for the device.
+"""Keeps what a tick's forward passes said of each token, for ``observability.trained_tokens``.
+Nothing waits for the device.
 
 micro-batch ──add──▶ tensors on the device ──responses──▶ one copy to the host, after the last update was queued
 """

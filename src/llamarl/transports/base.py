@@ -13,7 +13,7 @@ all of them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -63,15 +63,17 @@ class SourceTransport(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return  # each buffer is closed by who registered it
 
 
 class RemoteBuffer(Protocol):
-    """A source's buffer as a sink sees it."""
+    """A source's buffer as a sink sees it. Methods with a body are those of one whose every read
+    looks at the source's memory."""
 
     def view(self) -> torch.Tensor | None:
         """uint8 over all of the source's bytes if they are mapped in host memory here, else None. Read-only."""
-        ...
+        return None
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         """Copy ``into.numel()`` bytes from ``offset`` into a contiguous uint8 tensor.
@@ -88,16 +90,16 @@ class RemoteBuffer(Protocol):
         ...
 
     def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
-        """The bytes will be the next ``read`` that is not ``fresh``, after those expected before: a transport may have them
-        sent while something else is done. False if it will not now.
+        """The bytes will be the next ``read`` that is not ``fresh``, after those expected before: a
+        transport may have them sent while something else is done. False if it will not now.
 
         Raises: As ``read``.
         """
-        ...
+        return False
 
     def forget(self) -> None:
         """Drop what was read and kept: another version is asked for from now on."""
-        ...
+        return
 
     def check_source(self) -> None:
         """Raise ChannelError if the source is known to be gone. Cheap: asked while waiting for a slow source."""
@@ -119,7 +121,7 @@ class SinkTransport(Protocol):
         Raises:
             DeadlineExceeded: The clock ran out.
         """
-        ...
+        return nullcontext()
 
     def open(self, address: Address, deadline_s: float) -> RemoteBuffer:
         """Connect to a buffer.
@@ -130,4 +132,5 @@ class SinkTransport(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return

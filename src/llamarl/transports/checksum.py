@@ -5,10 +5,11 @@ in 1.8e19 misses) takes the place of a cryptographic hash. It is taken block by 
 copied, while they are still in the cache: measured at 3 to 15% of the copy, against 55% in a second pass over memory.
 Checksums are kept by position, so two blocks that change places are found as well.
 
-XXH3 does not run on a GPU. There ``mix64`` takes its place: each 8-byte word is combined with its position, mixed by a
-bijection of 64-bit integers (splitmix64's: xor with a logical shift of itself, multiply by an odd number, thrice and
-twice), and the results are added. One changed word always changes the sum, because the mixing is a bijection; several
-changed words cancel by chance only. It is a few elementwise operations, bound by memory, and gives the same number on every device.
+XXH3 does not run on a GPU. There ``mix64`` takes its place: each 8-byte word is combined with its
+position, mixed by a bijection of 64-bit integers (splitmix64's: xor with a logical shift of itself,
+multiply by an odd number, thrice and twice), and the results are added. One changed word always
+changes the sum, because the mixing is a bijection; several changed words cancel by chance only. It
+is a few elementwise operations, bound by memory, and gives the same number on every device.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ if TYPE_CHECKING:  # bytes are checksummed in processes that compute nothing
 __all__ = ["BLOCK_BYTES", "ChecksumKind", "block_digest", "digest", "mix64"]
 
 BLOCK_BYTES = 3 << 18
-"""Bytes copied and checksummed at a time, 768 KiB: what was just written, and part of where it came from, then lie in a core's
-second-level cache of 1 MiB. Whole mebibytes fill it and cost a model of 1B parameters 0.2 of a copy more; smaller blocks make more calls."""
+"""Bytes copied and checksummed at a time, 768 KiB: what was just written, and part of where it came
+from, then lie in a core's second-level cache of 1 MiB. Whole mebibytes fill it and cost a model of
+1B parameters 0.2 of a copy more; smaller blocks make more calls."""
 
 
 ChecksumKind = Literal["xxh3", "mix64"]

@@ -3,16 +3,19 @@
     control (header, catalog, checksums): a shared memory segment        data: device memory of the source
     one IPC handle for each sink rank, each with a count of its own   ──▶ sink: peer copy on a stream of its own, mix64 there
 
-The source alone decides how long its memory lives: it closes a buffer only when no version in it is wanted any more, and
-then gives up every handle's count, opened or not. So a sink that restarts may open its handle again, and one that was
-killed, or never came, keeps no memory of the source. A sink's waits for its device have the pull's deadline.
+The source alone decides how long its memory lives: it closes a buffer only when no version in it is
+wanted any more, and then gives up every handle's count, opened or not. So a sink that restarts may
+open its handle again, and one that was killed, or never came, keeps no memory of the source. A
+sink's waits for its device have the pull's deadline.
 
-Blocks are larger than on the CPU: each costs the sink one wait for its checksum. CUDA cannot open a handle in the process
-that made it, so where both ends share a process (runtime ``inline``) the sink is given the source's buffer itself.
+Blocks are larger than on the CPU: each costs the sink one wait for its checksum. CUDA cannot open a
+handle in the process that made it, so where both ends share a process (runtime ``inline``) the sink
+is given the source's buffer itself.
 
-**Not yet run on a GPU.** What does not touch a device (the control part, the mix64 checksum, the protocol around both) is
-tested on the CPU. The device calls below were never executed: they follow ``torch.multiprocessing.reductions`` of torch 2.13,
-whose handles they are, and wait for a machine with two GPUs.
+**Not yet run on a GPU.** What does not touch a device (the control part, the mix64 checksum, the
+protocol around both) is tested on the CPU. The device calls below were never executed: they follow
+``torch.multiprocessing.reductions`` of torch 2.13, whose handles they are, and wait for a machine
+with two GPUs.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from llamarl.errors import ChannelError
+from llamarl.transports.base import RemoteBuffer, SinkTransport, SourceTransport
 from llamarl.transports.checksum import ChecksumKind
 from llamarl.transports.deadline import Clock, wait_for_device
 from llamarl.transports.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
@@ -81,7 +85,7 @@ _of_this_process: WeakValueDictionary[bytes, _Buffer] = WeakValueDictionary()
 """Registered buffers by the nonce of their control segment."""
 
 
-class CudaIpcSource:
+class CudaIpcSource(SourceTransport):
     """Registers memory of one GPU.
 
     Args:
@@ -114,20 +118,14 @@ class CudaIpcSource:
                 f"cannot register a buffer of {data_bytes:,} bytes on {self._device}: {error}"
             ) from error
 
-    def close(self) -> None:
-        pass  # each buffer is closed by who registered it
 
-
-class _Remote:
+class _Remote(RemoteBuffer):
     def __init__(self, address: CudaIpcAddress, segment: MappedSegment, rank: int) -> None:
         self._address = address
         self._segment = segment
         self._control = tensor_over(segment.bytes)
         own = _of_this_process.get(address.segment.nonce)
         self._data = _shared_data(address, segment, rank) if own is None else own.data
-
-    def view(self) -> None:
-        return None
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         size, control = into.numel(), self._address.control_bytes
@@ -140,12 +138,6 @@ class _Remote:
             raise ChannelError(f"bytes {offset} to {offset + size} lie outside the buffer")
         into.copy_(self._data[offset - control : offset - control + size], non_blocking=True)
 
-    def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
-        return False
-
-    def forget(self) -> None:
-        pass  # every read looks at the source's memory
-
     def check_source(self) -> None:
         if not owner_holds(self._segment.handle):
             raise ChannelError("the source has ended or closed its buffer")
@@ -155,7 +147,7 @@ class _Remote:
         self._segment.close()
 
 
-class CudaIpcSink:
+class CudaIpcSink(SinkTransport):
     """Maps GPU buffers of processes on this host.
 
     Args:
@@ -197,13 +189,11 @@ class CudaIpcSink:
             yield
         wait_for_device(self._stream.record_event(), clock, "copying the last blocks")
 
-    def close(self) -> None:
-        pass
-
 
 def pack_handles(uuid: str, start: int, shares: Sequence[Sequence[Any]]) -> bytes:
-    """Write the GPU, where in its storage the buffer starts, and a handle for each sink rank, as JSON: what torch calls the
-    parts of a handle are numbers, truth values and bytes, and bytes are written as hexadecimal text."""
+    """Write the GPU, where in its storage the buffer starts, and a handle for each sink rank, as
+    JSON: what torch calls the parts of a handle are numbers, truth values and bytes, and bytes are
+    written as hexadecimal text."""
     plain = [[part.hex() if isinstance(part, bytes) else part for part in share] for share in shares]
     return json.dumps([uuid, start, plain]).encode()
 

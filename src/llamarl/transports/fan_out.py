@@ -4,13 +4,14 @@
                                           ├─▶ host 256 ─▶ ...
                                           └─▶ host 257 ─▶ ...        below the chain two readers a host
 
-A chain keeps every link busy in one direction with one copy: R hosts take the time of one and that of a block for each host
-between. That beats a tree, whose inner hosts send two copies, until the chain has as many hosts as a version has blocks; from
-there on a binary tree adds the logarithm of what remains. Hosts are seated in the order in which they ask, so nobody has to know
-how many come, and whom a host reads from is always seated before it.
+A chain keeps every link busy in one direction with one copy: R hosts take the time of one and that
+of a block for each host between. That beats a tree, whose inner hosts send two copies, until the
+chain has as many hosts as a version has blocks; from there on a binary tree adds the logarithm of
+what remains. Hosts are seated in the order in which they ask, so nobody has to know how many come,
+and whom a host reads from is always seated before it.
 
-A reader that was brought up again, or came later, may be told of a copy whose process has ended. It says so, and all are seated anew:
-processes that pass on end together, as those of one executor do.
+A reader that was brought up again, or came later, may be told of a copy whose process has ended. It
+says so, and all are seated anew: processes that pass on end together, as those of one executor do.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     owner: memfd ◀── /proc/OWNER/fd/N ── this process opens it: a descriptor of its own ◀── /proc/THIS/fd/M ── readers
 
-The memory of a memfd lives as long as somebody has it open. A handle that names this process's descriptor stays good whoever
-dies, and the pages are the same: nothing is copied. In a job on several hosts what is held is offered to the others by this
-process's own server.
+The memory of a memfd lives as long as somebody has it open. A handle that names this process's
+descriptor stays good whoever dies, and the pages are the same: nothing is copied. In a job on
+several hosts what is held is offered to the others by this process's own server.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class HeldSegments:
             None if the owner has ended.
 
         Raises:
-            ChannelError: The owner lives, and its segment cannot be held: it is a file, lies on another host, has been closed, or
-                this process may open no more descriptors.
+            ChannelError: The owner lives, and its segment cannot be held: it is a file, lies on
+                another host, has been closed, or this process may open no more descriptors.
         """
         held = self._held.get(handle.nonce) or self._open(handle)
         if held is None:

@@ -3,9 +3,9 @@
     RemoteSegment.expect(next bytes) ─▶ request goes out, the answer gathers in the socket       while the reader proves
     RemoteSegment.read(those bytes)  ─▶ recv_into the caller's memory, no copy in between         what it read before
 
-Expected bytes are spread over a few streams a segment; all other reads borrow a connection from a pool that the segments of
-one owner share. Whatever goes wrong, and every deadline, ends the connection that it happened on: no answer is ever taken for
-another request's.
+Expected bytes are spread over a few streams a segment; all other reads borrow a connection from a
+pool that the segments of one owner share. Whatever goes wrong, and every deadline, ends the
+connection that it happened on: no answer is ever taken for another request's.
 """
 
 from __future__ import annotations
@@ -46,17 +46,20 @@ from llamarl.transports.segments import Segment, SegmentHandle
 __all__ = ["STREAMS", "RemoteSegment", "copy_of"]
 
 STREAMS = 1
-"""Connections on which a segment's expected bytes come. More lift a link that one connection does not fill; where cores are few
-their senders get in one another's way: two took a third of the rate between two busy cores."""
+"""Connections on which a segment's expected bytes come. More lift a link that one connection does
+not fill; where cores are few their senders get in one another's way: two took a third of the rate
+between two busy cores."""
 
 _TICK_S = 1.0
-"""Longest single wait in the kernel: between two, the deadline's own clock is asked, which stands still while we are stopped."""
+"""Longest single wait in the kernel: between two, the deadline's own clock is asked, which stands
+still while we are stopped."""
 _DIALS = 3
 _REDIAL_S = 0.05
 
 
 class RemoteSegment:
-    """A segment of another space, as far as it can be read from here. Reads may come from any thread, ``expect`` from one.
+    """A segment of another space, as far as it can be read from here. Reads may come from any
+    thread, ``expect`` from one.
 
     Args:
         deadline_s: For the first connection.
@@ -132,8 +135,9 @@ class RemoteSegment:
             gone: What an earlier call returned, where that is not there any more.
 
         Returns:
-            Whether this process is to do so, and whose copy it reads: that of a host before it (None: the segment itself), or,
-            where another process of this space passes it on, that process's.
+            Whether this process is to do so, and whose copy it reads: that of a host before it
+            (None: the segment itself), or, where another process of this space passes it on, that
+            process's.
 
         Raises: As ``read``.
         """

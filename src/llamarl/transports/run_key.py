@@ -5,9 +5,10 @@
                                   ◀───────   32 random bytes, HMAC-SHA256(key, "client" + purpose + both)
     HMAC(key, "server" + ... )    ───────▶   checked here
 
-Nothing that a peer sends is parsed before its proof is checked: 64 bytes of a fixed length are read, no more. A replayed
-proof fails, since the server's bytes are new each time; a proof made for one purpose (orders, segments, files) fails for another.
-The key proves who speaks and hides nothing: what travels can be read and altered on the way unless the connection is inside TLS.
+Nothing that a peer sends is parsed before its proof is checked: 64 bytes of a fixed length are
+read, no more. A replayed proof fails, since the server's bytes are new each time; a proof made for
+one purpose (orders, segments, files) fails for another. The key proves who speaks and hides
+nothing: what travels can be read and altered on the way unless the connection is inside TLS.
 """
 
 from __future__ import annotations

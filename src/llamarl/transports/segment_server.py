@@ -3,9 +3,11 @@
     first Segment of a process that is on a network ─▶ listen on its own address alone
     accept ─▶ a thread a connection: TLS, proof of the key before a deadline ─▶ (nonce, offset, bytes) ─▶ the mapped memory
 
-Only what is registered can be read, by its 16 random bytes, and nothing can be written: a peer sends three numbers, or asks who
-else reads a segment and leaves two words on where its own copy lies (:mod:`llamarl.transports.fan_out`). Each connection has a thread of its own, so a slow one holds up none but itself. Those that have not proved the
-key are few: the oldest goes when there are too many, so half-open connections cannot shut out who comes after them.
+Only what is registered can be read, by its 16 random bytes, and nothing can be written: a peer
+sends three numbers, or asks who else reads a segment and leaves two words on where its own copy
+lies (:mod:`llamarl.transports.fan_out`). Each connection has a thread of its own, so a slow one
+holds up none but itself. Those that have not proved the key are few: the oldest goes when there are
+too many, so half-open connections cannot shut out who comes after them.
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ class SegmentServer:
         threading.Thread(target=self._accept, name="llamarl-segments", daemon=True).start()
 
     def register(self, nonce: bytes, memory: memoryview) -> None:
-        """Let the payload ``memory`` be read by who knows ``nonce``, until it is withdrawn as often as it was registered: who holds
-        another's segment registers the same pages once more."""
+        """Let the payload ``memory`` be read by who knows ``nonce``, until it is withdrawn as often
+        as it was registered: who holds another's segment registers the same pages once more."""
         with self._lock:
             self._segments.setdefault(nonce, []).append(memory)
 
@@ -149,7 +151,8 @@ class SegmentServer:
                 time.sleep(_PAUSE_S)
 
     def _serve(self, number: int, connection: socket.socket) -> None:
-        """One connection, to its end. What goes wrong with it is for who dialled: it sees the end, and says what it wanted."""
+        """One connection, to its end. What goes wrong with it is for who dialled: it sees the end,
+        and says what it wanted."""
         try:
             connection = self._prove(number, connection)
             full = self._take_in(number, connection)
@@ -264,7 +267,8 @@ def _listen(network: Network) -> socket.socket:
     for port in range(first, last + 1):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # A port whose last connections are still being wound up is free: an earlier job on a short range has left some.
+            # A port whose last connections are still being wound up is free: an earlier job on a
+            # short range has left some.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((network.address, port))
             listener.listen(1024)

@@ -6,8 +6,9 @@
     answer   status (8), bytes (8), and so many bytes: the memory asked for, or an error in words
     a seat   nonce, bytes of the words that follow, SEAT, words      answered in words: see llamarl.transports.fan_out
 
-Requests may be sent ahead of the answers, which come in their order. Every wait has a limit in the kernel (``SO_RCVTIMEO``):
-a socket that Python itself gives a timeout makes two calls where a blocking one makes one, a tenth of the rate at 2 GB/s.
+Requests may be sent ahead of the answers, which come in their order. Every wait has a limit in the
+kernel (``SO_RCVTIMEO``): a socket that Python itself gives a timeout makes two calls where a
+blocking one makes one, a tenth of the rate at 2 GB/s.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def limit_waits(connection: socket.socket, *, receive_s: float | None, send_s: f
     """Give each later wait of this blocking socket a limit; over it, ``BlockingIOError`` or ``TimeoutError`` is raised.
 
     Args:
-        receive_s: None: it may last. Inside TLS, whose socket has one limit for both, it is then ``send_s`` that has none.
+        receive_s: None: it may last. Inside TLS, whose socket has one limit for both, it is then
+            ``send_s`` that has none.
     """
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(None if receive_s is None else max(receive_s, send_s))
@@ -91,7 +93,8 @@ def server_tls(files: TlsFiles) -> ssl.SSLContext:
 
 
 def client_tls(files: TlsFiles) -> ssl.SSLContext:
-    """Shows a certificate and asks for one of the job's authority; names are not compared, since peers are dialled by address."""
+    """Shows a certificate and asks for one of the job's authority; names are not compared, since
+    peers are dialled by address."""
     return _tls(files, ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -2,16 +2,18 @@
 
     owner: Segment(size) ──handle (pid, fd, size, nonce; < 200 bytes)──▶ reader: open_segment(handle) ──▶ read-only pages
 
-A segment is a ``memfd``: anonymous memory that another process of the same user opens through ``/proc/<pid>/fd/<n>``. It
-needs no ``/dev/shm`` (64 MB in many containers) and leaves nothing behind, not even after SIGKILL: the kernel frees it
-with its last user. Its size is sealed, so a reader can never be killed by a bus error. Where the platform has no memfd
-or ``/proc``, a file in a folder takes its place; files of dead owners are removed by the next owner in that folder.
+A segment is a ``memfd``: anonymous memory that another process of the same user opens through
+``/proc/<pid>/fd/<n>``. It needs no ``/dev/shm`` (64 MB in many containers) and leaves nothing
+behind, not even after SIGKILL: the kernel frees it with its last user. Its size is sealed, so a
+reader can never be killed by a bus error. Where the platform has no memfd or ``/proc``, a file in a
+folder takes its place; files of dead owners are removed by the next owner in that folder.
 
 A header carries a random nonce. A reader compares it with the handle's, so a recycled pid, a recycled descriptor and a
 segment that has been replaced are all told apart from the real one.
 
-In a job on several hosts each segment is also registered with this process's server, and its handle says in which space it
-lies and where that server listens: a reader elsewhere asks there (:mod:`llamarl.transports.remote_segment`).
+In a job on several hosts each segment is also registered with this process's server, and its handle
+says in which space it lies and where that server listens: a reader elsewhere asks there
+(:mod:`llamarl.transports.remote_segment`).
 """
 
 from __future__ import annotations

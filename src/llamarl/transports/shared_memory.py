@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from pathlib import Path
 
 import torch
 
 from llamarl.errors import ChannelError, SourceGone
+from llamarl.transports.base import RemoteBuffer, SinkTransport, SourceTransport
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind
-from llamarl.transports.deadline import Clock
 from llamarl.transports.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
 
 __all__ = ["SharedMemorySink", "SharedMemorySource"]
@@ -31,32 +29,22 @@ class _Buffer:
         self._segment.close()
 
 
-class SharedMemorySource:
-    """Registers segments of this process.
-
-    Args:
-        folder: For platforms without memfd: where files take their place.
-    """
+class SharedMemorySource(SourceTransport):
+    """Registers segments of this process."""
 
     name = "shared_memory"
     checksum: ChecksumKind = "xxh3"
     block_bytes = BLOCK_BYTES
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
 
     @classmethod
     def here(cls, *, num_sink_ranks: int) -> SharedMemorySource:
         return cls()
 
     def register(self, control_bytes: int, data_bytes: int) -> _Buffer:
-        return _Buffer(Segment(control_bytes + data_bytes, folder=self._folder), control_bytes)
-
-    def close(self) -> None:
-        pass  # each buffer is closed by who registered it
+        return _Buffer(Segment(control_bytes + data_bytes), control_bytes)
 
 
-class _Remote:
+class _Remote(RemoteBuffer):
     def __init__(self, segment: MappedSegment) -> None:
         self._segment = segment
         self._data = tensor_over(segment.bytes)
@@ -70,12 +58,6 @@ class _Remote:
             raise ChannelError(f"bytes {offset} to {offset + size} lie outside a buffer of {self._data.numel()} bytes")
         ctypes.memmove(into.data_ptr(), self._data.data_ptr() + offset, size)
 
-    def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
-        return False
-
-    def forget(self) -> None:
-        pass  # every read looks at the source's memory
-
     def check_source(self) -> None:
         if not owner_holds(self._segment.handle):
             raise SourceGone("the source has ended or closed its buffer")
@@ -85,7 +67,7 @@ class _Remote:
         self._segment.close()
 
 
-class SharedMemorySink:
+class SharedMemorySink(SinkTransport):
     """Maps segments of processes on this host."""
 
     name = "shared_memory"
@@ -95,11 +77,5 @@ class SharedMemorySink:
     def here(cls, *, rank: int) -> SharedMemorySink:
         return cls()
 
-    def pulling(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def open(self, address: SegmentHandle, deadline_s: float) -> _Remote:
         return _Remote(open_segment(address))
-
-    def close(self) -> None:
-        pass

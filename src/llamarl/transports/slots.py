@@ -6,9 +6,10 @@
                  │
                  └────▶ FAILED
 
-Each header word is an aligned 8-byte integer, stored whole, so a reader sees the old or the new one and nothing between.
-``progress`` counts the blocks that are in place with their checksums: a sink may follow a slot while it is written. The
-checksum is that of what proves all others (the manifest of a version, the table of a token's parts).
+Each header word is an aligned 8-byte integer, stored whole, so a reader sees the old or the new one
+and nothing between. ``progress`` counts the blocks that are in place with their checksums: a sink
+may follow a slot while it is written. The checksum is that of what proves all others (the manifest
+of a version, the table of a token's parts).
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Between hosts: the segments of shared memory, read over a socket where they lie elsewhere and mapped where they do not.
+"""Between hosts: the segments of shared memory, read over a socket where they lie elsewhere and
+mapped where they do not.
 
     source: a segment, as for shared memory        sink: same space? map it : RemoteSegment, next blocks asked for ahead
 
-The choice is made for each buffer that is opened, so one channel may join ranks of one host and of many. Nothing runs at the
-source for it but the server of :mod:`llamarl.transports.segment_server`, which sends straight from the mapped memory.
+The choice is made for each buffer that is opened, so one channel may join ranks of one host and of
+many. Nothing runs at the source for it but the server of :mod:`llamarl.transports.segment_server`,
+which sends straight from the mapped memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
-from llamarl.transports.base import RemoteBuffer
-from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind
-from llamarl.transports.deadline import Clock
+from llamarl.transports.base import RemoteBuffer, SinkTransport
 from llamarl.transports.remote_segment import STREAMS, RemoteSegment
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
@@ -30,23 +28,14 @@ class TcpSource(SharedMemorySource):
     """Registers segments of this process; where the job is on several hosts, they can be read from the others."""
 
     name = "tcp"
-    checksum: ChecksumKind = "xxh3"
-    block_bytes = BLOCK_BYTES
-
-    @classmethod
-    def here(cls, *, num_sink_ranks: int) -> TcpSource:
-        return cls()
 
 
-class TcpRemote:
+class TcpRemote(RemoteBuffer):
     """A buffer of another space; implements :class:`llamarl.transports.base.RemoteBuffer`."""
 
     def __init__(self, handle: SegmentHandle, deadline_s: float, streams: int) -> None:
         self._segment = RemoteSegment(handle, deadline_s, streams=streams)
         self._ahead = _AHEAD * streams
-
-    def view(self) -> None:
-        return None
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         self._segment.read(offset, into.numpy(), deadline_s, fresh=fresh)
@@ -73,7 +62,7 @@ class TcpRemote:
         self._segment.close()
 
 
-class TcpSink:
+class TcpSink(SinkTransport):
     """Reads segments of other hosts, and maps those of this one.
 
     Args:
@@ -91,13 +80,7 @@ class TcpSink:
     def here(cls, *, rank: int) -> TcpSink:
         return cls()
 
-    def pulling(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def open(self, address: SegmentHandle, deadline_s: float) -> RemoteBuffer:
         if is_elsewhere(address):
             return TcpRemote(address, deadline_s, self._streams)
         return self._mapped.open(address, deadline_s)
-
-    def close(self) -> None:
-        pass

@@ -1,10 +1,12 @@
 """Parameters, boxes of them, and how a cut divides them over ranks. Pure: no tensors.
 
-A *parameter* is named and shaped as the source of truth names it (Hugging Face names); a tied one counts once. A rank holds at
-most one *piece* of it: a box of the global tensor, which is the rank's local tensor of that name.
+A *parameter* is named and shaped as the source of truth names it (Hugging Face names); a tied one
+counts once. A rank holds at most one *piece* of it: a box of the global tensor, which is the rank's
+local tensor of that name.
 
-A box is one (start, stop) a dimension. Sharding follows PyTorch: ``torch.chunk``, so the last shards may be smaller or
-empty (uneven FSDP2), and on a mesh that shards one dimension twice tensor parallelism cuts first, FSDP cuts what is left.
+A box is one (start, stop) a dimension. Sharding follows PyTorch: ``torch.chunk``, so the last
+shards may be smaller or empty (uneven FSDP2), and on a mesh that shards one dimension twice tensor
+parallelism cuts first, FSDP cuts what is left.
 """
 
 from __future__ import annotations

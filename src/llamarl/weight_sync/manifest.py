@@ -57,7 +57,8 @@ class Catalog:
 
     rank: int
     layout: MeshLayout
-    """What all source ranks hold, also those of which this rank holds nothing; a parameter's ``dtype`` is the wire dtype."""
+    """What all source ranks hold, also those of which this rank holds nothing; a parameter's
+    ``dtype`` is the wire dtype."""
     blocks: tuple[Block, ...]
     checksum: ChecksumKind = "xxh3"
     """How the blocks' checksums are made."""
@@ -171,7 +172,8 @@ class _Packer:
         self._start = self._end = 0
 
     def align(self) -> None:
-        """Start the next region on a cache line. Runs of one cell follow without a gap, so that a cell can be mapped."""
+        """Start the next region on a cache line. Runs of one cell follow without a gap, so that a
+        cell can be mapped."""
         self._end = _aligned(self._end)
 
     def add(self, parameter: str, box: Box, nbytes: int) -> None:
@@ -194,7 +196,8 @@ class _Packer:
 
 
 def _sink_bounds(sink: AnyLayout | None) -> Callable[[Piece], list[set[int]] | None]:
-    """Where the sinks' boxes begin and end by dimension, as far as that is inside of a piece; None: they are not known."""
+    """Where the sinks' boxes begin and end by dimension, as far as that is inside of a piece; None:
+    they are not known."""
     known: dict[object, list[set[int]]] = {}
 
     def edges(piece: Piece) -> list[set[int]] | None:

@@ -2,10 +2,11 @@
 
     slot of the source ──mmap──▶ view of each cell this rank holds ──▶ checksum of every block, in place ──▶ live weights
 
-A sink tensor can be mapped if it is one piece, and that piece is one run of bytes in one source's slot. The catalog lays
-cells out without gaps, so this holds for whole and row-cut parameters of an unsharded source, and for any cut if the
-source knew the sinks' layout. What cannot be mapped is pulled into memory of its own, while the version before is still
-held: that part of the weights lies there twice. ``worth_mapping`` says up to which share that is done.
+A sink tensor can be mapped if it is one piece, and that piece is one run of bytes in one source's
+slot. The catalog lays cells out without gaps, so this holds for whole and row-cut parameters of an
+unsharded source, and for any cut if the source knew the sinks' layout. What cannot be mapped is
+pulled into memory of its own, while the version before is still held: that part of the weights lies
+there twice. ``worth_mapping`` says up to which share that is done.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from llamarl.weight_sync.remote_slot import RemoteSlot
 __all__ = ["MOST_PRIVATE", "MapPlan", "MappedTensor", "map_slots", "plan_mapping", "worth_mapping"]
 
 MOST_PRIVATE = 1 / 8
-"""Most of a rank's weights, by bytes, that a version served in place may copy: by so much, at most, memory grows while a
-version takes the place of the one before."""
+"""Most of a rank's weights, by bytes, that a version served in place may copy: by so much, at most,
+memory grows while a version takes the place of the one before."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """A layout as a rule: a mesh of ranks and, for each parameter, the cuts along its axes. Pure: no tensors.
 
-It works out the piece of one rank, and which ranks hold what meets a given box, when it is asked. What a rank asks for costs it
-the same on 8 ranks and on thousands:
+It works out the piece of one rank, and which ranks hold what meets a given box, when it is asked.
+What a rank asks for costs it the same on 8 ranks and on thousands:
 
     parameter ─▶ grid of cells (one box each, disjoint, together the whole) ─▶ ranks that hold a cell
 
-The ranks that hold one cell are a product of ranges, one a mesh axis: an even part of an axis that cuts the parameter, all
-of an axis that does not, and along ``STAGE_AXIS`` the stages that have the parameter at all.
+The ranks that hold one cell are a product of ranges, one a mesh axis: an even part of an axis that
+cuts the parameter, all of an axis that does not, and along ``STAGE_AXIS`` the stages that have the
+parameter at all.
 
-Ranks of several meshes, one after another (unlike replicas), are a ``JoinedLayout``: a sink may have one, a source is one mesh.
+Ranks of several meshes, one after another (unlike replicas), are a ``JoinedLayout``: a sink may
+have one, a source is one mesh.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class Grid:
     def _intervals(
         self, cuts: Sequence[Shard], interval: tuple[int, int], wanted: tuple[int, int]
     ) -> list[tuple[tuple[int, int], dict[str, int]]]:
-        """Parts of ``interval``, cut one after another, that meet ``wanted``, with the part's number along each axis."""
+        """Parts of ``interval``, cut one after another, that meet ``wanted``, with the part's
+        number along each axis."""
         if not cuts:
             return [(interval, {})]
         start, stop = interval
@@ -228,7 +231,8 @@ class MeshLayout:
         return {name for name, spec in self.parameters.items() if math.prod(spec.shape) > 0}
 
     def edges(self, parameter: str, box: Box) -> list[set[int]]:
-        """By dimension: where inside ``box`` one rank's part of a parameter ends and another's begins, or at its ends."""
+        """By dimension: where inside ``box`` one rank's part of a parameter ends and another's
+        begins, or at its ends."""
         edges: list[set[int]] = [set() for _ in box]
         for cell in self.grids[parameter].meeting(box):
             for dim, bounds in zip(edges, cell.box, strict=True):

@@ -1,4 +1,5 @@
-"""Layouts of a named model: parameters from its configuration alone, cuts from its own tensor-parallel plan, stages from names.
+"""Layouts of a named model: parameters from its configuration alone, cuts from its own
+tensor-parallel plan, stages from names.
 
 Nothing is downloaded or allocated: the decoder is built on PyTorch's meta device.
 """
@@ -104,8 +105,9 @@ def model_parameters(config: str | Path | Mapping[str, Any], *, dtype: str = "bf
 
 
 def _cut_dim(style: str | None, ndim: int) -> int | None:
-    """The dimension that a style cuts: outputs are the last but one of a weight [..., out, in], and a bias's only one. Of experts,
-    [experts, ., .], each rank has some whole (``models/expert_parallel.py``)."""
+    """The dimension that a style cuts: outputs are the last but one of a weight [..., out, in], and
+    a bias's only one. Of experts, [experts, ., .], each rank has some whole
+    (``models/expert_parallel.py``)."""
     if ndim == 3 and style in (*_COLUMNS, *_ROWS):
         return 0
     if style in _COLUMNS:
@@ -148,8 +150,9 @@ def _tp_shard(parameters: ModelParameters, name: str, axis: str) -> Shard:
 
 
 def stage_parameters(parameters: ModelParameters, num_stages: int) -> list[ModelParameters]:
-    """The parameters of each stage, cut as ``models.stages`` cuts the decoder: what is named before the layers is the first
-    stage's, what is named after them the last one's. With tied ends the embedding, too, is the last one's as well.
+    """The parameters of each stage, cut as ``models.stages`` cuts the decoder: what is named before
+    the layers is the first stage's, what is named after them the last one's. With tied ends the
+    embedding, too, is the last one's as well.
 
     Args:
         parameters: Of the whole model, in its order.
@@ -192,8 +195,8 @@ def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tu
 
 
 def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Sequence[str]) -> ModelParameters:
-    """The LoRA adapters beside a model's parameters, as they are handed over alone: float32. Where W is cut by rows, B is, and A is
-    whole; where it is cut by columns, A is, and B is whole.
+    """The LoRA adapters beside a model's parameters, as they are handed over alone: float32. Where
+    W is cut by rows, B is, and A is whole; where it is cut by columns, A is, and B is whole.
 
     Args:
         rank: Of the adapters.
@@ -251,6 +254,7 @@ def layout_of_shards(shards: Mapping[str, ParameterShard], layout: ParallelLayou
 
 
 def _cuts(cut: Cut) -> tuple[Shard, ...]:
-    """Experts are cut over the tensor-parallel ranks, and what each of these has over those of ``ep``: whole experts, so evenly."""
+    """Experts are cut over the tensor-parallel ranks, and what each of these has over those of
+    ``ep``: whole experts, so evenly."""
     axes = ("tp", "ep") if cut.axis == EXPERTS else (cut.axis,)
     return tuple(Shard(axis, cut.dim, cut.at_most) for axis in axes)

@@ -71,7 +71,8 @@ def copies_to_sink(
 
 
 def _boxes(source: Grid, sink: Grid | JoinedGrid, rank: int) -> list[tuple[Box, int, Box, Box]]:
-    """What a sink rank pulls of a parameter: (box, source rank, where it lies there, where it goes here), in order of position."""
+    """What a sink rank pulls of a parameter: (box, source rank, where it lies there, where it goes
+    here), in order of position."""
     wanted = sink.held(rank)
     if wanted is None:
         return []

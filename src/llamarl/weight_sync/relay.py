@@ -3,10 +3,12 @@
     source's slot ──▶ mirror on host b ──▶ mirror on host c ──▶ ...        over sockets, each block as soon as it is there
                         └─ mapped by every sink rank of b  └─ of c          served in place where that is worth it
 
-A mirror is laid out as the slot it copies, with the same generations, so whoever reads one follows it as it would follow a source
-that is still writing, and proves every block again. Whom a host reads from is decided where the source's slot lies
-(:mod:`llamarl.transports.fan_out`). A host before it that does not begin within seconds, or ends, is passed over: the blocks that
-are missing come from the source itself. When a source may write a slot again, every sink has finished with it, mirrors included.
+A mirror is laid out as the slot it copies, with the same generations, so whoever reads one follows
+it as it would follow a source that is still writing, and proves every block again. Whom a host
+reads from is decided where the source's slot lies (:mod:`llamarl.transports.fan_out`). A host
+before it that does not begin within seconds, or ends, is passed over: the blocks that are missing
+come from the source itself. When a source may write a slot again, every sink has finished with it,
+mirrors included.
 
 A mirror may begin before its own readers want the version (``Relays.begin``): then the bytes travel while they work on
 with the one before, and the way takes none of their time.
@@ -143,7 +145,7 @@ class Mirror:
         slot.refuse_block(index, MAX_ATTEMPTS, clock)
 
 
-class _OwnMirror:
+class _OwnMirror(RemoteBuffer):
     """The mirror that this process fills, as a buffer to read: what goes wrong in the filling is told as it was."""
 
     def __init__(self, mirror: Mirror, mapped: RemoteBuffer) -> None:
@@ -155,12 +157,6 @@ class _OwnMirror:
     def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         self.check_source()
         self._mapped.read(offset, into, deadline_s, fresh=fresh)
-
-    def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
-        return False
-
-    def forget(self) -> None:
-        pass  # every read looks at the memory
 
     def check_source(self) -> None:
         if self._mirror.failure is not None:
@@ -208,7 +204,8 @@ class Relays:
     def begin(
         self, handle: SlotHandle, direct: TcpRemote, catalog: Catalog, who: str, clock: Clock, deadline_s: float
     ) -> None:
-        """Begin to fill this host's mirror, if this process is who fills it and has not begun yet; otherwise as ``follow``.
+        """Begin to fill this host's mirror, if this process is who fills it and has not begun yet;
+        otherwise as ``follow``.
 
         A mirror of a source that was brought up again since is left alone: its bytes may be what is being served.
         """
@@ -235,7 +232,8 @@ class Relays:
     def follow(
         self, handle: SlotHandle, direct: TcpRemote, catalog: Catalog, who: str, clock: Clock, deadline_s: float
     ) -> RemoteSlot:
-        """The slot to read a version from: this host's mirror, which begins to be filled if it has not yet, or the source's.
+        """The slot to read a version from: this host's mirror, which begins to be filled if it has
+        not yet, or the source's.
 
         Args:
             direct: The source's slot, opened.
@@ -295,7 +293,8 @@ class Relays:
         return place
 
     def _opened(self, copy: SegmentHandle | None, clock: Clock) -> tuple[RemoteBuffer | None, bool]:
-        """A mirror that another process offered, None if there is none; and whether that is because it is not there any more."""
+        """A mirror that another process offered, None if there is none; and whether that is because
+        it is not there any more."""
         if copy is None:
             return None, False
         try:

@@ -1,4 +1,5 @@
-"""A source rank's slot as a sink sees it: is it the one the handle names, how far is it written, what must its bytes be."""
+"""A source rank's slot as a sink sees it: is it the one the handle names, how far is it written,
+what must its bytes be."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class RemoteSlot:
 
     Args:
         who: Opening of every error message: which sink, which version, which source.
-        is_mirror: ``remote`` is another host's copy of the slot (:mod:`llamarl.weight_sync.relay`), which may be behind it.
+        is_mirror: ``remote`` is another host's copy of the slot (:mod:`llamarl.weight_sync.relay`),
+            which may be behind it.
 
     Raises:
         WeightSyncError: The slot is stale, half written by a failed source, or its manifest is not the one promised.
@@ -78,7 +80,8 @@ class RemoteSlot:
             raise WeightSyncError(f"{self.who}: {error}; this version is not served: resume the run") from error
 
     def expect(self, block: int, clock: Clock) -> bool:
-        """Have a block sent that will be read soon, after those asked for before; False if not now, or not written yet."""
+        """Have a block sent that will be read soon, after those asked for before; False if not now,
+        or not written yet."""
         if block >= self._known:
             return False
         left_s = clock(f"reading from {self._source}")

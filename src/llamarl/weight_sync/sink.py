@@ -76,7 +76,8 @@ class Puller:
     """Pulls versions for one sink rank; keeps open buffers and the compiled plan from version to version.
 
     Args:
-        fan_out: Where a source lies on another host, read it once a host and pass it on (:mod:`llamarl.weight_sync.relay`).
+        fan_out: Where a source lies on another host, read it once a host and pass it on
+            (:mod:`llamarl.weight_sync.relay`).
     """
 
     def __init__(
@@ -109,16 +110,18 @@ class Puller:
         """The last one first; two, for a version may be asked whether it is worth mapping and then loaded."""
 
     def open(self, handles: Sequence[SlotHandle], deadline_s: float) -> WeightVersion:
-        """Open the slots of the source ranks that this rank pulls from, and prove their manifests. Pulls no weights yet.
+        """Open the slots of the source ranks that this rank pulls from, and prove their manifests.
+        Pulls no weights yet.
 
-        Whom it pulls from is known from the version before. Of a first version one slot is looked at here, and the others are opened
-        when it is asked for.
+        Whom it pulls from is known from the version before. Of a first version one slot is looked
+        at here, and the others are opened when it is asked for.
 
         Args:
             deadline_s: Longest time that this takes, and, each for itself, all that is later asked of the version.
 
         Raises:
-            WeightSyncError: A source is gone, its slot is stale or half written, or its manifest is not the one promised.
+            WeightSyncError: A source is gone, its slot is stale or half written, or its manifest is
+                not the one promised.
         """
         versions = {h.version for h in handles}
         if len(versions) != 1:
@@ -141,8 +144,9 @@ class Puller:
     def fetch_ahead(self, handles: Sequence[SlotHandle], deadline_s: float) -> None:
         """Have a version of another host copied to this one while this process works on; any thread, returns at once.
 
-        ``open`` of the same version then finds the bytes here, or follows them as they come. Nothing is told of what goes wrong:
-        ``open`` asks again and tells. What lies on this host stays where it is.
+        ``open`` of the same version then finds the bytes here, or follows them as they come.
+        Nothing is told of what goes wrong: ``open`` asks again and tells. What lies on this host
+        stays where it is.
         """
         if self._shares:
             handles = [handle for handle in handles if handle.source_rank in self._shares[0].source_ranks]
@@ -310,7 +314,8 @@ class Puller:
         layout: AnyLayout | None,
         clock: Clock,
     ) -> tuple[list[RemoteSlot], list[_Pull]]:
-        """What fills ``tensors`` from a version, and from which slots; worked out once per layout and set of tensors."""
+        """What fills ``tensors`` from a version, and from which slots; worked out once per layout
+        and set of tensors."""
         local = {name: own_part(tensor) for name, tensor in tensors.items()}
         slots, copies = self.share(
             version, whole_on_each(local, self._num_sink_ranks) if layout is None else layout, clock
@@ -482,8 +487,8 @@ class WeightVersion:
 
     @property
     def can_map(self) -> bool:
-        """Whether ``map_tensors`` works here, of whole parameters: the memory of every source that this rank would pull them from
-        is mapped in this process."""
+        """Whether ``map_tensors`` works here, of whole parameters: the memory of every source that
+        this rank would pull them from is mapped in this process."""
         return self._can_map(None)
 
     def _can_map(self, layout: AnyLayout | None) -> bool:

@@ -1,4 +1,5 @@
-"""A source rank's slot from the inside: registered memory laid out for a catalog, and where each region's bytes come from.
+"""A source rank's slot from the inside: registered memory laid out for a catalog, and where each
+region's bytes come from.
 
 register ─▶ [ header | catalog | checksums | blocks ] ─▶ one copy a region: a bare memory copy where the region is one run
                                                           of the tensor in the same dtype, else a cast on the way

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.masking import ratio_keep_mask
 from llamarl.algorithms.registry import LOSSES
+from llamarl.trainer.objective import ratio_keep_mask
 
 LENGTHS = [3, 1, 6, 4, 2, 1, 8, 1, 2, 3]
 CONFIG = {"rho": 2.0, "clip_low": 0.3, "clip_high": 0.5}

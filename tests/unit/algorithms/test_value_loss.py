@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.algorithms.value import value_loss
+from llamarl.trainer.critic import value_loss
 
 
 def test_without_clipping_it_is_half_the_squared_error() -> None:

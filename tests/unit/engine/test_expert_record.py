@@ -110,17 +110,6 @@ def test_each_token_has_the_experts_that_the_library_gives_it(family: str, tmp_p
     assert prompts[0] is prompts[1] is prompts[2]  # computed once, held once
 
 
-def test_guesses_that_were_not_drawn_leave_no_trace(tmp_path: Path) -> None:
-    folder = write(tmp_path, "mixtral")
-    plain, guessed = sequences(24, 0.3), sequences(24, 0.3)
-    run(engine_of(folder, max_batch_tokens=64), plain)
-    engine = engine_of(folder, max_batch_tokens=64, speculative_tokens=3)
-    run(engine, guessed)
-    assert [s.tokens for s in guessed] == [s.tokens for s in plain]
-    for one, other in zip(plain, guessed, strict=True):
-        assert np.array_equal(noted(one), noted(other))
-
-
 def test_little_memory_and_computing_again_change_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path, "mixtral")
     roomy, tight = sequences(16), sequences(16)

@@ -11,8 +11,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from llamarl.errors import ModelError
-from llamarl.models.expert_exchange import senders
-from llamarl.models.expert_parallel import cut_experts
+from llamarl.models.expert_parallel import cut_experts, senders
 from llamarl.models.experts import Routing, expert_layers, num_experts, watch_experts, watching
 from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, whole_experts
 

@@ -17,10 +17,10 @@ from llamarl.algorithms.base import TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import TrainingDiverged
 from llamarl.trainer.batch import make_sequences
-from llamarl.trainer.config import OptimizerConfig, SelectionConfig, TrainerConfig
+from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
-from llamarl.trainer.step_plan import Row, plan_steps
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.trainer.step_plan import plan_steps
+from llamarl.types import Failure, Group, Prompt, Score
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _trainer(folder: Path, *, algorithm: AlgorithmConfig | None = None, seed: int = 0, **kwargs: Any) -> Trainer:
-    if "selection" in kwargs:
-        kwargs["selection"] = SelectionConfig(**kwargs["selection"])
     config, optimizer = TrainerConfig(**kwargs), OptimizerConfig(lr=1e-2, warmup_ticks=1)
     return Trainer(folder, config, optimizer, algorithm or AlgorithmConfig(), temperature=1.0, seed=seed)
 
@@ -43,14 +41,10 @@ def _assert_same_state(one: Trainer, other: Trainer) -> None:
 
 
 def _parts(groups: Sequence[Group], config: TrainerConfig, tick: int) -> list[list[Group]]:
-    """The plan of a tick as groups, in the order of its steps; for plans that keep groups whole."""
-    rows = []
-    for index, group in enumerate(groups):
-        own = [s for s in make_sequences(groups, AlgorithmConfig()) if s.group == index]
-        for i, s in enumerate(own):
-            rows.append(Row(prompt=group.prompt.index, response=i, num_tokens=len(s.targets), advantage=s.advantage))
-    plan = plan_steps(rows, config, seed=0, tick=tick)
-    return [[g for g in groups if any(p == g.prompt.index for p, _ in step)] for step in plan.steps]
+    """The plan of a tick as groups, in the order of its steps."""
+    prompts = [groups[s.group].prompt.index for s in make_sequences(groups, AlgorithmConfig())]
+    steps = plan_steps(prompts, minibatches=config.minibatches, epochs=config.epochs, seed=0, tick=tick)
+    return [[g for g in groups if g.prompt.index in step] for step in steps]
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
@@ -76,7 +70,7 @@ def test_each_step_is_the_one_that_its_part_alone_would_make(model_folder: Path,
     for key in ("ratio/mean", "mismatch/kl", "entropy", "ratio/clipped_fraction"):
         assert metrics[key] == pytest.approx(np.average([m[key] for m in alone], weights=tokens), rel=1e-9), key
     assert metrics["ratio/max"] == max(m["ratio/max"] for m in alone)
-    assert metrics["step/skipped"] == metrics["step/empty"] == metrics["samples/unused"] == 0.0
+    assert metrics["step/skipped"] == metrics["step/empty"] == 0.0
 
 
 def test_two_passes_without_cuts_are_two_steps_on_the_whole_batch(model_folder: Path) -> None:
@@ -97,17 +91,18 @@ def test_tokens_that_no_step_takes_are_counted_once_whatever_the_passes(model_fo
     responses = [
         make_response(0, i, [7] * n, outcome) for i, (n, outcome) in enumerate(zip(lengths, outcomes, strict=True))
     ]
+    responses[2] = dataclasses.replace(responses[2], finish_reason="length")
     group = Group(prompt=Prompt(index=0, tokens=np.array([5, 6], np.int32), text=""), responses=tuple(responses))
-    trainer = _trainer(model_folder, epochs=3, selection={"pairs": 1})
+    trainer = _trainer(model_folder, epochs=3, algorithm=AlgorithmConfig(train_truncated=False))
     metrics = trainer.train([group], 0)
     assert metrics["tokens/trained"] == 9  # the first two responses, three times
     assert metrics["tokens/repeated"] == 6
-    assert metrics["tokens/unused"] == 3  # the third; the fourth failed, which others count
+    assert metrics["tokens/unused"] == 3  # the third was cut; the fourth failed, which others count
 
 
 def test_one_step_reports_what_it_always_did(model_folder: Path) -> None:
     metrics = _trainer(model_folder).train(make_groups(), 0)
-    assert not {"staleness/steps_mean", "staleness/steps_max", "samples/unused", "tokens/budget_share"} & set(metrics)
+    assert not {"staleness/steps_mean", "staleness/steps_max"} & set(metrics)
 
 
 def _two_groups(versions: tuple[int, int]) -> list[Group]:
@@ -246,16 +241,8 @@ def test_zero_advantages_may_be_skipped_in_every_step(model_folder: Path) -> Non
     assert skipping["tokens/computed"] < whole["tokens/computed"]
 
 
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "pairs": {"minibatches": 2, "selection": {"pairs": 1}},
-    "shuffle": {"minibatches": 2, "epochs": 2, "selection": {"pairs": 2, "shuffle": "advantage"}},
-    "budget": {"minibatches": 2, "selection": {"tokens_per_step": 40}},
-}
-
-
-@pytest.mark.parametrize("name", sorted(SELECTIONS))
-def test_a_resumed_trainer_makes_the_same_bits_with_a_selection(model_folder: Path, tmp_path: Path, name: str) -> None:
-    whole, half, resumed = (_trainer(model_folder, seed=3, **SELECTIONS[name]) for _ in range(3))
+def test_a_resumed_trainer_makes_the_same_bits_with_several_steps(model_folder: Path, tmp_path: Path) -> None:
+    whole, half, resumed = (_trainer(model_folder, seed=3, minibatches=2, epochs=2) for _ in range(3))
     for k in range(2):
         whole.train(make_groups(seed=k, num_groups=4), k)
         half.train(make_groups(seed=k, num_groups=4), k)
@@ -264,40 +251,3 @@ def test_a_resumed_trainer_makes_the_same_bits_with_a_selection(model_folder: Pa
     groups = make_groups(seed=2, num_groups=4)
     assert whole.train(groups, 2) == resumed.train(groups, 2)
     _assert_same_state(whole, resumed)
-
-
-def test_a_token_budget_bounds_every_step(model_folder: Path) -> None:
-    trainer = _trainer(model_folder, minibatches=2, selection={"tokens_per_step": 30})
-    seen = _recorded(trainer)
-    metrics = trainer.train(make_groups(num_groups=5), 0)
-    assert [len(batch.advantages) <= 30 for batch in seen] == [True, True]
-    assert metrics["tokens/trained"] == sum(len(batch.advantages) for batch in seen)
-    assert metrics["tokens/budget_share"] == metrics["tokens/trained"] / 60
-    assert metrics["samples/unused"] == 5 * 4 - 1 - metrics["samples/trained"]  # one of them failed
-
-
-def test_pairs_train_the_extremes_with_the_advantages_of_the_whole_group(model_folder: Path) -> None:
-    prompt = Prompt(index=0, tokens=np.array([5, 6], np.int32), text="")
-    rewards = (0.0, 1.0, 0.25, 0.75)
-    responses: list[Response] = [make_response(0, s, [7 + s], Score(value=r)) for s, r in enumerate(rewards)]
-    trainer = _trainer(model_folder, selection={"pairs": 1})
-    seen = _recorded(trainer)
-    metrics = trainer.train([Group(prompt=prompt, responses=tuple(responses))], 0)
-    assert seen[0].advantages.tolist() == [-0.5, 0.5]
-    assert metrics["samples/trained"] == metrics["samples/unused"] == 2.0
-
-
-def test_responses_that_are_cut_take_no_part_in_a_selection(model_folder: Path) -> None:
-    """A truncated response stays in the baseline and out of the pairs."""
-    prompt = Prompt(index=0, tokens=np.array([5, 6], np.int32), text="")
-    made = [make_response(0, s, [7 + s], Score(value=v)) for s, v in enumerate((0.0, 1.0, 0.5, 0.5))]
-    made[1] = dataclasses.replace(made[1], finish_reason="length")
-    trainer = _trainer(
-        model_folder,
-        algorithm=AlgorithmConfig(train_truncated=False),
-        selection={"pairs": 1},
-        skip_zero_advantage=False,
-    )
-    seen = _recorded(trainer)
-    trainer.train([Group(prompt=prompt, responses=tuple(made))], 0)
-    assert seen[0].advantages.tolist() == [-0.5, 0.0]
