@@ -39,7 +39,6 @@ response lengths:
   512                            every response has 512 tokens
   4096:lognormal                 mean 4096, sigma 0.6, cut at 4 times the mean
   4096:lognormal:sigma=0.9,limit=16384
-  1000:pareto:alpha=1.8,limit=8192
   file:runs/tiny/rollouts        as measured; or a file with one length a line
 
 Times come from rooflines: work / (peak x efficiency) + latency. Peaks and efficiencies, each with its source, are in

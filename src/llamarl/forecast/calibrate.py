@@ -4,8 +4,8 @@
                                                  ├─▶
     rollouts/: tokens of each response ──────────┘      trainer's tick   = trainer_scale · rooflines + train_step_overhead_s
 
-The rooflines stay, so a fit extrapolates to other batches, lengths, layouts and models the way named hardware does; the further
-from the run, the less it knows.
+The rooflines stay, so a fit extrapolates to other batches, lengths, layouts and models the way
+named hardware does; the further from the run, the less it knows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Fit:
     jitter: Mapping[str, float]
     """Role -> standard deviation of the logarithm of (measured tick / fitted tick)."""
     carried: bool
-    """Responses went on over several ticks (``max_segments`` above 1), so what a tick decoded is known on average only."""
+    """Responses went on over several ticks (``max_segments`` above 1), so what a tick decoded is
+    known on average only."""
 
     def text(self) -> str:
         """One line for people."""
@@ -74,7 +75,8 @@ class Fit:
 
 
 def replica_layout(generator: GeneratorConfig, hardware: Hardware) -> GeneratorLayout:
-    """A replica of a recipe's generator; ``cp`` counts as tensor-parallel ranks, a precision without a rate as the trainer's."""
+    """A replica of a recipe's generator; ``cp`` counts as tensor-parallel ranks, a precision
+    without a rate as the trainer's."""
     known = hardware.device.matmul_flops
     precision: str = generator.quantization
     if precision not in known:
@@ -200,8 +202,8 @@ def _alone_s(tick: _Tick, hardware: Hardware, threads: Mapping[str, int], config
 
 
 def _scale_and_rest(rows: Rows, seconds: Rows) -> list[float]:
-    """The line; where ticks are too much alike to tell work from rest, all of their time counts as growing with the work, which
-    is the safer half of a guess for larger jobs."""
+    """The line; where ticks are too much alike to tell work from rest, all of their time counts as
+    growing with the work, which is the safer half of a guess for larger jobs."""
     line, alone = non_negative_line(rows, seconds), [float(np.median(seconds / rows[:, 0])), 0.0]
 
     def error(found: list[float]) -> float:

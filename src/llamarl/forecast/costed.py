@@ -2,14 +2,16 @@
 
     weights (version) ─▶ CostedGenerator ─▶ Batch ─▶ CostedReward ─▶ Batch ─▶ CostedTrainer ─▶ version + 1
 
-Its tick is that of ``executors/generator.py`` under ``schedule.weights = "exact"``: admit, decode until the groups to deliver are
-complete, carry the rest; which groups start and leave is decided by the same functions (``llamarl/tick_schedule.py``). A
-version that arrives inside a tick (``"latest"``) is not simulated: it is taken when the next tick begins.
+Its tick is that of ``executors/generator.py`` under ``schedule.weights = "exact"``: admit, decode
+until the groups to deliver are complete, carry the rest; which groups start and leave is decided by
+the same functions (``llamarl/tick_schedule.py``). A version that arrives inside a tick
+(``"latest"``) is not simulated: it is taken when the next tick begins.
 
-Replicas are arrays. A response's length is a function of the seed and the tick of its admission, so a resumed simulation
-repeats the ticks that were lost.
+Replicas are arrays. A response's length is a function of the seed and the tick of its admission, so
+a resumed simulation repeats the ticks that were lost.
 
-Legend: R replicas, A active groups of a replica, P groups that it delivers a tick, g responses of a group, s = bound on staleness.
+Legend: R replicas, A active groups of a replica, P groups that it delivers a tick, g responses of a
+group, s = bound on staleness.
 """
 
 from __future__ import annotations

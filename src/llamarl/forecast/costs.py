@@ -1,8 +1,8 @@
 """Rooflines of the parts: matrix products, collectives, a decode step, prefill, a weight hand-over.
 
-Every time is ``work / (peak * efficiency) + latency``, with the constants of ``hardware.py``. Symbols: ``tp`` tensor-parallel
-ranks of a replica, ``pp`` pipeline stages, ``active`` sequences that decode at once in a replica, ``context`` their mean
-tokens so far.
+Every time is ``work / (peak * efficiency) + latency``, with the constants of ``hardware.py``.
+Symbols: ``tp`` tensor-parallel ranks of a replica, ``pp`` pipeline stages, ``active`` sequences
+that decode at once in a replica, ``context`` their mean tokens so far.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class GeneratorLayout:
     pp: int = 1
     precision: str = "bf16"
     other_system: bool = False
-    """Decode from captured graphs on any number of ranks, and of quantized weights the codes alone: what the paper's system may
-    have, and llamarl's engine has not."""
+    """Decode from captured graphs on any number of ranks, and of quantized weights the codes alone:
+    what the paper's system may have, and llamarl's engine has not."""
 
     @property
     def devices(self) -> int:
@@ -54,8 +54,9 @@ class GeneratorLayout:
 
 
 def is_captured(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> bool:
-    """Whether decode steps run from captured graphs: of one rank and of dense families (``engine/cuda_graphs.py``). On a CPU
-    nobody launches ahead, and all host time adds up either way."""
+    """Whether decode steps run from captured graphs: of one rank and of dense families
+    (``engine/cuda_graphs.py``). On a CPU nobody launches ahead, and all host time adds up either
+    way."""
     if layout.other_system or hardware.is_cpu:
         return True
     return layout.devices == 1 and model.quantized_by_llamarl and not model.rotary_by_length
@@ -153,8 +154,9 @@ def decode_step_s(
 ) -> Numbers:
     """Time in which each of ``active`` sequences of one replica gains one token; arrays in, arrays out.
 
-    A layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then the cache's bytes; then
-    two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of ``active / pp``.
+    A layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then
+    the cache's bytes; then two all-reduces. With ``pp`` stages the sequences go through in ``pp``
+    waves of ``active / pp``.
     """
     e, size = hardware.efficiency, hardware.device.activation_bytes
     wave = np.maximum(np.asarray(active, dtype=np.float64) / layout.pp, np.minimum(active, 1.0))
@@ -195,15 +197,16 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
 
 
 def stage_params(model: ModelSpec, layout: GeneratorLayout) -> list[float]:
-    """[stages] Parameters of a rank of llamarl's engine: the first stage has the embedding, the last the output layer."""
+    """[stages] Parameters of a rank of llamarl's engine: the first stage has the embedding, the
+    last the output layer."""
     if layout.pp == 1:
         return [model.body_params(layout.tp) + model.embedding_params / layout.tp]
     return [stage.params(model, layout.tp) for stage in stages_of(model.layers, layout.pp)]
 
 
 def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
-    """Bytes of weights on a generator rank: the version as it arrived, and beside it what the engine derives from it (quantized
-    codes; on CPU cores packed weights)."""
+    """Bytes of weights on a generator rank: the version as it arrived, and beside it what the
+    engine derives from it (quantized codes; on CPU cores packed weights)."""
     width, computed = hardware.device.activation_bytes, BYTES_PER_WEIGHT[layout.precision]
     derived = layout.precision != hardware.device.train_precision or hardware.is_cpu
     head = model.head_params / layout.tp
@@ -249,8 +252,9 @@ def turns_s(
 ) -> float:
     """Seconds of a tick on shared devices in which nothing computes (``schedule.colocated``).
 
-    On GPUs the trainer's state goes to the host and back, and the version from there to the generator, over the host's link
-    or, where that is slower, between devices. On CPU cores host memory is where both roles are.
+    On GPUs the trainer's state goes to the host and back, and the version from there to the
+    generator, over the host's link or, where that is slower, between devices. On CPU cores host
+    memory is where both roles are.
 
     Args:
         state_bytes: Weights and moments of a trainer rank.

@@ -1,8 +1,9 @@
 """Devices and how much of their peak real kernels reach.
 
-``Device`` holds what a maker states, ``Efficiency`` what kernels make of it; both come from ``hardware.toml``, where every
-number has its source, and ``Efficiency.estimates`` names those that nobody measured. A finished run of this machine puts
-four constants in their place (``calibrate.py``).
+``Device`` holds what a maker states, ``Efficiency`` what kernels make of it; both come from
+``hardware.toml``, where every number has its source, and ``Efficiency.estimates`` names those that
+nobody measured. A finished run of this machine puts four constants in their place
+(``calibrate.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ __all__ = [
 ]
 
 SIDE_BY_SIDE = 0.85
-"""Of a core's rate, what it reaches while the others work too. SmolLM2-135M's trainer takes 50 s of two cores for what takes
-40 to 45 s of one (docs/results.md, a step on two cores)."""
+"""Of a core's rate, what it reaches while the others work too. SmolLM2-135M's trainer takes 50 s of
+two cores for what takes 40 to 45 s of one (docs/results/speed.md, a step on two cores)."""
 
 BYTES_PER_WEIGHT: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5}
 """Bytes of one weight at a precision; scales of quantized blocks are below 2% and left out."""

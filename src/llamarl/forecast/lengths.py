@@ -17,10 +17,9 @@ import numpy.typing as npt
 from llamarl.errors import FileError, PlanError
 from llamarl.reading import parse_json, read_lines, user_path
 
-__all__ = ["Lengths", "constant", "empirical", "lognormal", "parse_lengths", "pareto", "read_lengths"]
+__all__ = ["Lengths", "constant", "empirical", "lognormal", "parse_lengths", "read_lengths"]
 
 _MAX_LIMIT = 1_048_576
-_KINDS = ("constant", "lognormal", "pareto")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +45,6 @@ class Lengths:
         """E[length^2] = sum of (2 t + 1) P(length > t)."""
         return float(((2.0 * np.arange(self.limit) + 1.0) * self.survival).sum())
 
-    @property
-    def mean_in_flight(self) -> float:
-        """Mean tokens already written by a sequence met at a random moment: E[L^2] / (2 E[L])."""
-        return self.second_moment / (2.0 * self.mean)
-
     def expected_max(self, count: int) -> float:
         """Mean length of the longest of ``count`` independent responses."""
         if count < 1:
@@ -66,7 +60,8 @@ class Lengths:
         return np.minimum(index, self.limit - 1).astype(np.int64) + 1
 
     def representative(self, count: int) -> npt.NDArray[np.int64]:
-        """``count`` lengths that stand for the distribution: the middle of each of ``count`` equal shares, ascending."""
+        """``count`` lengths that stand for the distribution: the middle of each of ``count`` equal
+        shares, ascending."""
         return self.quantile((np.arange(count) + 0.5) / count)
 
     def sample(self, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -118,22 +113,6 @@ def lognormal(mean: float, sigma: float = 0.6, limit: float | None = None) -> Le
     return _from_survival(f"log-normal, mean {mean:g}, sigma {sigma:g}, limit {limit}", values)
 
 
-def pareto(mean: float, alpha: float = 2.0, limit: float | None = None) -> Lengths:
-    """Pareto with this mean before the cut at ``limit`` (default 8 times the mean).
-
-    Args:
-        alpha: Tail index, above 1: P(length > t) = (t_min / t)^alpha.
-    """
-    limit = _check("Pareto length", mean, _times(mean, 8) if limit is None else limit)
-    if not 1 < alpha < math.inf:
-        raise PlanError(
-            f"Pareto length: alpha must be finite and above 1 (the mean is infinite otherwise), got {alpha}"
-        )
-    shortest = mean * (alpha - 1.0) / alpha
-    t = np.maximum(np.arange(limit, dtype=np.float64), shortest)
-    return _from_survival(f"Pareto, mean {mean:g}, alpha {alpha:g}, limit {limit}", (shortest / t) ** alpha)
-
-
 def empirical(lengths: Iterable[int], label: str = "measured") -> Lengths:
     """The distribution of given lengths."""
     given = list(lengths)
@@ -152,8 +131,7 @@ def empirical(lengths: Iterable[int], label: str = "measured") -> Lengths:
 def read_lengths(path: Path) -> Lengths:
     """Lengths from a file or a run's ``rollouts`` folder.
 
-    A file has one whole number a line, or one JSON object a line with ``response_tokens`` (a list or a count),
-    ``response_length``, ``num_tokens`` or ``tokens``.
+    A file has one whole number a line, or one JSON object a line with ``tokens`` (a list).
     """
     files = sorted(p for p in path.rglob("*.jsonl") if p.is_file()) if path.is_dir() else [path]
     found: list[int] = []
@@ -173,22 +151,17 @@ def _lengths_of_line(line: str, where: str) -> list[int]:
         value = parse_json(line, where, big_integers=True, lone_surrogates=True)
     except FileError:
         value = None  # as wrong as any other text
-    if isinstance(value, Mapping):
-        named = (value.get(key) for key in ("response_tokens", "response_length", "num_tokens", "tokens"))
-        value = next((len(found) if isinstance(found, list) else found for found in named if found is not None), None)
+    if isinstance(value, Mapping) and isinstance(value.get("tokens"), list):
+        value = len(value["tokens"])
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
     raise PlanError(
-        f"response lengths: {where}: expected a whole number or an object with response_tokens, response_length, num_tokens or "
-        f"tokens, got {line[:60]!r}"
+        f"response lengths: {where}: expected a whole number or an object with a list of tokens, got {line[:60]!r}"
     )
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Lengths from the command line: ``MEAN[:KIND[:key=value,...]]`` or ``file:PATH``.
-
-    ``512``, ``4096:lognormal``, ``4096:lognormal:sigma=0.8,limit=16384``, ``1000:pareto:alpha=1.8``, ``file:runs/x/rollouts``.
-    """
+    """Lengths from the command line: ``MEAN``, ``MEAN:lognormal[:sigma=X,limit=N]`` or ``file:PATH``."""
     if text.startswith("file:"):
         return read_lengths(user_path(text.removeprefix("file:"), "--response-tokens"))
     parts = text.split(":", 2)
@@ -208,16 +181,13 @@ def parse_lengths(text: str) -> Lengths:
             options[key.strip()] = float(value)
         except ValueError:
             raise PlanError(f"response tokens {text!r}: {item!r} is not key=number") from None
-    allowed = {"constant": set(), "lognormal": {"sigma", "limit"}, "pareto": {"alpha", "limit"}}
-    if kind not in allowed:
-        raise PlanError(f"response tokens {text!r}: unknown kind {kind!r}; known are {', '.join(_KINDS)} and file:PATH")
-    if unknown := set(options) - allowed[kind]:
-        raise PlanError(f"response tokens {text!r}: {kind} takes {sorted(allowed[kind])}, got {sorted(unknown)}")
-    limit = options.get("limit")
+    if kind not in ("constant", "lognormal"):
+        raise PlanError(f"response tokens {text!r}: unknown kind {kind!r}; known are constant, lognormal and file:PATH")
+    allowed = {"sigma", "limit"} if kind == "lognormal" else set()
+    if unknown := set(options) - allowed:
+        raise PlanError(f"response tokens {text!r}: {kind} takes {sorted(allowed)}, got {sorted(unknown)}")
     if kind == "lognormal":
-        return lognormal(mean, options.get("sigma", 0.6), limit)
-    if kind == "pareto":
-        return pareto(mean, options.get("alpha", 2.0), limit)
+        return lognormal(mean, options.get("sigma", 0.6), options.get("limit"))
     if mean != int(mean):
         raise PlanError(f"response tokens {text!r}: a constant length is a whole number")
     return constant(int(mean))

@@ -106,7 +106,8 @@ def trainer_memory(
 
 
 def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
-    """Bytes a token that a layer keeps for its backward pass: inputs of its products and norms, and of the gated activation.
+    """Bytes a token that a layer keeps for its backward pass: inputs of its products and norms, and
+    of the gated activation.
 
     Args:
         width: Bytes of an activation.
@@ -133,7 +134,8 @@ def _kept_outside(model: ModelSpec, layout: TrainerLayout, width: float) -> floa
 
 
 def _routed_rows(model: ModelSpec, layout: TrainerLayout) -> float:
-    """Rows a token that a rank's experts are given: one for each of its choices, also those of experts that lie elsewhere."""
+    """Rows a token that a rank's experts are given: one for each of its choices, also those of
+    experts that lie elsewhere."""
     return model.experts_per_token * (expert_copies(model, layout) if layout.ep > 1 else 1.0)
 
 

@@ -29,7 +29,6 @@ __all__ = [
     "context_parallel_sizes",
     "expert_parallel_sizes",
     "find_model",
-    "model_names",
     "spec_from_config",
     "stages_of",
     "tensor_parallel_sizes",
@@ -46,8 +45,8 @@ _RECURRENT = {
     "mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "qwen3_next", "recurrent_gemma", "zamba2", "bamba", "xlstm",
 }  # fmt: skip
 _OTHER = {"hrm_text", "jetmoe", "moshi", "phi4_multimodal"}
-"""Kinds with parameters that their config names with the keys of a plain decoder: mixtures of attention heads, nested or repeated
-stacks, adapters of other modalities."""
+"""Kinds with parameters that their config names with the keys of a plain decoder: mixtures of
+attention heads, nested or repeated stacks, adapters of other modalities."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -64,7 +63,8 @@ _SUSPECT = re.compile(
     r"expert|(^|_)moe(_|$)|mamba|^ssm_|conv(_|1d)|(^|_)conv$|^linear_(num|key|value|head|attn|conv)|hybrid|^lru_|^rwkv|recurrent"
     r"|^(ffn|attn|linear_attn)_config$|^block_(configs|types)$|^layers_block_type$|^hidden_size_per_layer_input$"
 )
-"""Keys of experts, of layers that are not attention, and of nested shapes: read below, harmless, or the reader must refuse."""
+"""Keys of experts, of layers that are not attention, and of nested shapes: read below, harmless, or
+the reader must refuse."""
 _READ = {
     "num_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size", "moe_intermediate_size",
     "is_moe", "enable_moe_block",
@@ -115,7 +115,8 @@ class ModelSpec:
     rotary_by_length: bool = False
     """Rotary frequencies follow the longest position of a call, so a row's tokens cannot be cut over ranks."""
     shares_prompts: bool = True
-    """Every layer attends to all earlier tokens, with plain scores, so the trainer can compute a group's prompt once."""
+    """Every layer attends to all earlier tokens, with plain scores, so the trainer can compute a
+    group's prompt once."""
     unsupported: str = ""
     """Why ``llamarl train`` does not run it, of ``models/support.py``; empty: it does."""
 
@@ -183,8 +184,9 @@ class ModelSpec:
         return self.vocab * self.hidden
 
     def body_params(self, tp: int) -> float:
-        """Of all parameters but embedding and output layer, what one of ``tp`` tensor-parallel ranks of llamarl holds: an even
-        part, where ranks beyond the key-value heads hold copies of what these are made with."""
+        """Of all parameters but embedding and output layer, what one of ``tp`` tensor-parallel
+        ranks of llamarl holds: an even part, where ranks beyond the key-value heads hold copies of
+        what these are made with."""
         body = self.total_params - self.embedding_params
         copies = max(1, tp // self.kv_shards)
         if copies == 1 or self.kv_lora_rank:
@@ -258,8 +260,8 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """Shape from the dictionary of a ``config.json``.
 
     Raises:
-        PlanError: A recurrent or unknown layer kind, keys of experts or other layers that are not interpreted, or a key is
-            missing or not a positive number.
+        PlanError: A recurrent or unknown layer kind, keys of experts or other layers that are not
+            interpreted, or a key is missing or not a positive number.
     """
     whole = config
     if isinstance(config.get("text_config"), Mapping):
@@ -346,8 +348,8 @@ def _follows_length(config: Mapping[str, Any]) -> bool:
 
 
 def _attends_to_all(config: Mapping[str, Any], kind: str) -> bool:
-    """As ``trainer.shared_prompts.can_share_prompts`` finds it of the configuration that transformers makes of this one. Qwen's files
-    name a window that is used where they say so."""
+    """As ``trainer.shared_prompts.can_share_prompts`` finds it of the configuration that
+    transformers makes of this one. Qwen's files name a window that is used where they say so."""
     if config.get("attn_logit_softcapping"):
         return False
     kinds = config.get("layer_types")
@@ -368,14 +370,9 @@ def _bundled() -> dict[str, dict[str, Any]]:
     return json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def model_names() -> list[str]:
-    """Names of the bundled shapes."""
-    return list(_bundled())
-
-
 def find_model(model: str | Path) -> ModelSpec:
-    """A bundled shape by name, or the shape of a Hugging Face folder, a ``config.json``, ``bundled:NAME``, or a model of
-    the Hugging Face Hub, of which no weights are fetched.
+    """A bundled shape by name, or the shape of a Hugging Face folder, a ``config.json``,
+    ``bundled:NAME``, or a model of the Hugging Face Hub, of which no weights are fetched.
 
     Raises:
         PlanError: Neither; the message gives the nearest name. Or the file is not a usable config.
@@ -412,7 +409,8 @@ def find_model(model: str | Path) -> ModelSpec:
 
 
 def tensor_parallel_sizes(model: ModelSpec, limit: int) -> list[int]:
-    """Sizes up to ``limit`` that ``llamarl train`` takes, ascending; 1 alone for a model whose layers it does not cut."""
+    """Sizes up to ``limit`` that ``llamarl train`` takes, ascending; 1 alone for a model whose
+    layers it does not cut."""
     if not model.cut_by_llamarl:
         return [1] if limit >= 1 else []
     sizes = whole_experts(fitting_sizes(model.heads, model.kv_heads, model.intermediate), model.experts)

@@ -50,8 +50,8 @@ def model_folder(model_path: str) -> str | None:
 def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription: float) -> dict[str, dict[str, Any]]:
     """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
 
-    On CPU cores each role is one process: the generator's threads are the cores that it was planned for, the trainer has what the
-    generator leaves.
+    On CPU cores each role is one process: the generator's threads are the cores that it was planned
+    for, the trainer has what the generator leaves.
     """
     cpu, t, demand = plan.hardware.is_cpu, plan.trainer.layout, plan.generator.demand
     first = plan.generators[0]
@@ -111,7 +111,8 @@ def _cache_bytes(choice: GeneratorChoice) -> int:
 
 
 def _replica_tables(choices: Sequence[GeneratorChoice]) -> list[dict[str, Any]]:
-    """``[[generator.replicas]]`` of each kind; shares are the prompts of a replica, as whole numbers in their ratios."""
+    """``[[generator.replicas]]`` of each kind; shares are the prompts of a replica, as whole
+    numbers in their ratios."""
     unit = math.lcm(*(choice.replicas // math.gcd(choice.replicas, choice.prompts) for choice in choices))
     return [
         {
@@ -158,7 +159,8 @@ def write_recipe(
     config: dict[str, Any],
     title: str,
 ) -> Plan:
-    """Write the recipe of ``chosen``, or, where the recipe's other settings forbid turns, of the best plan that they allow.
+    """Write the recipe of ``chosen``, or, where the recipe's other settings forbid turns, of the
+    best plan that they allow.
 
     Args:
         config: Recipe as written whose other settings the new one keeps; empty: none.

@@ -11,7 +11,7 @@ from llamarl.errors import PlanError
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.scenario import Scenario
-from llamarl.forecast.search import GeneratorChoice, Plan, Workload, forecast_again, search_all
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload, search_all, step_under
 from llamarl.forecast.simulate import SimulationResult
 from llamarl.observability.trace import TraceWriter
 from llamarl.plural import plural
@@ -167,13 +167,13 @@ def _memory(parts: Any, hardware: Hardware) -> str:
 
 
 def _rests_on(plan: Plan, work: Workload) -> list[str]:
-    """The estimates that change the step by more than a twentieth when halved or doubled; of unused devices, what more use would
-    take."""
+    """The estimates that change the step by more than a twentieth when halved or doubled; of unused
+    devices, what more use would take."""
     hardware, lines = plan.hardware, []
     for name in hardware.efficiency.estimates:
         value = getattr(hardware.efficiency, name)
         steps = [
-            forecast_again(plan, work, hardware.with_efficiency(**{name: min(1.0, value * factor)}))
+            step_under(plan, work, hardware.with_efficiency(**{name: min(1.0, value * factor)}))
             for factor in (0.5, 2.0)
         ]
         if max(abs(step / plan.step_s - 1.0) for step in steps) > 0.05:
@@ -186,7 +186,8 @@ def _rests_on(plan: Plan, work: Workload) -> list[str]:
 
 
 def with_graphs(plan: Plan, work: Workload, options: Any, staleness: Sequence[int]) -> str | None:
-    """For a plan that leaves devices unused or waiting because decode is launched by the host: the best plan if it were not.
+    """For a plan that leaves devices unused or waiting because decode is launched by the host: the
+    best plan if it were not.
 
     None: the launches do not bind.
     """
@@ -194,7 +195,7 @@ def with_graphs(plan: Plan, work: Workload, options: Any, staleness: Sequence[in
     graphs = plan.hardware.with_efficiency(eager_layer_overhead_s=e.decode_layer_overhead_s)
     if plan.hardware.is_cpu or plan.colocated or len(plan.generators) > 1:
         return None
-    if forecast_again(plan, work, graphs) > 0.9 * plan.step_s:
+    if step_under(plan, work, graphs) > 0.9 * plan.step_s:
         return None
     levels = [level for level in staleness if level] or [1]
     other = search_all(graphs, work, options, plan.devices, levels[:1])[0]

@@ -1,5 +1,5 @@
-"""What is simulated: a schedule, the sizes of a tick, and what everything costs. One frozen value, made from a recipe, a finished run
-or plain durations.
+"""What is simulated: a schedule, the sizes of a tick, and what everything costs. One frozen value,
+made from a recipe, a finished run or plain durations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, we
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths, constant
 from llamarl.forecast.model import ModelSpec
-from llamarl.forecast.search import Workload, beside_s, trainer_demand
+from llamarl.forecast.search import Workload, on_left_cores_s, trainer_demand
 from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_s, trainer_tick
 
 __all__ = [
@@ -296,8 +296,8 @@ def scenario_from_recipe(
     fit: Fit | None = None,
     **changes: Any,
 ) -> Scenario:
-    """A recipe's own layout under the rooflines; on CPU cores a rank's threads are one device, and the trainer has what the generator
-    leaves of the cores while both work.
+    """A recipe's own layout under the rooflines; on CPU cores a rank's threads are one device, and
+    the trainer has what the generator leaves of the cores while both work.
 
     Args:
         threads: CPU threads of a generator's and a trainer's rank as a run would pin them; 1 on GPUs.
@@ -337,7 +337,7 @@ def scenario_from_recipe(
         busy_s = load_s + generator_tick_s(of_generator, work.model, layout, demand)
         used = min(devices["trainer"], cores)
         held = max(0, min(used - 1, devices["generator"] + used - cores))
-        cost = cost.scaled(beside_s(time.total_s, busy_s, held=held, cores=used) / time.total_s)
+        cost = cost.scaled(on_left_cores_s(time.total_s, busy_s, held=held, cores=used) / time.total_s)
     scenario = Scenario(
         title=f"{work.model.name}, as the recipe says, {hardware.device.title}{sharing}",
         prompts_per_step=each * own.dp,

@@ -1,14 +1,16 @@
 """Search for the best layout of two systems under one cost model.
 
-    synchronous    both roles take turns on all devices (``schedule.colocated``), each in a layout of its own; staleness 0
-    asynchronous   generator and trainer on devices of their own, joined by a weights edge of delay ``max_staleness + 1``
+    synchronous    both roles take turns on all devices (``schedule.colocated``), each in a layout
+    of its own; staleness 0 asynchronous   generator and trainer on devices of their own, joined by
+    a weights edge of delay ``max_staleness + 1``
 
-Trainer and generator are independent once the split is fixed, so the search takes every generator that fits with the best
-trainer on what it leaves. What a device more brings comes in steps, since prompts are dealt whole: of 128 prompts 16 to 18
-replicas all have one with 8. Of numbers that leave the busiest as much to do, the smallest is tried.
+Trainer and generator are independent once the split is fixed, so the search takes every generator
+that fits with the best trainer on what it leaves. What a device more brings comes in steps, since
+prompts are dealt whole: of 128 prompts 16 to 18 replicas all have one with 8. Of numbers that leave
+the busiest as much to do, the smallest is tried.
 
-Several kinds of devices follow one rule: the fastest kind trains, and replicas of each kind get prompts by the tokens a second
-that the kind makes.
+Several kinds of devices follow one rule: the fastest kind trains, and replicas of each kind get
+prompts by the tokens a second that the kind makes.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ __all__ = [
     "TrainerChoice",
     "Workload",
     "asynchronous",
-    "beside_s",
-    "forecast_again",
+    "on_left_cores_s",
+    "step_under",
     "over_kinds",
     "recommend",
     "search_all",
@@ -200,11 +202,6 @@ class Plan:
         return self.trainer_devices + self.generator_devices
 
     @property
-    def generator_idle(self) -> float:
-        """Share of a step in which the slowest replicas wait; a hand-over counts as work of the generator."""
-        return max(0.0, 1.0 - (self.generator.time_s + self.sync_s) / self.step_s)
-
-    @property
     def trainer_idle(self) -> float:
         return max(0.0, 1.0 - self.trainer.time.total_s / self.step_s)
 
@@ -241,8 +238,9 @@ def trainer_demand(work: Workload) -> TrainerDemand:
 
 @lru_cache(maxsize=1024)
 def _fewest_of_each_share(units: int, most: int) -> tuple[int, ...]:
-    """Numbers of replicas worth having, ascending: for each largest share of ``units`` that one can get, the fewest that leave
-    nobody a larger one. Of 8 units and 7 at most: 1, 2, 3 (shares of 8, 4, 3) and 4 (2); 5 to 7 have shares of 2 too."""
+    """Numbers of replicas worth having, ascending: for each largest share of ``units`` that one can
+    get, the fewest that leave nobody a larger one. Of 8 units and 7 at most: 1, 2, 3 (shares of 8,
+    4, 3) and 4 (2); 5 to 7 have shares of 2 too."""
     found, count = [], 1
     while count <= min(units, most):
         found.append(count)
@@ -344,8 +342,8 @@ def generator_choices(
 def trainer_choices(hardware: Hardware, work: Workload, options: Options, devices: int) -> Iterator[TrainerChoice]:
     """Every trainer that fits on ``devices``; tensor and context parallelism stay inside a node.
 
-    Rows are cut over as few ranks as hold them, and only where the longest does not fit one: data ranks do the same work
-    without exchanges.
+    Rows are cut over as few ranks as hold them, and only where the longest does not fit one: data
+    ranks do the same work without exchanges.
     """
     model, demand, node = work.model, trainer_demand(work), hardware.device.devices_per_node
     sharing: tuple[bool, ...] = (False,)
@@ -424,8 +422,8 @@ Candidate = tuple[TrainerChoice, tuple[GeneratorChoice, ...], float]
 def split_candidates(hardware: Hardware, work: Workload, options: Options, devices: int) -> list[Candidate]:
     """Each generator that leaves devices for a trainer, with the trainers worth having on what it leaves.
 
-    So every split is tried that could be the best: between two generators that differ in their largest share of a tick or in
-    their layout, a device more only helps the trainer.
+    So every split is tried that could be the best: between two generators that differ in their
+    largest share of a tick or in their layout, a device more only helps the trainer.
     """
     modes = (False, True) if options.max_segments > 1 else (False,)
     if hardware.is_cpu:
@@ -461,7 +459,8 @@ def asynchronous(
 ) -> Plan:
     """Best plan with generator and trainer on their own devices.
 
-    The generator cannot decode while it takes new weights, so the hand-over counts in its own time as well as on the way round.
+    The generator cannot decode while it takes new weights, so the hand-over counts in its own time
+    as well as on the way round.
 
     Raises:
         PlanError: Nothing fits; the message names the smallest thing that would.
@@ -499,7 +498,7 @@ def _joined(
     slowest = max(generators, key=lambda choice: choice.time_s)
     if hardware.is_cpu:
         cores = sum(_cores_of(choice.hardware, hardware) for choice in generators)
-        longer = beside_s(trainer.time.total_s, slowest.time_s + sync_s, held=cores, cores=devices)
+        longer = on_left_cores_s(trainer.time.total_s, slowest.time_s + sync_s, held=cores, cores=devices)
         factor = longer / trainer.time.total_s
         time = TrainerTime(**{name: seconds * factor for name, seconds in vars(trainer.time).items()})
         trainer = replace(trainer, time=time)
@@ -526,8 +525,9 @@ def _joined(
     )
 
 
-def beside_s(alone_s: float, held_s: float, *, held: int, cores: int) -> float:
-    """Seconds of a trainer that uses what another role leaves of the cores: all but ``held`` of them until ``held_s``, then all.
+def on_left_cores_s(alone_s: float, held_s: float, *, held: int, cores: int) -> float:
+    """Seconds of a trainer that uses what another role leaves of the cores: all but ``held`` of
+    them until ``held_s``, then all.
 
     Args:
         alone_s: Its seconds on all ``cores``.
@@ -635,7 +635,7 @@ def recommend(plans: Sequence[Plan], tolerance: float = 0.02) -> Plan:
     return min(near, key=lambda plan: (plan.token_staleness, plan.step_s))
 
 
-def forecast_again(plan: Plan, work: Workload, hardware: Hardware) -> float:
+def step_under(plan: Plan, work: Workload, hardware: Hardware) -> float:
     """The step of a plan's own layouts under other constants, in seconds."""
     own = plan.hardware
 
@@ -662,8 +662,9 @@ def over_kinds(
 ) -> list[Plan]:
     """Plans for devices of several kinds: all of them together, and the fastest kind alone.
 
-    The kind of the highest rate trains; what it leaves generates beside the others. Each kind gets prompts by the tokens a
-    second that it makes of its part, replicas of one kind as many as each other.
+    The kind of the highest rate trains; what it leaves generates beside the others. Each kind gets
+    prompts by the tokens a second that it makes of its part, replicas of one kind as many as each
+    other.
 
     Raises:
         PlanError: None fits.
@@ -698,7 +699,8 @@ def over_kinds(
 def _dealt(
     parts: Sequence[tuple[Hardware, int]], work: Workload, options: Options, *, partial: bool
 ) -> tuple[GeneratorChoice, ...]:
-    """The best generator on each part for its prompts; () where none fits on any. Kinds that get no prompt are left out.
+    """The best generator on each part for its prompts; () where none fits on any. Kinds that get no
+    prompt are left out.
 
     Prompts are dealt by memory rate first, then by the tokens a second that each part makes of those.
     """
@@ -745,7 +747,8 @@ def _least(holds: Callable[[int], bool]) -> int | None:
 
 
 def _nothing_fits(hardware: Hardware, work: Workload, options: Options, devices: int) -> str:
-    """The message for a job that does not fit on ``devices``: which role is too large, and the fewest devices that hold it."""
+    """The message for a job that does not fit on ``devices``: which role is too large, and the
+    fewest devices that hold it."""
     head = f"{work.model.name} ({work.model.total_params / 1e9:.1f} B parameters) does not fit on {devices} x "
     head += f"{hardware.device.title} with {MARGIN:.0%} of memory as a margin"
     if hardware.is_cpu:

@@ -2,8 +2,9 @@
 
     Scenario ─▶ llamarl's graph, costed executors ─▶ run_graph ─▶ reports ─▶ step time, idle shares, staleness
 
-Beside the simulated step stands what the theory says of it: the maximum cycle mean of the mean durations. Where durations
-vary, the simulated step is the longer one; the difference is what waiting for the slowest costs.
+Beside the simulated step stands what the theory says of it: the maximum cycle mean of the mean
+durations. Where durations vary, the simulated step is the longer one; the difference is what
+waiting for the slowest costs.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ In the steady state every executor fires once a period, and the period is
 
     T = max over cycles of (time along the cycle) / (delays along the cycle)
 
-(Reiter 1968; Baccelli et al., "Synchronization and Linearity", 1992, chapter 2). An executor that fires one tick at a time is
-a cycle through itself with delay 1. For the job of docs/asynchrony.md this becomes
+(Reiter 1968; Baccelli et al., "Synchronization and Linearity", 1992, chapter 2). An executor that
+fires one tick at a time is a cycle through itself with delay 1. For the job of docs/asynchrony.md
+this becomes
 
     T = max(T_gen, T_train, T_reward, (T_gen + T_reward + T_train + T_sync) / (max_staleness + 1))
 """

@@ -1,10 +1,12 @@
 """What a tick costs each role: decode steps of a generator replica, an optimizer step of the trainer.
 
-A generator's tick is counted in decode steps first. Which sequences run at which step depends on their lengths and on the
-slots, not on how long a step takes, so the schedule is worked out once, and every hardware and layout is a weighted sum of it.
+A generator's tick is counted in decode steps first. Which sequences run at which step depends on
+their lengths and on the slots, not on how long a step takes, so the schedule is worked out once,
+and every hardware and layout is a weighted sum of it.
 
     whole batches    : n sequences, c slots; the tick ends when the last one ends (the drain leaves slots empty)
-    partial rollouts : the tick ends with the n-th complete group, the unfinished are carried over and their caches filled
+    partial rollouts : the tick ends with the n-th complete group, the unfinished are carried over
+        and their caches filled
                        again under the next weights; the step waits for the slowest replica
 
 The trainer cuts every matrix over ``tp``, layers over ``pp``, the tokens of a micro-batch over ``cp``, and parameters,
@@ -104,7 +106,8 @@ class Profile:
     def slowest(self, seconds: Floats, replicas: int) -> float:
         """Mean over the ticks of the slowest of ``replicas``, of the seconds of each run.
 
-        Within a tick only: where lengths hardly vary, replicas are in step, some ticks long for all and some short for all.
+        Within a tick only: where lengths hardly vary, replicas are in step, some ticks long for all
+        and some short for all.
         """
         if self.row is None:
             return float(seconds.sum())
@@ -141,8 +144,8 @@ def profile_of(demand: GeneratorDemand) -> Profile:
 def _whole_batch(lengths: Lengths, count: int, slots: int, total: int) -> tuple[Floats, Floats, Floats, float]:
     """Runs of ``count`` sequences on ``slots``, refilled at once, in the replica that holds the longest of ``total``.
 
-    Lengths are the representative ones in a fixed shuffled order, but the longest is the expected maximum of all ``total``
-    responses of the tick: the step waits for the slowest replica.
+    Lengths are the representative ones in a fixed shuffled order, but the longest is the expected
+    maximum of all ``total`` responses of the tick: the step waits for the slowest replica.
     """
     values = lengths.representative(count).astype(np.float64)
     values[-1] = max(values[-1], lengths.expected_max(total))
@@ -166,8 +169,9 @@ def _partial_profile(
 ) -> Profile:
     """Run the generator's own rule (``tick_schedule.py``) for a few ticks of a few replicas, with a fixed seed.
 
-    A tick ends with its n-th complete group, which waits for its longest response; no formula for that is at hand. A large
-    replica is run as one of a part of its size, whose batches are then scaled up.
+    A tick ends with its n-th complete group, which waits for its longest response; no formula for
+    that is at hand. A large replica is run as one of a part of its size, whose batches are then
+    scaled up.
 
     Args:
         deliver: Groups that a replica delivers a tick.
@@ -219,7 +223,8 @@ def _partial_profile(
 
 
 def generator_tick_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, demand: GeneratorDemand) -> float:
-    """Seconds that the slowest replica needs for its share of a tick: what it fills into the cache, then every decode step."""
+    """Seconds that the slowest replica needs for its share of a tick: what it fills into the cache,
+    then every decode step."""
     profile = profile_of(demand)
     step = np.asarray(decode_step_s(hardware, model, layout, profile.active, demand.prompt_tokens + profile.written))
     replicas = max(1, round(demand.total_sequences / demand.sequences))
@@ -289,9 +294,10 @@ class SharedRows:
 def _shared_rows(lengths: Lengths, prompt_tokens: int, group: int, budget: int) -> SharedRows:
     """The means, by the trainer's own rule, over groups of representative lengths in a fixed shuffled order.
 
-    All products but attention's save a prompt that is left out. Attention pays: separate sequences go through a causal
-    kernel (``L² / 2`` pairs of L tokens), responses after a shared prompt through one that takes a mask and computes the
-    rectangle ``R (P + R)``, of responses filled up to the longest of their batch.
+    All products but attention's save a prompt that is left out. Attention pays: separate sequences
+    go through a causal kernel (``L² / 2`` pairs of L tokens), responses after a shared prompt
+    through one that takes a mask and computes the rectangle ``R (P + R)``, of responses filled up
+    to the longest of their batch.
     """
     count = max(8, 1024 // group) * group
     sample = np.random.default_rng(0).permutation(lengths.representative(count)).tolist()
@@ -439,8 +445,9 @@ def _forward_layer_s(
 
 
 def attention_values(model: ModelSpec, layout: TrainerLayout, width: float) -> tuple[float, float, float]:
-    """Numbers a token and layer of queries, of keys and values, and of these as a kernel with a mask takes them: on a GPU a head
-    for each query head. All over the tensor- and context-parallel ranks together, repeated heads counted as often.
+    """Numbers a token and layer of queries, of keys and values, and of these as a kernel with a
+    mask takes them: on a GPU a head for each query head. All over the tensor- and context-parallel
+    ranks together, repeated heads counted as often.
 
     Args:
         width: Bytes of an activation.
@@ -468,8 +475,8 @@ def _attention_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
 
 
 def expert_copies(model: ModelSpec, layout: TrainerLayout) -> float:
-    """How often a token travels, on average, if routers choose evenly: once to each of the ``ep`` ranks that have one of its
-    experts."""
+    """How often a token travels, on average, if routers choose evenly: once to each of the ``ep``
+    ranks that have one of its experts."""
     own, k = model.experts // (layout.tp * layout.ep), model.experts_per_token
     none_here = math.comb(model.experts - own, k) / math.comb(model.experts, k)  # the choices of a token differ
     return layout.ep * (1.0 - none_here)

@@ -2,8 +2,9 @@
 
     fire(order) ─▶ executor.step says how long ─▶ heap of finish times ─▶ wait() jumps to the earliest
 
-Time passes only in ``wait``. Ties are broken by the order of firing, so a simulation repeats exactly. A channel may have
-a latency: its token is on the way that long, and the sink's tick begins when the last of its inputs has arrived.
+Time passes only in ``wait``. Ties are broken by the order of firing, so a simulation repeats
+exactly. A channel may have a latency: its token is on the way that long, and the sink's tick begins
+when the last of its inputs has arrived.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ __all__ = ["Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
 Snapshots = dict[tuple[Path, str], Any]
 """(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
-
-AHEAD = "ahead"
-"""Label of spans in which a part of a tick was done before the tick itself came."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ class ObservabilityConfig:
     """Console, curves, rollouts and trace of a run. None of it changes a bit of what is learned."""
 
     console: Annotated[Literal["auto", "rich", "plain", "none"], NO_BITS] = "auto"
-    """Live display (rich), one line every few ticks, about 30 a run (plain), or nothing. auto takes rich on a terminal, else plain."""
+    """Live display (rich), one line every few ticks, about 30 a run (plain), or nothing. auto takes
+    rich on a terminal, else plain."""
 
     tensorboard: Annotated[bool, NO_BITS] = True
     """Write TensorBoard files into ``RUN/tensorboard``."""
@@ -36,9 +37,10 @@ class ObservabilityConfig:
     """Write ``RUN/trace.json``, one lane an executor, for https://ui.perfetto.dev or chrome://tracing."""
 
     wandb: Annotated[bool, NO_BITS] = False
-    """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own environment variables apply: the project
-    is WANDB_PROJECT, or llamarl."""
+    """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own
+    environment variables apply: the project is WANDB_PROJECT, or llamarl."""
 
     sinks: Annotated[ListOf[Annotated[str, AfterValidator(_class)]], NO_BITS] = ()
-    """Where each row goes besides: classes of your own as package.module:Class or file.py:Class (docs/metrics.md). One that fails
-    is left out from then on, and the run says so; ``metrics.jsonl`` has every row in any case."""
+    """Where each row goes besides: classes of your own as package.module:Class or file.py:Class
+    (docs/metrics.md). One that fails is left out from then on, and the run says so;
+    ``metrics.jsonl`` has every row in any case."""

@@ -4,13 +4,15 @@
     {"tick": 0, "rank": 0, "swaps": [[0, 0], [17, 1]], "steps": 40, "delivered": "0-3", "digest": ..., "check": ...}
     ...                                                                               one line a generator rank and tick
 
-Only ``schedule.weights = "latest"`` makes such decisions. ``swaps`` are the decisions: engine step of the tick, and the policy
-version served from it on; with an environment also ``joins``: engine step, prompt, sample and turn of each reply that joined
-before it. The rest follows from them and lets a replay notice that it is no longer the same run: engine
-steps of the tick, prompt indices of the groups that left, and a digest of their tokens, log-probabilities and versions.
+Only ``schedule.weights = "latest"`` makes such decisions. ``swaps`` are the decisions: engine step
+of the tick, and the policy version served from it on; with an environment also ``joins``: engine
+step, prompt, sample and turn of each reply that joined before it. The rest follows from them and
+lets a replay notice that it is no longer the same run: engine steps of the tick, prompt indices of
+the groups that left, and a digest of their tokens, log-probabilities and versions.
 
-Each line ends in a checksum of itself, so a line that was torn or changed is known. The controller writes a tick's lines
-when the report of that tick arrives, before anything is done with it: a decision that had a consequence is in the log.
+Each line ends in a checksum of itself, so a line that was torn or changed is known. The controller
+writes a tick's lines when the report of that tick arrives, before anything is done with it: a
+decision that had a consequence is in the log.
 """
 
 from __future__ import annotations
@@ -88,8 +90,9 @@ class EventLog:
         """
         Args:
             patience: With a disk that refuses a line; None: none.
-            resume_after_tick: Tick of the checkpoint from which the run goes on, -1 if it had none, None if it is new. Lines
-                of later ticks, and a last line that the kill tore, are cut: those ticks are decided anew.
+            resume_after_tick: Tick of the checkpoint from which the run goes on, -1 if it had none,
+                None if it is new. Lines of later ticks, and a last line that the kill tore, are
+                cut: those ticks are decided anew.
             platform: Of the hosts that hold the ranks (``joint_facts``); None: of this machine.
 
         Raises:

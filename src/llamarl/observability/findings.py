@@ -1,4 +1,5 @@
-"""Finds what goes wrong with a run, each with the key to change: for the run's own warnings, and for the report's first view. Pure.
+"""Finds what goes wrong with a run, each with the key to change: for the run's own warnings, and
+for the report's first view. Pure.
 
     rows of metrics.jsonl ──find_in_rows──▶ kind -> text       five ticks must agree: one odd batch is no trouble
                                 │
@@ -120,7 +121,8 @@ def remedy(cause: str) -> str:
 
 
 def too_many_failed(shares: Sequence[float], *, max_fraction: float, max_ticks: int) -> bool:
-    """Whether failures must end the run: more than ``max_fraction`` of the samples in each of the last ``max_ticks`` ticks.
+    """Whether failures must end the run: more than ``max_fraction`` of the samples in each of the
+    last ``max_ticks`` ticks.
 
     Args:
         shares: Share of failed samples of each tick so far, the last one last.
@@ -132,7 +134,8 @@ def too_many_failed(shares: Sequence[float], *, max_fraction: float, max_ticks: 
 class Causes:
     """Adds failures up by kind: an exception's class, or the failure's own. The first of a kind is its example.
 
-    Over a run ten thousand samples may fail with a hundred causes; a user needs the kinds, how many each, one example of each.
+    Over a run ten thousand samples may fail with a hundred causes; a user needs the kinds, how many
+    each, one example of each.
     """
 
     def __init__(self) -> None:
@@ -314,7 +317,8 @@ def _replies_late(rows: Rows) -> str:
 
 
 def hiding_delay(reply_s: float, step_s: float) -> int:
-    """``generator.reply_delay`` at which a reply that takes ``reply_s`` is not late, at ``step_s`` > 0 an engine step."""
+    """``generator.reply_delay`` at which a reply that takes ``reply_s`` is not late, at ``step_s``
+    > 0 an engine step."""
     return math.ceil(reply_s / step_s)
 
 
@@ -351,7 +355,8 @@ class Finding:
 
 
 class ResponsesLike(Protocol):
-    """What is read of a tick's responses (``report.rollout_index.TickIndex``): a list an attribute, an entry a response."""
+    """What is read of a tick's responses (``report.rollout_index.TickIndex``): a list an attribute,
+    an entry a response."""
 
     tick: int
     reward: list[float | None]

@@ -1,7 +1,8 @@
 """What a job consists of, in words: the head of the console, the names of the trace's lanes, and ``RUN/job.json``.
 
-The file says what ran where, for whoever looks at the run later: executors, channels, facts, machine, versions. It is written when
-a run starts and when it is resumed, so it tells of the last start. Nothing of a run depends on it.
+The file says what ran where, for whoever looks at the run later: executors, channels, facts,
+machine, versions. It is written when a run starts and when it is resumed, so it tells of the last
+start. Nothing of a run depends on it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Reads ``keys.toml``: every metric key, its unit, what it says, how ranks' values become one; and makes them one. Pure.
+"""Reads ``keys.toml``: every metric key, its unit, what it says, how ranks' values become one; and
+makes them one. Pure.
 
     rank 0: {tokens/generated: 4230, ..} ─┐
     rank 1: {tokens/generated: 3866, ..} ─┴──▶ {tokens/generated: 8096, ..} ──▶ the executor's report
 
-A row of ``metrics.jsonl`` lists its keys in the order of the table; keys that it does not know (parts of a reward, metrics
-of a user's own executor) follow in alphabetical order. Two runs of one seed have equal rows but for the timing keys.
+A row of ``metrics.jsonl`` lists its keys in the order of the table; keys that it does not know
+(parts of a reward, metrics of a user's own executor) follow in alphabetical order. Two runs of one
+seed have equal rows but for the timing keys.
 
 docs/metric_keys.md shows the table; ``python tests/tools/metric_keys.py`` writes that page.
 """
@@ -36,9 +38,10 @@ REPLICA_KEY = "time/replica_{}_s"
 """Of each replica of a generator of several kinds, by its number."""
 
 OverRanks = Literal["sum", "mean", "max", "min", "same"]
-"""How the values of an executor's ranks become one: ``same`` is one value that any of them may report, since it stands for
-all of them; two that differ are refused. A ``mean`` is weighted by another key of the same rank, or counts each rank once.
-What only one rank reports is taken as it is."""
+"""How the values of an executor's ranks become one: ``same`` is one value that any of them may
+report, since it stands for all of them; two that differ are refused. A ``mean`` is weighted by
+another key of the same rank, or counts each rank once. What only one rank reports is taken as it
+is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +88,9 @@ def is_integer_key(name: str) -> bool:
 def over_ranks(name: str) -> tuple[OverRanks, str]:
     """How ranks' values under a key become one, and the key of a mean's weight ("" counts each rank once).
 
-    A key that the table does not know goes by its name: ``time/*`` takes the largest; names that end in ``max`` or ``min``
-    the largest or smallest; counts (``tokens/*``, ``samples/*``, ``groups/*``, ``num_*``) add up; anything else is the mean
-    over the ranks that report it.
+    A key that the table does not know goes by its name: ``time/*`` takes the largest; names that
+    end in ``max`` or ``min`` the largest or smallest; counts (``tokens/*``, ``samples/*``,
+    ``groups/*``, ``num_*``) add up; anything else is the mean over the ranks that report it.
     """
     known = _KNOWN.get(name)
     if known is not None:

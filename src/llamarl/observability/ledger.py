@@ -6,7 +6,8 @@
                                       └─▶ trainer ─┬─▶ unused           in no optimizer step
                                                    └─▶ trained          several passes count a token several times: repeated
 
-``carried`` and ``spare`` are stocks at the end of a tick, the others flows of it. What lies between the executors is no part
+``carried`` and ``spare`` are stocks at the end of a tick, the others flows of it. What lies between
+the executors is no part
 of a row: row k holds tick k of each, and the data edges between them have no delay. So for every row::
 
     generated + carried before + spare before = trained - repeated + unused + failed + dropped + carried + spare

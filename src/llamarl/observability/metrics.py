@@ -2,8 +2,9 @@
 
     reports of tick k, from each executor, in any order ──TickJoin──▶ all of tick k, in order of ticks ──▶ one row
 
-A row is written with one call when every executor has reported its tick. A resumed run cuts the rows beyond its checkpoint
-and writes them again; since the run repeats itself bit for bit, the file ends up as if nothing had happened.
+A row is written with one call when every executor has reported its tick. A resumed run cuts the
+rows beyond its checkpoint and writes them again; since the run repeats itself bit for bit, the file
+ends up as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ T = TypeVar("T")
 
 
 class TickJoin(Generic[T]):
-    """Holds what executors deliver until a tick is complete. Executors may be several ticks apart; ticks leave in order."""
+    """Holds what executors deliver until a tick is complete. Executors may be several ticks apart;
+    ticks leave in order."""
 
     def __init__(self, executors: Sequence[str], first_tick: int = 0) -> None:
         self._executors = tuple(executors)
@@ -83,8 +85,8 @@ class MetricsLog:
         Args:
             run_dir: The run's folder; made if missing.
             patience: With a disk that refuses a row; None: none.
-            resume_after_tick: Tick of the checkpoint from which the run goes on: later rows are cut. -1 starts over in a
-                folder whose run had no checkpoint yet. None is a new run.
+            resume_after_tick: Tick of the checkpoint from which the run goes on: later rows are
+                cut. -1 starts over in a folder whose run had no checkpoint yet. None is a new run.
 
         Raises:
             ConfigError: The run is new and the folder already has metrics.
@@ -124,7 +126,8 @@ class MetricsLog:
 def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """One row from what each executor reported for ``tick``.
 
-    ``time/*`` and ``tokens/*`` keys that several report are added; another key may come from several only with one value.
+    ``time/*`` and ``tokens/*`` keys that several report are added; another key may come from
+    several only with one value.
 
     Raises:
         ValueError: Two executors report different values under one key; the message names them.

@@ -76,7 +76,8 @@ class Recorder:
         Args:
             executors: Names, in the order in which they are shown.
             num_ticks: Ticks of the whole run, those before a resume included.
-            resume_after_tick: Tick of the checkpoint from which the run goes on; -1 if it had none yet; None if it is new.
+            resume_after_tick: Tick of the checkpoint from which the run goes on; -1 if it had none
+                yet; None if it is new.
             job: What runs where, for the head of the console.
             run_config: The resolved configuration, for Weights & Biases.
             group_baseline: Whether a group whose rewards are all equal gives no gradient, for the warnings.

@@ -1,7 +1,8 @@
 """``rollouts/tick_000012.jsonl``: every sample of a batch with its history, one JSON object a line, group by group.
 
-The executor that holds the batch writes it, so that payloads never pass through the controller. The same batch gives the same
-bytes; a file is there whole or not at all. Numbers are exact: a float32 is written as the shortest text that reads back to it.
+The executor that holds the batch writes it, so that payloads never pass through the controller. The
+same batch gives the same bytes; a file is there whole or not at all. Numbers are exact: a float32
+is written as the shortest text that reads back to it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def write_rollouts(run_dir: Path, tick: int, groups: Sequence[Group], patience: 
 
 
 def tick_files(folder: Path) -> list[tuple[int, Path]]:
-    """(tick, file) of every file of a tick in ``rollouts`` or ``trained``, in order; none where there is no such folder."""
+    """(tick, file) of every file of a tick in ``rollouts`` or ``trained``, in order; none where
+    there is no such folder."""
     if not folder.is_dir():
         return []
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

@@ -24,9 +24,10 @@ __all__ = ["RowSink", "TensorBoardSink", "UserSink", "WandbSink"]
 class RowSink(Protocol):
     """Takes each row once, in order.
 
-    One of the user's own (``observability.sinks``) is called as ``Sink(run_dir, config, resume_after_tick)``: the run's folder,
-    the resolved recipe as nested plain values, and the tick after which a run goes on, whose later rows come again; None for a
-    new run. It lives in the controller's process, so a slow one holds up the job.
+    One of the user's own (``observability.sinks``) is called as ``Sink(run_dir, config,
+    resume_after_tick)``: the run's folder, the resolved recipe as nested plain values, and the tick
+    after which a run goes on, whose later rows come again; None for a new run. It lives in the
+    controller's process, so a slow one holds up the job.
     """
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -94,7 +95,8 @@ class UserSink:
 
 
 class TensorBoardSink:
-    """Event files in ``RUN/tensorboard``, written in the caller's thread: no queue that a kill could lose, and no torch.
+    """Event files in ``RUN/tensorboard``, written in the caller's thread: no queue that a kill
+    could lose, and no torch.
 
     A resumed run opens a new file that tells TensorBoard to forget the steps that are repeated.
     """

@@ -1,4 +1,5 @@
-"""Adds up what a run amounts to, row by row: the last thing that the console prints, and the first numbers of the report."""
+"""Adds up what a run amounts to, row by row: the last thing that the console prints, and the first
+numbers of the report."""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ def held_out(row: Mapping[str, Any]) -> tuple[str, float | None] | None:
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
-    """A line for a row in which an evaluation ended, else empty: its accuracy, or its mean reward where rewards are graded."""
+    """A line for a row in which an evaluation ended, else empty: its accuracy, or its mean reward
+    where rewards are graded."""
     accuracy = row.get("eval/accuracy")
     line = f"  ▸ policy {whole(row.get('eval/policy_version')):<5} held-out "
     if accuracy is None:

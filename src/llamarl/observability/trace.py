@@ -1,9 +1,11 @@
-"""Writes and reads ``trace.json``: who did what when, one lane an executor, for https://ui.perfetto.dev or chrome://tracing.
+"""Writes and reads ``trace.json``: who did what when, one lane an executor, for
+https://ui.perfetto.dev or chrome://tracing.
 
-Each tick is one slice of its executor's lane, with the spans inside it below; the gaps between slices are the bubbles that
-asynchrony is there to close. The file is a JSON array in Chrome's trace event format, whole after every append: the closing
-bracket is overwritten by the next event and its own closing bracket, in one call. (Viewers also read a file without it.)
-A resumed run cuts the ticks that it repeats and goes on where the file ends, so that the time it was down takes no room.
+Each tick is one slice of its executor's lane, with the spans inside it below; the gaps between
+slices are the bubbles that asynchrony is there to close. The file is a JSON array in Chrome's trace
+event format, whole after every append: the closing bracket is overwritten by the next event and its
+own closing bracket, in one call. (Viewers also read a file without it.) A resumed run cuts the
+ticks that it repeats and goes on where the file ends, so that the time it was down takes no room.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class TraceWriter:
         Args:
             path: The file; its folder exists.
             lanes: Executors, in the order in which they are shown.
-            resume_after_tick: Cut the ticks after this one and go on at the end of what is left. None begins a new file.
+            resume_after_tick: Cut the ticks after this one and go on at the end of what is left.
+                None begins a new file.
 
         Raises:
             LlamaRLError: The file cannot be written.
@@ -93,8 +96,9 @@ class TraceWriter:
         spans: Iterable[tuple[str, float, float]] = (),
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """One tick of one executor. ``spans`` (label, start, end) lie on the same clock; what reaches out of the tick is cut, and
-        what ended before it, such as the bringing up of its ranks, lies there.
+        """One tick of one executor. ``spans`` (label, start, end) lie on the same clock; what
+        reaches out of the tick is cut, and what ended before it, such as the bringing up of its
+        ranks, lies there.
 
         Raises:
             LlamaRLError: The file cannot be written.
@@ -109,7 +113,8 @@ class TraceWriter:
         self._append(events)
 
     def clocks(self, ahead: Mapping[str, tuple[float, float]]) -> None:
-        """By how much the clocks of hosts were ahead of this file's, and how wrong that may be, in seconds: they are rebased already.
+        """By how much the clocks of hosts were ahead of this file's, and how wrong that may be, in
+        seconds: they are rebased already.
 
         Raises:
             LlamaRLError: The file cannot be written.

@@ -1,8 +1,9 @@
 """``trained/tick_000012.trainer.0.npz``: what the trainer made of each token of a batch, the first time that it saw it.
 
-Rollouts are written before the trainer sees them; this is the other half: the policy's own log-probability before the tick's
-updates reach the token, whether the loss's bound acted on it, and the response's advantage. One file an executor's rank and tick,
-arrays only (nothing is unpickled), there whole or not at all.
+Rollouts are written before the trainer sees them; this is the other half: the policy's own
+log-probability before the tick's updates reach the token, whether the loss's bound acted on it, and
+the response's advantage. One file an executor's rank and tick, arrays only (nothing is unpickled),
+there whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _ARRAYS = ("prompt_index", "sample_index", "num_tokens", "advantage", "policy_lo
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedResponse:
-    """One response as the trainer saw it. T is the number of its trained tokens: those whose loss mask is set, in order."""
+    """One response as the trainer saw it. T is the number of its trained tokens: those whose loss
+    mask is set, in order."""
 
     prompt_index: int
     sample_index: int

@@ -1,4 +1,5 @@
-"""Writes and reads ``RUN/warnings.jsonl``: what the user was warned of, one JSON object a warning: ``step``, ``kind``, ``text``."""
+"""Writes and reads ``RUN/warnings.jsonl``: what the user was warned of, one JSON object a warning:
+``step``, ``kind``, ``text``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""How files of a run's folder are written: whole or not at all, or a line at a time; and what is done when the disk refuses.
+"""How files of a run's folder are written: whole or not at all, or a line at a time; and what is
+done when the disk refuses.
 
-A run whose records are lost must not go on, and a disk that refuses today may take them in a minute: somebody makes room, a server
-comes back. So whoever writes what cannot be made again waits for the disk, says so, and ends the run when it has waited too long.
+A run whose records are lost must not go on, and a disk that refuses today may take them in a
+minute: somebody makes room, a server comes back. So whoever writes what cannot be made again waits
+for the disk, says so, and ends the run when it has waited too long.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ def writes(path: Path) -> Iterator[None]:
 
 
 class LineLog:
-    """Appends lines to one file, which is made with the first of them and never reached through a link. One process writes."""
+    """Appends lines to one file, which is made with the first of them and never reached through a
+    link. One process writes."""
 
     def __init__(self, path: Path, patience: Patience | None = None) -> None:
         """

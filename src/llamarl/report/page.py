@@ -1,8 +1,9 @@
 """The page itself: one HTML file that holds its style, its scripts, the charting script and the data of the runs.
 
-It loads nothing: its content security policy lets it run the scripts that it was made with, known by their digests, and reach no
-address. Text of a run is in the data alone, in blocks of JSON, gzip and base64, which has no character that can end a script element
-or begin one; it becomes text nodes, never markup.
+It loads nothing: its content security policy lets it run the scripts that it was made with, known
+by their digests, and reach no address. Text of a run is in the data alone, in blocks of JSON, gzip
+and base64, which has no character that can end a script element or begin one; it becomes text
+nodes, never markup.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def numbered(runs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def encode_block(value: Any) -> str:
-    """ASCII text of plain values, which the page opens when it is looked at. Numbers that are not finite, which JSON does not have, become null."""
+    """ASCII text of plain values, which the page opens when it is looked at. Numbers that are not
+    finite, which JSON does not have, become null."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except ValueError:

@@ -1,6 +1,8 @@
-"""Everything in a run's folder but its rollouts, as plain values. Reads only; what is missing or torn is said, not raised.
+"""Everything in a run's folder but its rollouts, as plain values. Reads only; what is missing or
+torn is said, not raised.
 
-A run may be going on, may have been killed in the middle of a line, may lack any file but one: then the others still tell.
+A run may be going on, may have been killed in the middle of a line, may lack any file but one: then
+the others still tell.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
             ──state──▶ which blocks there are, each with a digest    every few seconds
             ──block/0/metrics──▶ those that changed, when their view is open
 
-Other users of the machine reach the port too: without the token, which is printed once and random, they get nothing. A request
-has ``REQUEST_S`` to arrive and its answer as long to be taken, and at most ``MAX_CONNECTIONS`` are open at a time. The
-folder is read again when somebody asks and the last reading is older than ``READ_EVERY_S``; nothing runs otherwise.
+Other users of the machine reach the port too: without the token, which is printed once and random,
+they get nothing. A request has ``REQUEST_S`` to arrive and its answer as long to be taken, and at
+most ``MAX_CONNECTIONS`` are open at a time. The folder is read again when somebody asks and the
+last reading is older than ``READ_EVERY_S``; nothing runs otherwise.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ _NEUTRAL = frozenset({"LATIN", "GREEK", "MATHEMATICAL", ""})
 
 
 def find_tokenizer(run_dir: Path, model_path: str) -> Path | None:
-    """``tokenizer.json`` of the exported policy, else of the model that the run started from; None where neither is here."""
+    """``tokenizer.json`` of the exported policy, else of the model that the run started from; None
+    where neither is here."""
     own = run_dir / "model" / _FILE
     if own.is_file():
         return own
@@ -47,7 +48,8 @@ def find_tokenizer(run_dir: Path, model_path: str) -> Path | None:
 
 
 def piece_reader(path: Path | None) -> Callable[[Sequence[int]], list[str] | None]:
-    """Ids -> the text that each adds, special tokens included; joined they are the whole text. None without a tokenizer.
+    """Ids -> the text that each adds, special tokens included; joined they are the whole text. None
+    without a tokenizer.
 
     A token that holds part of a character adds nothing; the one that completes it adds it all.
     """
@@ -86,7 +88,8 @@ def _ends_in_loop(text: str, period: int) -> bool:
 
 @cache
 def _script(character: str) -> str:
-    """First word of the character's name, which names its script (``CYRILLIC``, ``CJK``, ``HANGUL``, ..); "" for no letter."""
+    """First word of the character's name, which names its script (``CYRILLIC``, ``CJK``,
+    ``HANGUL``, ..); "" for no letter."""
     return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
 
 

@@ -1,7 +1,8 @@
 """Idle gaps of every executor, what each gap waited for, and the pace that the step-time model forecasts. Pure.
 
-An executor may begin tick k when its tick k - 1 is done, every channel into it holds the token of tick k - delay, and every
-channel out of it has room: its sink is done with tick k + delay - capacity. Of these, the last to happen ended the gap.
+An executor may begin tick k when its tick k - 1 is done, every channel into it holds the token of
+tick k - delay, and every channel out of it has room: its sink is done with tick k + delay -
+capacity. Of these, the last to happen ended the gap.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.errors import PlanError
-from llamarl.forecast.lengths import Lengths, constant, empirical, lognormal, pareto, parse_lengths, read_lengths
+from llamarl.forecast.lengths import Lengths, constant, empirical, lognormal, parse_lengths, read_lengths
 
 
 def test_moments_and_expected_maximum_of_a_fair_die() -> None:
@@ -17,7 +17,6 @@ def test_moments_and_expected_maximum_of_a_fair_die() -> None:
     assert die.mean == pytest.approx(3.5)
     assert die.second_moment == pytest.approx(91 / 6)
     assert die.expected_max(2) == pytest.approx(161 / 36)
-    assert die.mean_in_flight == pytest.approx(91 / 6 / 7)
     assert die.quantile([0.0, 1 / 6, 0.5, 0.51, 1.0]).tolist() == [1, 1, 3, 4, 6]
     assert die.representative(3).tolist() == [1, 3, 5]  # middles of the thirds: 1/6, 1/2, 5/6
 
@@ -27,7 +26,7 @@ def test_constant_lengths() -> None:
     assert (lengths.mean, lengths.second_moment, lengths.expected_max(99), lengths.limit) == (7, 49, 7, 7)
 
 
-@pytest.mark.parametrize("lengths", [lognormal(300, 0.8, 2000), pareto(300, 1.7, 2000), empirical([5, 9, 9, 40])])
+@pytest.mark.parametrize("lengths", [lognormal(300, 0.8, 2000), empirical([5, 9, 9, 40])])
 def test_sums_agree_with_sampling(lengths: Lengths) -> None:
     sample = lengths.sample(200_000, np.random.default_rng(1)).astype(float)
     assert sample.mean() == pytest.approx(lengths.mean, rel=0.01)
@@ -36,15 +35,14 @@ def test_sums_agree_with_sampling(lengths: Lengths) -> None:
     assert sample.max() <= lengths.limit and sample.min() >= 1
 
 
-def test_named_laws_have_the_mean_asked_for_when_the_cut_is_far() -> None:
+def test_a_named_law_has_the_mean_asked_for_when_the_cut_is_far() -> None:
     assert lognormal(500, 0.5, 20_000).mean == pytest.approx(500, abs=1.0)  # whole tokens: rounded up
-    assert pareto(500, 3.0, 200_000).mean == pytest.approx(500, abs=1.0)
 
 
 def test_command_line_forms(tmp_path: Path) -> None:
     assert parse_lengths("512").limit == 512
     assert parse_lengths("4096:lognormal").limit == 4 * 4096
-    assert parse_lengths("1000:pareto:alpha=1.5,limit=3000").limit == 3000
+    assert parse_lengths("1000:lognormal:sigma=1.5,limit=3000").limit == 3000
     file = tmp_path / "lengths.txt"
     file.write_text("3\n5\n\n4\n")
     assert parse_lengths(f"file:{file}").mean == pytest.approx(4.0)
@@ -69,15 +67,14 @@ def test_lengths_are_read_from_rollouts(tmp_path: Path) -> None:
         ("100:lognormal:alpha=2", "takes"),
         ("100:lognormal:sigma=x", "key=number"),
         ("100:lognormal:sigma=0", "sigma"),
-        ("100:pareto:alpha=1", "alpha"),
+        ("100:pareto", "unknown kind"),
         ("100:lognormal:limit=99999999", "limit"),
         ("4096:lognormal:limit=inf", "limit must be a whole number of tokens.*got inf"),
-        ("4096:pareto:limit=nan", "limit must be a whole number of tokens.*got nan"),
+        ("4096:lognormal:limit=nan", "limit must be a whole number of tokens.*got nan"),
         ("4096:lognormal:limit=2048.7", "limit must be a whole number of tokens.*got 2048.7"),
         ("4096:lognormal:limit=0", "limit must be a whole number"),
         ("1e308:lognormal", "limit"),
         ("1e308", "limit"),
-        ("100:pareto:alpha=inf", "alpha"),
         ("file:/nowhere/at/all", "cannot be read"),
     ],
 )

@@ -23,12 +23,12 @@ from llamarl.forecast.search import (
     _generator_choice,
     _shares,
     asynchronous,
-    beside_s,
-    forecast_again,
+    on_left_cores_s,
     over_kinds,
     recommend,
     search_all,
     split_candidates,
+    step_under,
     synchronous,
     trainer_demand,
 )
@@ -188,7 +188,7 @@ def test_a_response_longer_than_the_context_says_what_would_fit() -> None:
 def test_a_trainer_has_what_the_generator_leaves_of_the_cores(
     alone_s: float, held_s: float, held: int, cores: int, expected: float
 ) -> None:
-    assert beside_s(alone_s, held_s, held=held, cores=cores) == pytest.approx(expected)
+    assert on_left_cores_s(alone_s, held_s, held=held, cores=cores) == pytest.approx(expected)
 
 
 def _two_cores() -> Hardware:
@@ -255,9 +255,9 @@ def test_every_number_of_every_device_has_a_source_and_estimates_are_named_ones(
         assert set(hardware.efficiency.estimates) <= set(hardware.efficiency.sources)
 
 
-def test_a_plan_forecast_again_under_its_own_constants_is_the_same() -> None:
+def test_a_plan_step_under_under_its_own_constants_is_the_same() -> None:
     for plan in search_all(H100, _work(), Options(), 16, (0, 1)):
-        assert forecast_again(plan, _work(), H100) == pytest.approx(plan.step_s)
+        assert step_under(plan, _work(), H100) == pytest.approx(plan.step_s)
     slower = H100.with_efficiency(matmul=0.35, memory=0.375)
     plan = asynchronous(H100, _work(), Options(), 16, 1)
-    assert plan.step_s < forecast_again(plan, _work(), slower) <= 2.01 * plan.step_s
+    assert plan.step_s < step_under(plan, _work(), slower) <= 2.01 * plan.step_s
