@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, CommandLine, rows, wait_until
+from conftest import CommandLine, rows, wait_until
 from killing import kill_environments, ranks
+from tools.chaos.compare import differences
 
 from llamarl.observability.events import read_events
 from llamarl.observability.rollouts import read_rollouts
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from kill_episodes import Kill, differences, killed
 
 ENVIRONMENTS = Path(__file__).parents[1] / "small_environments.py"
 EPISODES = {
@@ -89,16 +86,24 @@ def test_a_generator_that_dies_inside_its_episodes_is_brought_up_again_and_chang
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kill",
-    [Kill(target="controller", rows=2, delay_s=0.1), Kill(target="generator", rows=4, delay_s=0.05)],
-    ids=lambda kill: kill.target,
-)
-def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(tmp_path: Path, never_killed: Path, kill: Kill) -> None:
-    """A slice of ``scripts/kill_episodes.py``, which draws the moments at random."""
-    outcome = killed(tmp_path / "run", kill, never_killed, SMALL | EPISODES)
-    assert outcome.ended and outcome.rows < 6  # it was in fact cut short
-    assert not outcome.differences
+@pytest.mark.parametrize(("target", "written"), [("controller", 2), ("generator", 4)])
+def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(
+    llamarl: CommandLine, tmp_path: Path, never_killed: Path, target: str, written: int
+) -> None:
+    """``scripts/kill_runs.py --cases episodes`` draws the moments at random."""
+    run_dir = tmp_path / "run"
+    run = llamarl.start(run_dir, EPISODES | {"recovery.max_restarts": 0})  # what is tried here is the resume
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= written, limit_s=120, what=f"{written} rows")
+        time.sleep(0.05)
+        os.kill(run.pid if target == "controller" else ranks(run.pid)[target], signal.SIGKILL)
+        said, _ = run.communicate(timeout=200)
+    finally:
+        run.kill()
+    assert run.returncode != 0 and len(rows(run_dir)) < 6, said  # it was in fact cut short
+    done = llamarl.run(["train", "--resume", str(run_dir)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not differences(run_dir, never_killed)
 
 
 @pytest.mark.long
