@@ -219,9 +219,9 @@ ROLES: Mapping[str, Role] = {
             ),
             writes=("completions",),
             section="generator",
-            sizes=("dp", "tp", "pp", "cp"),
-            model_sizes=("tp", "pp", "cp"),
-            close=("tp", "cp"),
+            sizes=("dp", "tp", "pp"),
+            model_sizes=("tp", "pp"),
+            close=("tp",),
             model=Model(uses=_generates),
         ),
         Role(

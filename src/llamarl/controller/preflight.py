@@ -189,12 +189,6 @@ def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
     key, heads = f"{role.section}.cp", text_part(read_model_config(folder)).get("num_attention_heads")
     if isinstance(heads, int) and (reason := why_heads_not_shared(heads, tp=role.size_of(config, ("tp",)), cp=cp)):
         raise ConfigError(f"{key} = {cp}: {reason}")
-    if role.name == "generator":
-        from llamarl.engine.token_ranks import why_tokens_not_cut
-        from llamarl.models.loading import load_model_config
-
-        if reason := why_tokens_not_cut(load_model_config(folder), cp, tp=config.generator.tp):
-            raise ConfigError(f"{key} = {cp}: {reason}")
 
 
 def _check_experts(role: Role, config: RunConfig, folder: Path | str) -> None:
@@ -263,7 +257,7 @@ def _check_padding(config: RunConfig, key: str, device: str) -> None:
     kinds = [(1, config.evaluation.tp)]
     if key == "generator.device":
         of_kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
-        kinds = [(kind.pp * kind.cp, kind.tp) for kind in of_kinds]
+        kinds = [(kind.pp, kind.tp) for kind in of_kinds]
     for parts, tp in kinds:
         reason = why_layout_unsupported(mode, device=device, num_ranks=parts * tp, cut=parts > 1)
         if reason is not None and mode != "auto":
@@ -297,9 +291,7 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
     width = 4 if dtype == "float32" else 2
     layers = -(-layers // generator.pp)  # of the longest stage
-    block_bytes = (
-        2 * layers * max(1, max(1, heads // generator.tp) // generator.cp) * head_dim * width * engine.block_size
-    )
+    block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * engine.block_size
     new_tokens = generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it
     blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)

@@ -174,9 +174,9 @@ def why_not_scale(config: RunConfig, executor: str) -> str:
             "generator.shards is 0, so the bits depend on the number of replicas: only a run with shards can have another one "
             "(a resume may set generator.shards to the replicas that the run began with)"
         )
-    if generator.tp * generator.pp * generator.cp > 1:
+    if generator.tp * generator.pp > 1:
         return (
-            f"generator.tp is {generator.tp}, generator.pp {generator.pp} and generator.cp {generator.cp}, and the trainer lays weights out "
+            f"generator.tp is {generator.tp} and generator.pp {generator.pp}, and the trainer lays weights out "
             "for the replicas that there are: stop the run, and resume it with another --generator.dp"
         )
     if changed is not None and changed.factory and changed.factory != ROLES[executor].factory:

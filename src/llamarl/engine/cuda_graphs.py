@@ -252,12 +252,12 @@ def why_layout_unsupported(
         mode: ``engine.cuda_graphs``.
         device: Its type.
         num_ranks: Of the engine.
-        cut: Whether its layers or the tokens of a step are cut over them.
+        cut: Whether its layers are cut over them.
     """
     if mode == "off" or (mode == "padded" and not cut):
         return None
     if cut:
-        return "each of the ranks of generator.pp or generator.cp computes a part of the step alone"
+        return "each of the stages of generator.pp computes a part of the step alone"
     if device != "cuda":
         return f"they need a CUDA device, the engine computes on {device}"
     if num_ranks > 1:

@@ -29,7 +29,6 @@ from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sampler import Draws, sample
 from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.engine.token_ranks import sample_own
 from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens
 from llamarl.models.parallel import ParallelLayout
 from llamarl.types import FinishReason
@@ -323,11 +322,9 @@ class NativeEngine:
         sequences = [member.sequence for member in rows]
         positions = [len(sequence.tokens) for sequence in sequences]
         params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
-        if self._ranks.size * self._ranks.token_parts == 1:
+        if self._ranks.size == 1:
             return sample(logits, params, seeds, positions)
         vocabulary = self._runner.model_config.vocab_size
-        if self._ranks.token_parts > 1:
-            return sample_own(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
         return sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
 
     def _end_oldest(self) -> None:

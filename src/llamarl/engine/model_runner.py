@@ -3,8 +3,7 @@
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
 
 A pipeline stage holds the cache of its own layers. Where others come before, it takes hidden states
-of the row in place of its tokens; where others follow, it sends them on and has no logits. Of ranks
-that cut the row by tokens each computes its own (``token_ranks.py``).
+of the row in place of its tokens; where others follow, it sends them on and has no logits.
 
 On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
 decodes alone may go through ``cuda_graphs.py``, padded.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,14 +33,12 @@ from llamarl.engine.expert_record import Experts, narrowed
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
-from llamarl.engine.token_ranks import TokenRanks
 from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk, paged_step
-from llamarl.models.paged_context import PAGED_OVER_RANKS, paged_over_ranks, share_of
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import engine_dtype
 from llamarl.models.repeatable import suspended
@@ -87,10 +83,6 @@ class ModelRunner:
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
-        self._tokens: TokenRanks | None = None
-        if self.ranks.token_parts > 1:
-            self._tokens = TokenRanks(self.ranks, self.model_config)
-            self.model.set_attn_implementation(PAGED_OVER_RANKS)
         if quantization not in supported_quantizations(self.device):
             raise ConfigError(
                 f"generator.quantization={quantization!r} is not available on {self.device.type}; "
@@ -121,8 +113,7 @@ class ModelRunner:
         of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
         own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
         self._first_layer = own.start
-        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)  # of one's products
-        self._num_kv_heads = max(1, self._num_kv_heads // self.ranks.token_parts)  # of these, the cached ones
+        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         padded = self._pads_decodes(config)
         longest = max(map(len, of_stages))  # all stages have as many blocks
@@ -150,10 +141,12 @@ class ModelRunner:
             self.padded_decoder = self._make_padded_decoder(config)
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
-        mode, parts = config.cuda_graphs, self.ranks.num_stages * self.ranks.token_parts
+        mode, stages = config.cuda_graphs, self.ranks.num_stages
         if mode == "off":
             return False
-        reason = why_layout_unsupported(mode, device=self.device.type, num_ranks=self.ranks.size * parts, cut=parts > 1)
+        reason = why_layout_unsupported(
+            mode, device=self.device.type, num_ranks=self.ranks.size * stages, cut=stages > 1
+        )
         if reason is None and mode != "padded":
             reason = why_graphs_unsupported(self.model_config)
         if reason is not None and mode != "auto":
@@ -299,7 +292,7 @@ class ModelRunner:
         V]; None on another stage than the last.
 
         The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of
-        the vocabulary, of ranks with tokens of their own each its share of the rows (``share_of``).
+        the vocabulary.
         """
         assert self._parked is None and not self._awaits_version, "parked: unpark the engine and load a version first"
         with suspended(self.device):
@@ -324,22 +317,13 @@ class ModelRunner:
             if plan.chunks:
                 self.links.send_hidden(hidden_TE)
             return None
-        if self._tokens is not None and plan.chunks:
-            sampled = {chunk for _, chunk in plan.samples if not isinstance(chunk, Prompt)}
-            ends = sorted({last_row[chunk] for chunk in sampled | {chunk for _, chunk in plan.completed}})
-            hidden_TE = self._tokens.rows(hidden_TE, ends, self._tokens.exchange(plan.num_tokens))
-            place = {row: i for i, row in enumerate(ends)}
-            last_row = [place.get(row, -1) for row in last_row]
         for prompt, chunk in plan.completed:
             prompt.end_state = hidden_TE[last_row[chunk]].clone()
         # one row of logits for all members that sample from the end of one prompt
         states: list[Tensor] = []
         row_of: dict[int, int] = {}
         rows: list[int] = []
-        own = range(len(plan.samples))
-        if self._tokens is not None:
-            own = share_of(len(plan.samples), self.ranks.token_part, self.ranks.token_parts)
-        for _, source in plan.samples[own.start : own.stop]:
+        for _, source in plan.samples:
             key = id(source) if isinstance(source, Prompt) else last_row[source]
             if key not in row_of:
                 row_of[key] = len(states)
@@ -360,8 +344,6 @@ class ModelRunner:
         assert self._routing is not None
         layers = [layer for layer in self._routing.chosen if layer is not None]
         chosen = torch.stack(layers, dim=1)
-        if self._tokens is not None:
-            chosen = self._tokens.all_tokens(chosen, plan.num_tokens)
         rows = narrowed(chosen.cpu().numpy(), num_experts(self._expert_layers[0]))
         return [
             np.ascontiguousarray(rows[first : first + len(chunk.tokens)])
@@ -377,8 +359,7 @@ class ModelRunner:
         return logits
 
     def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
-        """Hidden states [T, E] of the step's row, or of this rank's tokens of it, and for each
-        chunk the row of its last token."""
+        """Hidden states [T, E] of the step's row, and for each chunk the row of its last token."""
         last_row = [0] * len(chunks)
         first_row = self._row_of = [0] * len(chunks)
         if not chunks:
@@ -409,22 +390,15 @@ class ModelRunner:
         filled = [chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // size)] for _, chunk in filling]
         cuts = self._cut_decodes(decoding)
         cut_tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
-        own_part: list[list[int]] = []
-        heads = None
-        if self._tokens is not None:
-            heads = self._tokens.exchange(len(tokens))
-            tokens, own_part = self._tokens.own(tokens, heads), [self._tokens.own(positions, heads)]
-        moved = iter(indices([tokens, positions, slots, *own_part, *filled, *cut_tables], self.device))
+        moved = iter(indices([tokens, positions, slots, *filled, *cut_tables], self.device))
         token_ids, position_ids, slot_ids = next(moved), next(moved), next(moved)
-        own_positions = next(moved) if heads is not None else position_ids
         prefills = [PrefillChunk(first, len(chunk.tokens), chunk.start, next(moved)) for first, chunk in filling]
         received = None
         if self.links is not None and not self.links.is_first:
             received = self.links.receive_hidden(len(tokens))
         decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
         batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._first_layer)
-        with nullcontext() if heads is None else paged_over_ranks(heads):
-            return self._hidden(token_ids, own_positions, batch, received), last_row
+        return self._hidden(token_ids, position_ids, batch, received), last_row
 
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
         """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the

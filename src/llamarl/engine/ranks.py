@@ -1,12 +1,11 @@
 """The ranks of one engine: what they tell each other in a step.
 
 Every rank runs the same scheduler on the same sequences, holds its heads' part of the KV cache of
-its stage's layers, and computes its part of each of these: of its matrix products (tensor
-parallelism), or of the step's tokens (context parallelism, see ``token_ranks.py``). What crosses
-between them, in this order, the same on every rank::
+its stage's layers, and computes its part of their matrix products (tensor parallelism). What
+crosses between them, in this order, the same on every rank::
 
     deadlines that have passed   rank 0's clock decides             only while a sequence has one
-    sums behind embedding, o_proj, down_proj                        one, and two a layer; or two exchanges a layer
+    sums behind embedding, o_proj, down_proj                        one, and two a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
     experts of stages' layers    each stage ─▶ rank 0               of complete groups; see ``expert_record.py``
@@ -38,23 +37,12 @@ class EngineRanks:
 
     def __init__(self, layout: ParallelLayout | None = None) -> None:
         self.size = 1 if layout is None else layout.tp
-        """Tensor-parallel ranks of a stage, or of a part of the tokens."""
+        """Tensor-parallel ranks of a stage."""
         self.rank = 0 if layout is None or layout.tp == 1 else layout.tp_rank
         self.num_stages = 1 if layout is None else layout.pp
         self.stage = 0 if layout is None else layout.pp_rank
-        self.token_parts = 1 if layout is None else layout.cp
-        """Into which a step's tokens are cut; each is computed by tensor-parallel ranks with the same weights."""
-        self.token_part = 0 if layout is None else layout.cp_rank
-        assert self.num_stages == 1 or self.token_parts == 1, "the configuration has been checked"
         self._group = layout.group("tp") if layout is not None and layout.tp > 1 else None
         self._stages = layout.group("pp") if layout is not None and layout.pp > 1 else None
-        self._parts = layout.group("cp") if layout is not None and layout.cp > 1 else None
-
-    @property
-    def part_group(self) -> dist.ProcessGroup:
-        """Of the ranks in this one's place that compute the parts of the tokens, where there are several."""
-        assert self._parts is not None, "the tokens are not cut"
-        return self._parts
 
     @property
     def is_stage_leader(self) -> bool:
@@ -64,12 +52,12 @@ class EngineRanks:
     @property
     def is_leader(self) -> bool:
         """Whether this is rank 0 of the engine, which decides where one of all must."""
-        return self.is_stage_leader and self.stage == 0 and self.token_part == 0
+        return self.is_stage_leader and self.stage == 0
 
     @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
-        return self.size * self.num_stages * self.token_parts == 1
+        return self.size * self.num_stages == 1
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum of all ranks' parts, in place, on all of them."""
@@ -93,12 +81,6 @@ class EngineRanks:
             return values[None]
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values.contiguous(), group=self._group)
-        return torch.stack(parts)
-
-    def gather_from_parts(self, values: Tensor) -> Tensor:
-        """The ``values`` (of one shape) that belong to each part of the tokens, [parts, ...], on all of them."""
-        parts = [torch.empty_like(values) for _ in range(self.token_parts)]
-        dist.all_gather(parts, values.contiguous(), group=self.part_group)
         return torch.stack(parts)
 
     def gather_on_leader(self, values: Tensor) -> Tensor | None:
@@ -138,7 +120,7 @@ class EngineRanks:
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, on all of them."""
         values = torch.tensor([value], dtype=torch.int64)
-        for group in (self._group, self._stages, self._parts):
+        for group in (self._group, self._stages):
             if group is not None:
                 dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         return int(values)
@@ -152,9 +134,8 @@ class EngineRanks:
     def _from_rank_0(self, values: Tensor) -> Tensor:
         """Rank 0's values, in place, on all of them: over the first stage, or part of the tokens,
         then from there to the others."""
-        if self._group is not None and self.stage == 0 and self.token_part == 0:
+        if self._group is not None and self.stage == 0:
             dist.broadcast(values, group=self._group, group_src=0)
-        for group in (self._stages, self._parts):
-            if group is not None:
-                dist.broadcast(values, group=group, group_src=0)
+        if self._stages is not None:
+            dist.broadcast(values, group=self._stages, group_src=0)
         return values

@@ -192,17 +192,12 @@ class GeneratorConfig:
 
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
-    The generator runs ``dp * tp * pp * cp`` processes."""
+    The generator runs ``dp * tp * pp`` processes."""
 
     pp: Annotated[PositiveInt, IN_STATE] = 1
     """Stages into which the layers of one replica are cut (pipeline parallelism), for a model that tp alone does not fit on a
     host. Each holds the weights and the KV cache of its layers. A step of the engine then computes a part of the sequences,
     so that all stages work at once: a sequence gains a token about every pp steps."""
-
-    cp: Annotated[PositiveInt, IN_STATE] = 1
-    """Ranks over which the tokens of each engine step of one replica are cut (context parallelism, Ulysses), for long prompts of
-    models that fit a device, or with tp those of its ranks. Each holds the whole weights, or its part of them by tp, and the KV cache
-    of its heads. Not together with pp."""
 
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
     """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, pp, dtype,
@@ -237,10 +232,7 @@ class GeneratorConfig:
     def replica_ranks(self) -> tuple[int, ...]:
         """[replicas] ranks of each."""
         of_kinds = (((kind.tp or self.tp) * (kind.pp or self.pp), kind.dp) for kind in self.replicas)
-        return (
-            tuple(ranks for ranks, number in of_kinds for _ in range(number))
-            or (self.tp * self.pp * self.cp,) * self.dp
-        )
+        return tuple(ranks for ranks, number in of_kinds for _ in range(number)) or (self.tp * self.pp,) * self.dp
 
     @property
     def served_dtype(self) -> str:
@@ -309,34 +301,20 @@ class GeneratorConfig:
                 "set it to 1.0",
                 ("group_size",),
             )
-        spread = self.tp * self.pp * self.cp > 1
+        spread = self.tp * self.pp > 1
         if self.engine.by_import_path and (spread or self.quantization != "none"):
             yield Mistake(
                 "engine.name",
                 f"is {self.engine.name!r}, an engine of your own: it runs on one rank and quantizes as its own engine.options say, "
-                f"but tp is {self.tp}, pp {self.pp}, cp {self.cp} and quantization {self.quantization!r}: set them to 1, 1, 1 and "
-                "'none'",
-                ("tp", "pp", "cp", "quantization"),
+                f"but tp is {self.tp}, pp {self.pp} and quantization {self.quantization!r}: set them to 1, 1 and 'none'",
+                ("tp", "pp", "quantization"),
             )
         if self.engine.name == "vllm" and (spread or self.quantization == "int8"):
             yield Mistake(
                 "engine.name",
-                f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp}, pp {self.pp}, cp {self.cp} and quantization "
-                f"{self.quantization!r}: set tp, pp and cp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
-                ("tp", "pp", "cp", "quantization"),
-            )
-        if self.cp > 1 and self.pp > 1:
-            yield Mistake(
-                "cp",
-                f"is {self.cp}, where each rank computes all layers of its tokens, but pp is {self.pp}, which cuts the layers: set one "
-                "of them to 1",
-                ("pp",),
-            )
-        if self.cp > 1 and self.replicas:
-            yield Mistake(
-                "cp",
-                f"is {self.cp}, which the kinds in replicas cannot have: set it to 1, or leave replicas out",
-                ("replicas",),
+                f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp}, pp {self.pp} and quantization "
+                f"{self.quantization!r}: set tp and pp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
+                ("tp", "pp", "quantization"),
             )
         if 0 < self.shards < self.dp:
             yield Mistake(

@@ -79,7 +79,7 @@ class GeneratorExecutor(BaseExecutor):
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
         own = generator.as_of_kind(self.replica.kind)
-        self._stage = (context.rank - self.replica.first_rank) // (own.tp * own.cp)
+        self._stage = (context.rank - self.replica.first_rank) // own.tp
         self._is_leader = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(

@@ -1,7 +1,6 @@
 """Which ranks the generator has, and what each holds of the weights: the same answer for every executor that asks.
 
     rank = (replica * pp + stage) * tp + tp_rank     generator.dp replicas of generator.pp stages of generator.tp ranks
-    rank = (replica * cp + part) * tp + tp_rank      generator.dp replicas of generator.cp parts of the tokens, each with all weights
 
 The first rank of a replica, which is of its first stage, speaks for it.
 
@@ -69,7 +68,7 @@ def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
     """The replicas of a generator that has ``num_ranks`` ranks, in the order of these."""
     generator = config.generator
     if not generator.replicas:
-        each = generator.tp * generator.pp * generator.cp
+        each = generator.tp * generator.pp
         return tuple(Replica(number, 0, number * each, each) for number in range(num_ranks // each))
     return tuple(_unlike(generator))
 
@@ -79,12 +78,12 @@ def why_ranks_unfit(generator: GeneratorConfig, num_ranks: int, groups: int) -> 
     been checked; a further one has as many ranks as ``executors.NAME.ranks`` says."""
     if generator.replicas:
         return ""
-    each = generator.tp * generator.pp * generator.cp
+    each = generator.tp * generator.pp
     replicas = num_ranks // each
     if num_ranks % each or not replicas:
         return (
-            f"has {num_ranks} ranks, and one replica takes {each} (generator.tp {generator.tp} * generator.pp {generator.pp} * "
-            f"generator.cp {generator.cp}): give it a multiple of that"
+            f"has {num_ranks} ranks, and one replica takes {each} (generator.tp {generator.tp} * generator.pp {generator.pp}): "
+            f"give it a multiple of that"
         )
     if generator.shards and generator.shards < replicas:
         return (
@@ -119,8 +118,7 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
         return None
     own = generator.as_of_kind(replica.kind)
     if not generator.replicas and own.pp == 1:
-        keys = ("generator.dp", "generator.tp", "generator.pp", "generator.cp")[: 4 if own.cp > 1 else 2]
-        return make_layout(fsdp=own.dp, tp=own.tp, cp=own.cp, device=device, keys=keys)
+        return make_layout(fsdp=own.dp, tp=own.tp, device=device, keys=("generator.dp", "generator.tp"))
     world, wanted = dist.get_world_size() if dist.is_initialized() else 1, sum(generator.replica_ranks)
     if world != wanted:
         raise ValueError(f"the generator's replicas have {wanted} ranks, the process group {world}")
@@ -145,7 +143,7 @@ def generator_weights(config: RunConfig) -> AnyLayout | None:
     """What every generator rank holds of what is handed over; None: each holds all of it."""
     generator = config.generator
     kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
-    return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp * kind.cp)))
+    return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp)))
 
 
 def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> AnyLayout | None:

@@ -75,15 +75,14 @@ class Fit:
 
 
 def replica_layout(generator: GeneratorConfig, hardware: Hardware) -> GeneratorLayout:
-    """A replica of a recipe's generator; ``cp`` counts as tensor-parallel ranks, a precision
-    without a rate as the trainer's."""
+    """A replica of a recipe's generator; a precision without a rate as the trainer's."""
     known = hardware.device.matmul_flops
     precision: str = generator.quantization
     if precision not in known:
         precision = _PRECISIONS.get(generator.engine.dtype, hardware.device.train_precision)
     if precision not in known:
         precision = hardware.device.train_precision
-    return GeneratorLayout(generator.tp * generator.cp, generator.pp, precision)
+    return GeneratorLayout(generator.tp, generator.pp, precision)
 
 
 def trainer_layout(config: RunConfig, model: ModelSpec, prompt_tokens: float, response_tokens: float) -> TrainerLayout:

@@ -72,7 +72,6 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             "dp": first.replicas if one_kind else 1,
             "tp": first.layout.tp,
             "pp": first.layout.pp,
-            "cp": 1,
             "quantization": _quantization(first),
             **threads,
             "sampling": {"max_new_tokens": work.response.limit},

@@ -26,7 +26,6 @@ __all__ = [
     "whole_experts",
     "why_experts_not_spread",
     "why_heads_not_shared",
-    "why_key_value_heads_not_shared",
     "why_vocabulary_not_cut",
 ]
 
@@ -55,18 +54,6 @@ def why_heads_not_shared(num_heads: int, *, tp: int, cp: int) -> str | None:
     beside = f" that tp {tp} leaves on a rank" if tp > 1 else ""
     return (
         f"each rank takes some whole query heads inside attention, and the {num_heads // tp}{beside} do not divide by {cp}; "
-        f"sizes that fit: {', '.join(map(str, sizes))}"
-    )
-
-
-def why_key_value_heads_not_shared(num_heads: int, num_key_value_heads: int, ranks: int) -> str | None:
-    """Why so many ranks cannot each hold whole key-value heads in their caches, as many each; None: they can."""
-    kv = num_key_value_heads
-    if kv % ranks == 0 or ranks % kv == 0:
-        return None
-    sizes = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-    return (
-        f"each rank caches some whole key-value heads, and it neither divides the {kv} that there are nor is a multiple of them; "
         f"sizes that fit: {', '.join(map(str, sizes))}"
     )
 

@@ -323,9 +323,9 @@ def test_a_new_version_leaves_every_address_where_it_was(folder: Path) -> None:
         ("auto", "cpu", 1, False, "need a CUDA device.*on cpu"),
         ("on", "cpu", 1, False, "need a CUDA device.*on cpu"),
         ("on", "cuda", 2, False, "collectives"),
-        ("on", "cuda", 2, True, "generator.pp or generator.cp"),
+        ("on", "cuda", 2, True, "stages of generator.pp"),
         ("padded", "cpu", 2, False, None),
-        ("padded", "cuda", 2, True, "generator.pp or generator.cp"),
+        ("padded", "cuda", 2, True, "stages of generator.pp"),
         ("off", "cpu", 2, True, None),
     ],
 )

@@ -22,7 +22,7 @@ from llamarl.types import Group
 TICKS = 5
 
 
-def recipe(kv: str, tp: int = 1, pp: int = 1, cp: int = 1) -> RunConfig:
+def recipe(kv: str, tp: int = 1, pp: int = 1) -> RunConfig:
     return validate(
         {
             "run": {"num_ticks": TICKS},
@@ -31,7 +31,6 @@ def recipe(kv: str, tp: int = 1, pp: int = 1, cp: int = 1) -> RunConfig:
                 "group_size": 2,
                 "tp": tp,
                 "pp": pp,
-                "cp": cp,
                 "max_segments": 2,
                 "oversubscription": 1.5,
                 "kv_on_update": kv,
@@ -77,7 +76,7 @@ class Feed:
 
 def generator(config: RunConfig, run_dir: Path | None = None, rank: int = 0) -> GeneratorExecutor:
     graph = llamarl_graph(config)
-    num_ranks = config.generator.tp * config.generator.pp * config.generator.cp
+    num_ranks = config.generator.tp * config.generator.pp
     ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
     context = ExecutorContext(
         name="generator", rank=rank, num_ranks=num_ranks, device="cpu", run_dir=run_dir, seed=0, **ends

@@ -20,7 +20,6 @@ from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of, why_ranks_unfit
-from llamarl.roles import ROLES
 from llamarl.runtime.placement import place
 
 
@@ -161,75 +160,6 @@ def test_what_stages_of_a_generator_cannot_do_is_refused_before_any_process_star
         plan_run(_config(*overrides))
 
 
-def test_ranks_that_share_tokens_are_neighbours_and_each_is_handed_the_whole_weights() -> None:
-    config = _config("--generator.dp", "2", "--generator.cp", "4", "--generator.device", "cuda")
-    generator = llamarl_graph(config).executors[0]
-    assert (generator.num_ranks, generator.process_group) == (8, "cpu:gloo,cuda:nccl")
-    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
-    assert generator_weights(config) is None and config.generator.replica_ranks == (4, 4)
-    assert ROLES["generator"].units(config) == 4  # kept on one host
-    text = plan_run(_config("--generator.cp", "2", "--generator.device", "cpu"))
-    assert [line.split()[:4] for line in text.splitlines() if line.startswith("generator ")] == [
-        ["generator", "0", "of", "2"],
-        ["generator", "1", "of", "2"],
-    ]
-
-
-def test_parts_of_the_tokens_are_handed_the_weights_of_their_tensor_parallel_ranks() -> None:
-    config = _config("--generator.dp", "2", "--generator.cp", "2", "--generator.tp", "2")
-    assert llamarl_graph(config).executors[0].num_ranks == 8
-    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
-    layout, of_tp = generator_weights(config), generator_weights(_config("--generator.dp", "4", "--generator.tp", "2"))
-    assert layout is not None and of_tp is not None and layout.num_ranks == 8
-    assert all(layout.pieces_of(rank) == of_tp.pieces_of(rank) for rank in range(of_tp.num_ranks))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["--generator.cp", "3"], "generator.cp = 3: .* the 4 do not divide by 3; sizes that fit: 1, 2, 4$"),
-        (
-            ["--generator.cp", "4", "--generator.tp", "2"],
-            "generator.cp = 4: .* the 2 that tp 2 leaves on a rank do not divide",
-        ),
-        (["--generator.cp", "2", "--generator.pp", "2"], "generator.cp is 2, .* but pp is 2, which cuts the layers"),
-        (["--generator.cp", "2", "--generator.replicas", "[{}, {}]"], "generator.cp is 2, which the kinds in replicas"),
-        (["--generator.cp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* cp 2"),
-        (["--generator.cp", "2", "--generator.engine.name", "a.py:E"], "an engine of your own: .* cp 2"),
-        (["--generator.cp", "0"], "generator.cp"),
-    ],
-)
-def test_what_ranks_that_share_tokens_cannot_do_is_refused_before_any_process_starts(
-    overrides: list[str], said: str
-) -> None:
-    with pytest.raises((ConfigError, ModelError), match=said):
-        plan_run(_config(*overrides))
-
-
-@pytest.mark.parametrize(
-    ("traits", "cp", "said"),
-    [
-        (
-            {"num_attention_heads": 12, "num_key_value_heads": 4},
-            "6",
-            "neither divides the 4 that there are nor is a multiple of them; sizes that fit: 1, 2, 4, 12$",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
-            "2",
-            "the rotary embedding follows the longest position of a call",
-        ),
-    ],
-)
-def test_a_model_whose_tokens_cannot_be_cut_is_refused_before_any_process_starts(
-    tmp_path: Path, traits: dict[str, object], cp: str, said: str
-) -> None:
-    hidden = {"hidden_size": 48, "head_dim": 4} if "num_attention_heads" in traits else {}
-    tiny_model("llama", "eager", **traits, **hidden).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"generator.cp = {cp}: .*{said}"):
-        check_parallel_sizes(_config("--generator.cp", cp), tmp_path, cores=8)
-
-
 def test_a_cache_that_holds_no_sequence_is_refused_by_the_layers_of_the_longest_stage() -> None:
     sizes = {}
     for pp in ("1", "2"):
@@ -248,9 +178,8 @@ def test_a_cache_that_holds_no_sequence_is_refused_by_the_layers_of_the_longest_
         ({"tp": 2}, 4, 6, ""),  # two replicas
         ({"pp": 2}, 6, 6, ""),  # three
         ({"tp": 2, "pp": 2, "shards": 4}, 8, 8, ""),  # two, of two shards each
-        ({"cp": 2}, 2, 5, ""),
         ({"tp": 2}, 3, 6, "has 3 ranks, and one replica takes 2"),
-        ({"tp": 2, "pp": 2}, 2, 6, r"has 2 ranks, and one replica takes 4 \(generator.tp 2 \* generator.pp 2 \*"),
+        ({"tp": 2, "pp": 2}, 2, 6, r"has 2 ranks, and one replica takes 4 \(generator.tp 2 \* generator.pp 2\)"),
         ({"shards": 2}, 3, 6, r"has 3 replicas for 2 shards \(generator.shards\)"),
         ({"shards": 4}, 2, 6, r"has 6 groups a tick .*, which do not divide among its 4 shards"),
         ({"pp": 2}, 8, 6, r"has 6 groups a tick .*, which do not divide among its 4 replicas: make them a multiple"),
