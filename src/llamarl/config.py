@@ -39,7 +39,7 @@ from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
-from llamarl.roles import MODEL_SECTIONS, ROLES, present_roles, wiring_mistakes
+from llamarl.roles import ROLES, present_roles, wiring_mistakes
 from llamarl.runtime.config import HostsConfig
 from llamarl.shipped import find_recipe, shipped_recipes
 from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
@@ -96,10 +96,8 @@ class RunSection:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     path: str = "bundled:tiny"
-    """The policy to start from: a Hugging Face folder, the id of a model of the Hub (org/name), or "bundled:tiny"."""
-
-    revision: str = ""
-    """Branch, tag or commit of a model of the Hub; empty is main. The run's config.toml says the commit that it was."""
+    """The policy to start from: a Hugging Face folder, the id of a model of the Hub (org/name, or org/name@REVISION for a branch, tag
+    or commit; the run's config.toml says the commit that it was), or "bundled:tiny"."""
 
     trust_remote_code: bool = False
     """Whether the folder's tokenizer may be Python code of its own, which then runs with all your rights in every process
@@ -190,13 +188,9 @@ class RunConfig:
             return dataclasses.replace(self, generator=alike).for_executor(name)
         if own is None or not own.settings:
             return self
-        given = dict(own.settings)
-        for section in MODEL_SECTIONS:
-            if isinstance(model := given.get(section), Mapping) and "path" in model:
-                given[section] = {"revision": "", **model}  # that of the recipe is of another model
         others = {other: dataclasses.replace(one, settings={}) for other, one in self.executors.items()}
         plain = to_plain(dataclasses.replace(self, executors=others))
-        return validate(_merge_tables(plain, given))
+        return validate(_merge_tables(plain, own.settings))
 
     @property
     def has_reference(self) -> bool:

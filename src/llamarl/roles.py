@@ -100,11 +100,6 @@ class Model:
         section, _, name = self.key.partition(".")
         return section != "model" and bool(getattr(getattr(config, section), name))
 
-    def revision(self, config: RunConfig) -> str:
-        """Of that path, where it is an id of the Hub."""
-        section = getattr(config, self.key.partition(".")[0])
-        return str(section.revision if section.path else config.model.revision)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Product:

@@ -59,13 +59,13 @@ def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_b
         words = ["tiny", "--model.path", "lab/tiny", "--run.dir", "run", *SMALL, "--run.num_ticks", "1"]
         (dry,) = commands(tmp_path, online, ["train", "--dry-run", *words])
         assert dry.returncode == 0, dry.stderr
-        assert f'revision = "{commit}"' in dry.stdout
+        assert f'path = "lab/tiny@{commit}"' in dry.stdout
         assert "model.safetensors" not in hub.fetched()
         begun, asked = commands(
             tmp_path,
             online,
             ["train", *words],
-            ["generate", "lab/tiny", "--revision", commit, "--prompt", "a1 b2 ="],
+            ["generate", f"lab/tiny@{commit}", "--prompt", "a1 b2 ="],
         )
         assert begun.returncode == 0, begun.stderr
         assert asked.returncode == 0, asked.stderr
@@ -75,7 +75,7 @@ def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_b
         )
         assert ended.returncode == 0, ended.stderr
         recorded = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["model"]
-        assert (recorded["path"], recorded["revision"]) == ("lab/tiny", commit)
+        assert recorded["path"] == f"lab/tiny@{commit}"
         same = run_llamarl(["train", "tiny", "--run.dir", "plain", *SMALL, "--run.num_ticks", "2"], cwd=tmp_path)
         assert same.returncode == 0, same.stderr
         losses = [

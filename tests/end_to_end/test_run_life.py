@@ -32,7 +32,6 @@ OTHER_VALUES: dict[str, Any] = {
     "run.cores": 1,
     "task.pool.num_workers": 2,
     "task.pool.timeout_s": 19.0,
-    "task.pool.startup_timeout_s": 119.0,
     "task.pool.memory_limit_mb": 4000,
     "reward.max_failed_fraction": 0.95,
     "reward.max_failed_ticks": 4,
@@ -64,7 +63,6 @@ OTHER_VALUES: dict[str, Any] = {
     "deadlines.host_silence_s": 29.0,
     "deadlines.disk_s": 61.0,
     "recovery.max_restarts": 3,
-    "recovery.window_s": 60.0,
 }
 """Keys that are said to change no bit, each with a value that is not its default."""
 ELSEWHERE = {

@@ -50,5 +50,5 @@ def test_a_data_set_of_the_hub_is_trained_on_and_its_commit_is_recorded(tmp_path
         )  # fmt: skip
     assert ended.returncode in (0, 4), ended.stderr  # the bundled model may not solve one of four
     recorded = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["task"]
-    assert (recorded["data"], recorded["revision"]) == ("lab/sums", commit)
+    assert recorded["data"] == f"lab/sums@{commit}"
     assert sum("/resolve/" in line and line.startswith("GET") for line in hub.asked) <= 2  # file and redirect, once

@@ -240,17 +240,19 @@ def test_close_ends_every_worker(config: TaskConfig) -> None:
     [
         ("import a_module_that_is_not_there\n", DataError, "a_module_that_is_not_there"),
         ("import sys\nsys.exit(0)\n", DataError, r"rewards.py ends its process when it is imported.*__main__"),
-        ("import time\ntime.sleep(3600)\n", DeadlineExceeded, r"imports task.reward .*startup_timeout_s=1.0"),
+        ("import time\ntime.sleep(3600)\n", DeadlineExceeded, r"imports task.reward .*limit 1 s"),
         ("import os\nos._exit(0)\n", ExecutorFailed, r"imports task.reward .*rewards.py:reward.*status 0"),
     ],
 )
 def test_a_module_that_fails_exits_or_hangs_at_import_is_refused_at_the_start_by_name(
-    config: TaskConfig, body: str, error: type[Exception], words: str
+    config: TaskConfig, body: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(config.reward.partition(":")[0]).write_text(body + REWARDS)
-    pool = RewardPoolConfig(num_workers=1, startup_timeout_s=1.0 if error is DeadlineExceeded else 60.0)
+    if error is DeadlineExceeded:
+        monkeypatch.setattr("llamarl.environments.worker_process.START_TIMEOUT_S", 1.0)
+        monkeypatch.setattr("llamarl.environments.worker_pool.START_TIMEOUT_S", 1.0)
     with pytest.raises(error, match=words):
-        RewardPool(dataclasses.replace(config, pool=pool))
+        RewardPool(dataclasses.replace(config, pool=RewardPoolConfig(num_workers=1)))
 
 
 KILLED = """

@@ -43,7 +43,6 @@ def open_policy(
     *,
     base: str | None = None,
     recipe: str | None = None,
-    revision: str = "",
     words: Sequence[str] = (),
     settings: Mapping[str, tuple[str, Any]] | None = None,
     checks: Sequence[Check] = (),
@@ -57,7 +56,6 @@ def open_policy(
         name: Run folder, Hugging Face folder, adapter folder, id of the Hub, or ``bundled:tiny``.
         base: Base model of an adapter; None: the one that it names.
         recipe: In place of the run's own.
-        revision: Branch, tag or commit of a model of the Hub.
         words: ``--section.key VALUE``, as typed.
         settings: Key -> the caller's name for it, by which its mistakes are told, and its value; None leaves it as it is.
         checks: As in ``config.validate``.
@@ -77,15 +75,15 @@ def open_policy(
     given = {"model.path": ("model", named.path), **(settings or {})}
     changes = [f"--{key}={_toml(value)}" for key, (_, value) in given.items() if value is not None]
     try:
-        config = load_config(recipe or named.recipe, [f"--model.revision={_toml(revision)}", *words, *changes], checks)
+        config = load_config(recipe or named.recipe, [*words, *changes], checks)
         check_engine(config, sections=[section])
     except ConfigError as error:
         names = {key: name for key, (name, value) in given.items() if value is not None}
         found = [dataclasses.replace(one, key=names.get(one.key, one.key)) for one in error.mistakes]
         raise ConfigError(str(found[0]) if len(found) == 1 else list_mistakes(found), mistakes=found) from error
     model = config.model
-    path = local_model_path(model.path, key="model", revision=model.revision, code=model.trust_remote_code)
-    return named, dataclasses.replace(config, model=dataclasses.replace(model, path=path, revision=""))
+    path = local_model_path(model.path, key="model", code=model.trust_remote_code)
+    return named, dataclasses.replace(config, model=dataclasses.replace(model, path=path))
 
 
 def _toml(value: Any) -> str:
@@ -100,9 +98,8 @@ class LLM:
 
     Args:
         path: Hugging Face folder, run folder (its policy and settings), LoRA adapter folder, the id of a model of the
-            Hugging Face Hub (``org/name``), or ``bundled:tiny``.
+            Hugging Face Hub (``org/name`` or ``org/name@REVISION``), or ``bundled:tiny``.
         base: Base model of an adapter; None: the one that it names.
-        revision: Branch, tag or commit of a model of the Hub; empty is ``main``.
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is one.
         dtype: To compute in, such as ``bfloat16``; None: the run's, else float32.
         quantization: ``none``, ``int8`` (CPU) or ``fp8`` (CUDA); None: the run's, else none.
@@ -118,7 +115,6 @@ class LLM:
         path: str | os.PathLike[str],
         *,
         base: str | None = None,
-        revision: str = "",
         device: str = "auto",
         dtype: str | None = None,
         quantization: str | None = None,
@@ -130,7 +126,7 @@ class LLM:
             "generator.device": ("device", device),
             "model.trust_remote_code": ("trust_remote_code", trust_remote_code or None),
         }
-        self._load(*open_policy(os.fspath(path), base=base, revision=revision, settings=settings))
+        self._load(*open_policy(os.fspath(path), base=base, settings=settings))
 
     @classmethod
     def of(cls, named: NamedModel, config: RunConfig) -> LLM:

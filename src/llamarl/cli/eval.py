@@ -89,7 +89,7 @@ def _find_missing(config: Any) -> Iterator[Mistake]:
     from llamarl.models.folders import resolve_model_path
 
     try:
-        resolve_model_path(config.model.path, revision=config.model.revision, weights=False)
+        resolve_model_path(config.model.path, weights=False)
     except ModelError as error:
         yield from error.mistakes
     yield from task_mistakes(config.task, config.run.seed)

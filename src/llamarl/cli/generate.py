@@ -55,9 +55,9 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", help="run folder, Hugging Face folder, id of the Hub (org/name), LoRA adapter folder, or bundled:tiny"
+        "model",
+        help="run folder, Hugging Face folder, id of the Hub (org/name[@REVISION]), LoRA adapter folder, or bundled:tiny",
     )
-    parser.add_argument("--revision", default="", help="branch, tag or commit of a model of the Hub (default: main)")
     parser.add_argument("--base", metavar="FOLDER", help="base model of an adapter (default: the one that it names)")
     parser.add_argument("--prompt", help="one prompt; default: read --input or standard input")
     parser.add_argument("--input", metavar="FILE.jsonl", help="prompts, one JSON object a line; - is standard input")
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         "generator.device": ("--device", args.device),
         "model.trust_remote_code": ("--trust-remote-code", args.trust_remote_code or None),
     }
-    named, config = open_policy(args.model, base=args.base, revision=args.revision, settings=settings)
+    named, config = open_policy(args.model, base=args.base, settings=settings)
     requests = list(_requests(args))
     if not requests:
         raise DataError("no prompt: give --prompt, --input FILE.jsonl, or lines on standard input")

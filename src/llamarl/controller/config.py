@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
 from llamarl.strict import NO_BITS, STRICT, refuse
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig"]
 
@@ -76,11 +73,8 @@ class RecoveryConfig:
     """What happens when a process dies in the middle of a run (docs/survival.md)."""
 
     max_restarts: Annotated[NonNegativeInt, NO_BITS] = 8
-    """Executors that are brought up again within window_s before a death ends the run; the tick that was lost is done again, to
+    """Executors that are brought up again within an hour before a death ends the run; the tick that was lost is done again, to
     the same bits (trainer and critic repeat those since their last checkpoint). 0: every death ends the run."""
-
-    window_s: Annotated[PositiveFloat, NO_BITS] = 3600.0
-    """Seconds over which restarts are counted."""
 
     straggler_multiple: Annotated[NonNegativeFloat, NO_BITS] = 0.0
     """A rank whose tick takes longer than so many times the median of its executor's last ticks, and 10 s at least, is ended, and the

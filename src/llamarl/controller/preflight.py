@@ -398,12 +398,10 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
     """What a recipe names and does not find: model folders, data files, the reward function. For ``load_config``."""
     models = [role.model for role in present_roles(config) if role.model]
     trained = {model.key for model in models if model.trained}
-    named = {model.key: (model.path(config), model.revision(config)) for model in models}
-    own = config.model.path, config.model.revision
-    for key, (path, revision) in named.items():
+    for key, path in {model.key: model.path(config) for model in models}.items():
         try:
-            if key == "model.path" or (path, revision) != own:
-                folder = resolve_model_path(path, key=key, revision=revision, weights=False)
+            if key == "model.path" or path != config.model.path:
+                folder = resolve_model_path(path, key=key, weights=False)
                 if key in trained:  # it is written at the end, with these files
                     companion_files(folder, key=key)
         except ModelError as error:
@@ -411,8 +409,8 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
     for name in config.executors:
         model, key = config.for_executor(name).model, f"executors.{name}.settings.model.path"
         try:
-            if (model.path, model.revision) != own:
-                folder = resolve_model_path(model.path, key=key, revision=model.revision, weights=False)
+            if model.path != config.model.path:
+                folder = resolve_model_path(model.path, key=key, weights=False)
                 check_supported(folder, "generate", key=key)
         except ModelError as error:
             yield from error.mistakes
@@ -421,7 +419,7 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
             try:
                 if path := given.get("path"):
                     key = f"executors.{name}.settings.{section}.path"
-                    resolve_model_path(str(path), key=key, revision=str(given.get("revision", "")), weights=False)
+                    resolve_model_path(str(path), key=key, weights=False)
             except ModelError as error:
                 yield from error.mistakes
     variable = config.judge.api_key_env

@@ -76,10 +76,10 @@ class Recovery:
 
     Args:
         max_restarts: Most of them within ``window_s``; 0: a death ends the run.
-        window_s: Seconds.
+        window_s: Seconds over which restarts are counted.
     """
 
-    def __init__(self, *, max_restarts: int, window_s: float) -> None:
+    def __init__(self, *, max_restarts: int, window_s: float = 3600.0) -> None:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._incarnations: dict[str, int] = {}
@@ -187,10 +187,7 @@ class Recovery:
             often = "third" if same.death.from_outside else "second"
             why = f"the same death at the same tick for the {often} time: it would come again"
         elif self._recent(now_s) + len(attempts) > self._max_restarts:
-            why = (
-                f"more than recovery.max_restarts = {self._max_restarts} restarts within "
-                f"recovery.window_s = {self._window_s:g} s"
-            )
+            why = f"more than recovery.max_restarts = {self._max_restarts} restarts within {self._window_s:g} s"
         else:
             return ""
         lines = [attempt.line(now_s) for attempt in (*self._attempts, *attempts)]

@@ -422,12 +422,11 @@ def execute(
     """
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
     goes_on, resumed = resumed is not None, resumed or Resumed()
-    model = config.model
     files = None
     if prepared.hosts is not None:
         files = prepared.hosts.open_files(run_dir, folder.identity.run_id, graph.executors, load_from)
     facts = {
-        "model": f"{model.path} at {model.revision}" if model.revision else model.path,
+        "model": config.model.path,
         "task": config.task.titles,
         "algorithm": config.algorithm.name,
         "staleness": _staleness(config),
@@ -493,7 +492,7 @@ def execute(
         ranks={spec.name: spec.num_ranks for spec in graph.executors},
         far=None if files is None else files.far,
     )
-    rule = Recovery(max_restarts=config.recovery.max_restarts, window_s=config.recovery.window_s)
+    rule = Recovery(max_restarts=config.recovery.max_restarts)
     replacing = _replacing(config, rule, recorder)
     remove_partial(run_dir)
     stopped = "by an error"

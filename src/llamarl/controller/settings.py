@@ -19,7 +19,7 @@ from typing import Any
 from llamarl.config import key_effects, known_keys
 from llamarl.executors.config import GeneratorConfig, ReplicaConfig
 from llamarl.mistakes import Reader
-from llamarl.models.folders import is_commit
+from llamarl.models.folders import is_commit, split_revision
 from llamarl.roles import ROLES
 from llamarl.strict import Effect
 
@@ -65,11 +65,17 @@ def settings_on_top(begun: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
             merged[name] = settings_on_top(earlier, value)
         elif isinstance(earlier, list) and _are_tables(value) and _are_tables(earlier) and len(value) == len(earlier):
             merged[name] = [settings_on_top(had, one) for had, one in zip(earlier, value, strict=True)]
-        elif name.endswith("revision") and is_commit(str(earlier)):  # which a branch or tag was when the run began
-            merged[name] = value if is_commit(str(value)) else earlier
+        elif _was_then(str(value), str(earlier)):
+            merged[name] = earlier
         elif earlier is None or value != _AUTOMATIC.get(name):
             merged[name] = value
     return merged
+
+
+def _was_then(named: str, pinned: str) -> bool:
+    """Whether ``pinned`` is the commit that a repository of the Hub had when the run began, and ``named`` leaves it open."""
+    (repo, revision), (earlier, commit) = split_revision(named), split_revision(pinned)
+    return repo == earlier and is_commit(commit) and not is_commit(revision)
 
 
 def _are_tables(value: Any) -> bool:

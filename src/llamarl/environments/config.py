@@ -32,7 +32,7 @@ BUILT_IN = (
 _OF_DATA = ("math", "function", "gsm8k", "code", "demonstrations")
 """Kinds whose questions are in files or tables."""
 
-_OF_TABLES = ("data", "eval_data", "eval_split", "revision", "eval_revision", "subset", "columns", "template", "split")
+_OF_TABLES = ("data", "eval_data", "eval_split", "subset", "columns", "template", "split")
 
 OWN_CODE = ("agent", "trl", "gem")
 """Kinds of environments that are code of the user's own: behind the colon stands its import path."""
@@ -79,9 +79,6 @@ class RewardPoolConfig:
     """Wall-clock seconds that one sample (with task.reward_batch_size, one batch) may take; after that its worker is
     killed and what it judged is failed."""
 
-    startup_timeout_s: Annotated[PositiveFloat, NO_BITS] = 120.0
-    """Seconds that a worker may take to start: interpreter, imports, the task's data."""
-
     memory_limit_mb: Annotated[int, NO_BITS, AfterValidator(_enough_memory)] = 4096
     """MiB of memory of its own that a worker may take, and each process that it starts (RLIMIT_DATA); a sample that wants
     more is failed. 0 is no limit."""
@@ -125,10 +122,8 @@ class TaskConfig:
 
     data: str = ""
     """Training items, for math, gsm8k, function and code: a file of JSON lines (.jsonl), or with the package datasets a file of
-    parquet, arrow, CSV or JSON, a folder of them, or a data set of the Hugging Face Hub (org/name)."""
-
-    revision: str = ""
-    """Branch, tag or commit of a data set of the Hub; empty is main. The run's config.toml says the commit that it was."""
+    parquet, arrow, CSV or JSON, a folder of them, or a data set of the Hugging Face Hub (org/name, or org/name@REVISION for a branch,
+    tag or commit). The run's config.toml says the commit that it was."""
 
     subset: str = ""
     """Which of the several that a data set consists of, such as main; also called its configuration."""
@@ -141,9 +136,6 @@ class TaskConfig:
 
     eval_split: str = ""
     """Split of held-out items, of eval_data or of data."""
-
-    eval_revision: str = ""
-    """As revision, of eval_data."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """What a task calls a column -> what data calls it, such as { question = "problem", answer = "solution" }."""

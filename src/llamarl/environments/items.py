@@ -32,7 +32,7 @@ import numpy.typing as npt
 from llamarl.data.items import Split, TaskItem, read_messages, split_questions
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import DataError, FileError, Mistake, ModelError
-from llamarl.models.folders import fetch_dataset, is_hub_id
+from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
 from llamarl.reading import parse_json, read_lines, user_path
 
 __all__ = ["TableItems", "local_data", "question_item", "text_field"]
@@ -100,7 +100,7 @@ def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
     )
 
 
-def local_data(named: str, revision: str, key: str) -> str:
+def local_data(named: str, key: str) -> str:
     """The path itself, or the folder of a data set that is named by its id on the Hub, which is fetched.
 
     Raises:
@@ -111,20 +111,13 @@ def local_data(named: str, revision: str, key: str) -> str:
     except FileError as error:
         raise DataError.at(key, f": {error}") from error
     if os.path.exists(path):
-        if revision:
-            raise DataError.at(
-                f"{key.replace('data', '')}revision",
-                f": {revision!r} is of a data set of the Hugging Face Hub, but {key} {named!r} is here, where there are none: "
-                "leave it out",
-                key,
-            )
         return named
-    if not is_hub_id(named) or path.suffix in (_LINES, *_READERS):
+    if not is_hub_id(named) or Path(split_revision(named)[0]).suffix in (_LINES, *_READERS):
         raise DataError.at(
             key, f": no file or folder {path}; give one, or the id of a data set of the Hugging Face Hub (org/name)"
         )
     try:
-        return str(fetch_dataset(named, revision, key=key))
+        return str(fetch_dataset(named, key=key))
     except ModelError as error:
         raise DataError(str(error), mistakes=error.mistakes) from error
 
@@ -153,12 +146,9 @@ class TableItems:
     @cached_property
     def _splits(self) -> dict[Split, tuple[_Table, npt.NDArray[np.int64]]]:
         config = self._config
-        wanted = [(config.data, config.split, "task.data", "task.split", config.revision)]
+        wanted = [(config.data, config.split, "task.data", "task.split")]
         if config.eval_data or config.eval_split:
-            revision = config.eval_revision if config.eval_data else config.revision
-            wanted.append(
-                (config.eval_data or config.data, config.eval_split, "task.eval_data", "task.eval_split", revision)
-            )
+            wanted.append((config.eval_data or config.data, config.eval_split, "task.eval_data", "task.eval_split"))
         tables: list[_Table] = []
         problems: list[Mistake] = []
         for arguments in wanted:
@@ -188,7 +178,7 @@ class TableItems:
             _log.warning("%s: left out %d items that %s holds too", train.name, int((~kept).sum()), evaluated.name)
         return {"train": (train, every[kept]), "eval": (evaluated, np.arange(len(evaluated.questions), dtype=np.int64))}
 
-    def _open(self, named: str, split: str, key: str, split_key: str, revision: str) -> _Table:
+    def _open(self, named: str, split: str, key: str, split_key: str) -> _Table:
         config = self._config
         lines = named.endswith(_LINES)
         if not lines and importlib.util.find_spec("datasets") is None:
@@ -196,7 +186,7 @@ class TableItems:
                 key,
                 f" {named!r} needs the package datasets: pip install 'llamarl[datasets]', or give JSON lines (.jsonl)",
             )
-        path = Path(local_data(named, revision, key)).expanduser()
+        path = Path(local_data(named, key)).expanduser()
         if path.is_file() and config.subset:
             raise DataError.at(
                 "task.subset", f": {config.subset!r} is of a data set of several, but {path} is one file: leave it out"

@@ -72,7 +72,7 @@ class RewardPool(WorkerPool):
     Raises:
         DataError: The task cannot be made; carries the worker's cause.
         ExecutorFailed: A worker died while it started.
-        DeadlineExceeded: A worker took longer than ``startup_timeout_s`` to start.
+        DeadlineExceeded: A worker took longer than ``START_TIMEOUT_S`` to start.
     """
 
     title = "reward"

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 
 from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answer, Answered, BrokenReply, Ready, Refused, pack_request
-from llamarl.environments.worker_process import Job, WorkerProcess, unset_names
+from llamarl.environments.worker_process import START_TIMEOUT_S, Job, WorkerProcess, unset_names
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.running_time import running_s
 from llamarl.types import Failure, FailureKind
@@ -54,7 +54,7 @@ class WorkerPool:
     Raises:
         DataError: A worker refuses; carries its cause.
         ExecutorFailed: A worker died while it started.
-        DeadlineExceeded: A worker took longer than ``startup_timeout_s`` to start.
+        DeadlineExceeded: A worker took longer than ``START_TIMEOUT_S`` to start.
     """
 
     title: ClassVar[str]
@@ -123,7 +123,7 @@ class WorkerPool:
         """Give workers that still start their time from now on: nobody has looked at them since they were replaced."""
         for worker in self._workers:
             if not worker.ready:
-                worker.deadline = running_s() + self._config.startup_timeout_s
+                worker.deadline = running_s() + START_TIMEOUT_S
 
     def turn(self, end: float = math.inf) -> None:
         """Hand jobs to free workers, wait for the first event or deadline (``end`` at the latest), act on it, hand out again.
@@ -300,7 +300,7 @@ class WorkerPool:
             self._forget(worker)
             raise DeadlineExceeded(
                 f"the {self.title} pool waited {waited:.1f} s for worker {worker.number} to start{self._suspect}, limit "
-                f"task.pool.startup_timeout_s={self._config.startup_timeout_s}: {worker.stop()}"
+                f"{START_TIMEOUT_S:g} s: {worker.stop()}"
             )
         detail = f"{self.busy_with} took longer than timeout_s={self._timeout_s} s; its worker was replaced"
         self._fail(worker, "timeout", detail)

@@ -19,8 +19,10 @@ from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, parse_reply
 from llamarl.running_time import running_s
 
-__all__ = ["Job", "PASSED", "WorkerProcess", "unset_names", "worker_environment"]
+__all__ = ["Job", "PASSED", "START_TIMEOUT_S", "WorkerProcess", "unset_names", "worker_environment"]
 
+START_TIMEOUT_S = 120.0
+"""For a worker to start: interpreter, imports, the task's data."""
 _EXIT_WAIT_S = 10.0
 _PIECE_BYTES = 1 << 16
 
@@ -105,7 +107,7 @@ class WorkerProcess:
         self.job: Job | None = None
         self.outbox = memoryview(hello)
         self.started = running_s()
-        self.deadline = self.started + config.startup_timeout_s
+        self.deadline = self.started + START_TIMEOUT_S
         self.had_more_time = False
         self._frames = Frames()
         self._report = bytearray()

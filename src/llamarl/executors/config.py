@@ -362,9 +362,6 @@ class RewardModelConfig:
     """Hugging Face folder or id of the Hub of a sequence-classification model with one label. Empty: the job has no such
     executor."""
 
-    revision: str = ""
-    """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
-
     name: PartName = "reward_model"
     """Name of its score among the parts of a reward: ``reward/parts/NAME``."""
 
@@ -443,9 +440,6 @@ class JudgeConfig:
     path: str = ""
     """Hugging Face folder or id of the Hub of a frozen language model that the job itself runs, on an engine with the settings of
     ``generator.engine`` (the native one, if that is your own). Bit for bit repeatable."""
-
-    revision: str = ""
-    """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
 
     url: str = ""
     """Instead of ``path``: where an OpenAI-compatible server answers, such as http://host:8000/v1; /chat/completions is added.

@@ -35,6 +35,7 @@ __all__ = [
     "local_model_path",
     "read_model_config",
     "resolve_model_path",
+    "split_revision",
 ]
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -55,38 +56,27 @@ _TABLES = ("*.parquet", "*.arrow", "*.csv", "*.tsv", "*.json", "*.jsonl", "*.gz"
 _TIMEOUT_S = 20.0
 
 
-def resolve_model_path(
-    path: str | Path, *, key: str = "model.path", revision: str = "", weights: bool = True, code: bool = False
-) -> Path:
-    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl, ``org/name`` one of
-    the Hugging Face Hub, which is fetched where no folder has that name.
+def resolve_model_path(path: str | Path, *, key: str = "model.path", weights: bool = True, code: bool = False) -> Path:
+    """Folder of a model; ``bundled:NAME`` names one that ships with llamarl, ``org/name`` or
+    ``org/name@REVISION`` one of the Hugging Face Hub, which is fetched where no folder has that name.
 
     Args:
         key: The configuration key to name in the error.
-        revision: Branch, tag or commit of a model of the Hub; empty is ``main``.
         weights: Whether a model of the Hub is fetched with its weights.
         code: Whether it is fetched with the code of its tokenizer.
 
     Raises:
-        ModelError: No such folder or model, a model that cannot be fetched, a ``revision`` of a
-            folder, no ``config.json``, or something in the folder that is no file.
+        ModelError: No such folder or model, a model that cannot be fetched, no ``config.json``, or
+            something in the folder that is no file.
     """
     text = str(path)
     try:
         folder = _ASSETS / text.removeprefix("bundled:") if text.startswith("bundled:") else user_path(text, key)
     except FileError as error:
         raise ModelError(str(error)) from error
-    if os.path.isdir(folder):
-        if revision:
-            raise ModelError.at(
-                key.replace("path", "revision"),
-                f": {revision!r} is of a model of the Hugging Face Hub, but {key} {text!r} is a folder here, which has none: "
-                f"leave it out, or move the folder away",
-                key,
-            )
-    elif is_hub_id(text):
-        folder = _fetch_model(text, revision, key=key, weights=weights, code=code)
-    else:
+    if is_hub_id(text) and not os.path.isdir(folder):
+        folder = _fetch_model(*split_revision(text), key=key, weights=weights, code=code)
+    elif not os.path.isdir(folder):
         bundled = sorted(f"bundled:{p.parent.name}" for p in _ASSETS.glob("*/config.json"))
         raise ModelError.at(
             key,
@@ -101,12 +91,10 @@ def resolve_model_path(
     return folder
 
 
-def local_model_path(
-    path: str, *, key: str = "model.path", revision: str = "", weights: bool = True, code: bool = False
-) -> str:
+def local_model_path(path: str, *, key: str = "model.path", weights: bool = True, code: bool = False) -> str:
     """The path itself, or the folder of a model that it names by its id on the Hub. Arguments and errors are those of
     ``resolve_model_path``."""
-    folder = resolve_model_path(path, key=key, revision=revision, weights=weights, code=code)
+    folder = resolve_model_path(path, key=key, weights=weights, code=code)
     return str(folder) if is_hub_id(path) and not os.path.isdir(path) else path
 
 
@@ -175,8 +163,15 @@ def check_supported(path: str | Path, use: Use, *, key: str = "model.path") -> N
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text could be the id of a model: ``org/name``."""
-    return bool(_HUB_ID.fullmatch(text)) and ".." not in text and "--" not in text
+    """Whether a text could be the id of a model or data set of the Hub: ``org/name`` or ``org/name@REVISION``."""
+    repo, at, revision = text.partition("@")
+    return bool(_HUB_ID.fullmatch(repo)) and ".." not in repo and "--" not in repo and bool(at) == bool(revision)
+
+
+def split_revision(hub_id: str) -> tuple[str, str]:
+    """Split ``org/name@REVISION`` into ``org/name`` and the branch, tag or commit; empty where none is named, which is main."""
+    repo, _, revision = hub_id.partition("@")
+    return repo, revision
 
 
 def is_commit(revision: str) -> bool:
@@ -184,12 +179,13 @@ def is_commit(revision: str) -> bool:
     return bool(_COMMIT.fullmatch(revision))
 
 
-def fetch_dataset(repo: str, revision: str, *, key: str) -> Path:
+def fetch_dataset(hub_id: str, *, key: str) -> Path:
     """Fetch the tables of a data set of the Hub, if they are not in the cache. Code is never fetched.
 
     Raises:
         ModelError: As ``_fetch_model``.
     """
+    repo, revision = split_revision(hub_id)
     folder = _in_cache(repo, revision, list(_TABLES), "dataset")
     if folder is None:
         folder = _download(repo, revision, list(_TABLES), key, "dataset")
@@ -284,7 +280,6 @@ def _not_fetched(error: Exception, repo: str, revision: str, key: str, kind: str
     if isinstance(error, GatedRepoError):
         why = f"{repo} is gated: accept its terms at {url}, then log in as who accepted them {login}; {instead}"
     elif isinstance(error, RevisionNotFoundError):
-        key = re.sub("(path|data)$", "revision", key)
         why = f"{repo} has no revision {revision!r}: give a branch, tag or commit of {url}/commits"
     elif isinstance(error, RepositoryNotFoundError):
         why = (

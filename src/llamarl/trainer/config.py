@@ -223,9 +223,6 @@ class ReferenceConfig:
     """Hugging Face folder or id of the Hub of the reference model, with the policy's vocabulary;
     empty is the policy's version 0."""
 
-    revision: str = ""
-    """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
-
     fsdp: PositiveInt = 1
     """Ranks over which its parameters are sharded and the batch is split."""
 
@@ -251,9 +248,6 @@ class CriticConfig:
     path: str = ""
     """Hugging Face folder or id of the Hub to start from: a language model, whose value head then
     starts at 0, or an exported critic. Empty is the policy's version 0."""
-
-    revision: str = ""
-    """Branch, tag or commit of ``path``, if that is an id of the Hub; empty is main."""
 
     fsdp: PositiveInt = 1
     """Ranks over which parameters, gradients and moments are sharded and the batch is split."""

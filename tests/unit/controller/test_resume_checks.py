@@ -306,7 +306,7 @@ NO_CODE = {
     "generator.engine.options.*", "executors.*.options.*",
 }  # fmt: skip
 NO_CODE_BY_NAME = {
-    "revision", "eval_revision", "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
+    "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
     "system_prompt", "turn_template",
 }  # fmt: skip
 PROGRAMS = {"hosts.command"}

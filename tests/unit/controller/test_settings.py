@@ -90,19 +90,20 @@ def test_each_refusal_names_its_way_out() -> None:
 
 
 def test_a_branch_stays_the_commit_that_it_was_when_the_run_began_and_tables_keep_what_is_not_said_anew() -> None:
-    commit, other = "a" * 40, "b" * 40
+    commit, other = f"org/m@{'a' * 40}", f"org/m@{'b' * 40}"
+    table = f"org/rows@{'a' * 40}"
     begun = {
-        "model": {"revision": commit},
-        "task": {"mixture": [{"name": "gsm8k", "revision": commit}, {"weight": 2.0}]},
+        "model": {"path": commit},
+        "task": {"mixture": [{"name": "gsm8k", "data": table}, {"weight": 2.0}]},
     }
-    given = {"model": {"revision": "main"}, "task": {"mixture": [{"name": "gsm8k"}, {"weight": 3.0}]}}
+    given = {"model": {"path": "org/m@main"}, "task": {"mixture": [{"name": "gsm8k"}, {"weight": 3.0}]}}
     went_on = settings_on_top(begun, given)
-    assert went_on["model"] == {"revision": commit}
-    assert went_on["task"] == {"mixture": [{"name": "gsm8k", "revision": commit}, {"weight": 3.0}]}
-    assert settings_on_top(begun, {"model": {"revision": other}})["model"] == {
-        "revision": other
-    }  # refused by its difference
-    assert settings_on_top({"model": {"revision": ""}}, given)["model"] == {"revision": "main"}
+    assert went_on["model"] == {"path": commit}
+    assert went_on["task"] == {"mixture": [{"name": "gsm8k", "data": table}, {"weight": 3.0}]}
+    for another in (other, "org/another"):  # refused by its difference
+        assert settings_on_top(begun, {"model": {"path": another}})["model"] == {"path": another}
+    assert settings_on_top(begun, {"model": {"path": "org/m"}})["model"] == {"path": commit}
+    assert settings_on_top({"model": {"path": "org/m"}}, given)["model"] == {"path": "org/m@main"}
 
 
 def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:

@@ -183,7 +183,7 @@ def test_gsm8k_is_the_hubs_data_and_the_math_judge_and_its_commit_is_kept(
     }
     commit = hub.commit("datasets/openai/gsm8k", files)
     recorded = pinned(RunConfig(task=TaskSection(name="gsm8k")))
-    assert (recorded.task.data, recorded.task.revision) == ("openai/gsm8k", commit)
+    assert recorded.task.data == f"openai/gsm8k@{commit}"
     hub.commit("datasets/openai/gsm8k", {"README.md": b""})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     executed = local(recorded)
@@ -203,4 +203,4 @@ def test_a_data_set_that_is_not_there_is_told_as_one(hub: Hub, monkeypatch: pyte
     assert "hf download lab/none --repo-type dataset" in mistakes(name="math", data="lab/none")
     hub.commit("datasets/lab/one", {"README.md": b""})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert "task.revision: lab/one has no revision 'v9'" in mistakes(name="math", data="lab/one", revision="v9")
+    assert "task.data: lab/one has no revision 'v9'" in mistakes(name="math", data="lab/one@v9")

@@ -170,7 +170,7 @@ def test_a_content_with_a_path_that_leads_out_is_not_placed(host: FarHost, model
 
 
 PLAIN = {
-    "model": {"path": "models/x", "revision": ""},
+    "model": {"path": "models/x"},
     "task": {
         "data": "train.jsonl",
         "eval_data": "",

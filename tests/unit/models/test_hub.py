@@ -86,27 +86,27 @@ def test_a_commit_is_found_again_after_its_branch_has_moved_and_without_a_reques
     resolve_model_path(NAME)
     second = hub.commit(NAME, FILES | {"config.json": b'{"model_type": "qwen2"}'})
     hub.asked.clear()
-    assert resolve_model_path(NAME, revision=first).name == first
+    assert resolve_model_path(f"{NAME}@{first}").name == first
     assert hub.asked == []
     assert resolve_model_path(NAME).name == second
     go_offline(monkeypatch)
-    assert resolve_model_path(NAME, revision=first).name == first
+    assert resolve_model_path(f"{NAME}@{first}").name == first
     assert resolve_model_path(NAME).name == second  # what main was when the Hub was last asked
 
 
 def test_a_branch_and_a_tag_are_other_files_than_main(hub: Hub) -> None:
     hub.commit(NAME, FILES)
     other = hub.commit(NAME, FILES | {"tokenizer.json": b"{ }"}, branch="v2")
-    assert resolve_model_path(NAME, revision="v2").name == other
+    assert resolve_model_path(f"{NAME}@v2").name == other
 
 
-def test_a_folder_of_that_name_comes_first_and_has_no_revision(hub: Hub, tmp_path: Path) -> None:
-    hub.commit(NAME, FILES)
+def test_a_folder_of_that_name_comes_first_unless_a_revision_is_named(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.commit(NAME, FILES)
     (tmp_path / NAME).mkdir(parents=True)
     (tmp_path / NAME / "config.json").write_text("{}")
     assert resolve_model_path(NAME) == Path(NAME)
-    assert "model.revision: 'v2' is of a model of the Hugging Face Hub" in refused(revision="v2")
     assert hub.asked == []
+    assert resolve_model_path(f"{NAME}@main").name == commit
 
 
 def test_what_is_not_there_not_reachable_or_not_allowed_is_told_apart(
@@ -114,7 +114,7 @@ def test_what_is_not_there_not_reachable_or_not_allowed_is_told_apart(
 ) -> None:
     assert "there is no folder lab/none here" in (words := refused("lab/none")) and "correct it" in words
     hub.commit(NAME, FILES)
-    assert f"model.revision: {NAME} has no revision 'v9'" in refused(revision="v9")
+    assert f"model.path: {NAME} has no revision 'v9'" in refused(f"{NAME}@v9")
     hub.gated.add(NAME)
     assert f"{NAME} is gated: accept its terms at {hub.url}/{NAME}" in (words := refused()) and "HF_TOKEN" in words
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
@@ -135,8 +135,8 @@ def test_half_of_a_model_in_the_cache_is_no_model_offline_and_is_completed_onlin
     (folder / "model-00002-of-00002.safetensors").unlink()
     with monkeypatch.context() as offline:
         go_offline(offline)
-        assert "only a part of it, or another revision, is in the cache" in refused(revision=commit)
-    assert (resolve_model_path(NAME, revision=commit) / "model-00002-of-00002.safetensors").is_file()
+        assert "only a part of it, or another revision, is in the cache" in refused(f"{NAME}@{commit}")
+    assert (resolve_model_path(f"{NAME}@{commit}") / "model-00002-of-00002.safetensors").is_file()
 
 
 def test_a_transfer_that_breaks_off_is_taken_up_again(hub: Hub) -> None:
