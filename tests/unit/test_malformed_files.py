@@ -226,7 +226,7 @@ READERS = {
         in_run("rollouts/tick_000003.jsonl"),
         lambda file: lengths_of_run(file.parents[1]),
     ),
-    "lengths": Reader(written("lengths.jsonl", '12\n{"response_tokens": [3, 4]}\n{"num_tokens": 9}\n'), read_lengths),
+    "lengths": Reader(written("lengths.jsonl", '12\n{"tokens": [3, 4]}\n9\n'), read_lengths),
     "event log": Reader(events, resume_events),
     "trace": Reader(trace, lambda file: TraceWriter(file, ("generator",), resume_after_tick=1).close()),
     "checkpoint manifest": Reader(checkpoint, lambda file: CheckpointStore(file.parents[1]).verify(file.parent)),

@@ -76,7 +76,7 @@ class TickEvent:
         )
 
 
-class EventLog:
+class EventLog(LineLog):
     """Appends to ``RUN/events.jsonl``. The file is made with the first event."""
 
     def __init__(
@@ -99,9 +99,7 @@ class EventLog:
             EventLogError: A line before the last is torn, or a decision of a kept tick is missing.
             LlamaRLError: The file cannot be written.
         """
-        self._log = LineLog(Path(run_dir) / EVENTS_FILE, patience)
-        self.path = self._log.path
-        self.sync = self._log.sync
+        super().__init__(Path(run_dir) / EVENTS_FILE, patience)
         self._platform = platform
         if resume_after_tick is not None and self.path.exists():
             self._cut_after(resume_after_tick)
@@ -112,7 +110,7 @@ class EventLog:
         if lines and not self.path.exists():
             lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
         if lines:
-            self._log.append(b"".join(lines))
+            self.append_lines(b"".join(lines))
 
     def _cut_after(self, tick: int) -> None:
         lines = read_bytes(self.path).splitlines(keepends=True)
@@ -126,7 +124,7 @@ class EventLog:
                 raise EventLogError(_torn(self.path, number, error)) from None
             if "tick" not in record or record["tick"] <= tick:
                 kept.append(line)
-        self._log.replace(kept)
+        self.replace(kept)
         if tick >= 0:
             read_events(self.path, num_ticks=tick + 1)
 

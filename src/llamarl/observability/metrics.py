@@ -71,7 +71,7 @@ class TickJoin(Generic[T]):
         return complete
 
 
-class MetricsLog:
+class MetricsLog(LineLog):
     """Writes rows; see the module. One process writes."""
 
     def __init__(
@@ -92,9 +92,7 @@ class MetricsLog:
             ConfigError: The run is new and the folder already has metrics.
             LlamaRLError: The folder cannot be written.
         """
-        self._log = LineLog(Path(run_dir) / METRICS_FILE, patience)
-        self.path = self._log.path
-        self.sync = self._log.sync
+        super().__init__(Path(run_dir) / METRICS_FILE, patience)
         self.rows: tuple[Row, ...] = ()
         """Rows kept from before the resume."""
         with writes(self.path):
@@ -108,9 +106,9 @@ class MetricsLog:
                 )
             rows = _whole_rows(read_bytes(self.path))
             kept = [(row, line) for row, line in rows if int(row.get("step") or 0) <= resume_after_tick]
-            self._log.replace(line for _, line in kept)
+            self.replace(line for _, line in kept)
             self.rows = tuple(row for row, _ in kept)
-        self._log.append(b"")  # tells at once where the folder cannot be written
+        self.append_lines(b"")  # tells at once where the folder cannot be written
 
     def write(self, row: Mapping[str, Any]) -> Row:
         """Append one row; returns it as a reader will see it.
@@ -119,7 +117,7 @@ class MetricsLog:
             LlamaRLError: The disk is full or not writable, for longer than it is waited for.
         """
         line = row_to_line(row)
-        self._log.append(line)
+        self.append_lines(line)
         return json.loads(line)
 
 

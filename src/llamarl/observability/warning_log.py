@@ -16,7 +16,7 @@ __all__ = ["WARNINGS_FILE", "WarningLog", "read_warnings"]
 WARNINGS_FILE = "warnings.jsonl"
 
 
-class WarningLog:
+class WarningLog(LineLog):
     """Appends warnings; those of ticks that a resumed run repeats are cut first. One process writes."""
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None) -> None:
@@ -24,20 +24,20 @@ class WarningLog:
         Raises:
             LlamaRLError: The folder cannot be read or written.
         """
-        self._log = LineLog(Path(run_dir) / WARNINGS_FILE)
+        super().__init__(Path(run_dir) / WARNINGS_FILE)
         last = -1 if resume_after_tick is None else resume_after_tick
         kept = [warning for warning in read_warnings(run_dir) if warning["step"] <= last]
         self.said = frozenset(str(warning["kind"]) for warning in kept)
         """Kinds that were warned of before the resume."""
-        if self._log.path.exists():
-            self._log.replace(map(_line, kept))
+        if self.path.exists():
+            self.replace(map(_line, kept))
 
     def write(self, step: int, kind: str, text: str) -> None:
         """
         Raises:
             LlamaRLError: The disk is full or not writable.
         """
-        self._log.append(_line({"step": step, "kind": kind, "text": text}))
+        self.append_lines(_line({"step": step, "kind": kind, "text": text}))
 
 
 def read_warnings(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

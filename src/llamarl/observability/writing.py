@@ -134,7 +134,7 @@ class LineLog:
         self.path = path
         self._patience = patience or Patience()
 
-    def append(self, data: bytes) -> None:
+    def append_lines(self, data: bytes) -> None:
         """Write whole lines at once; they survive the death of this process, and after ``sync`` that of the machine.
 
         Raises:

@@ -214,7 +214,7 @@ def test_a_disk_that_refuses_what_is_only_looked_at_ends_that_and_not_the_run(
         monkeypatch.setattr(recorder._sinks[0], "_file", full)
         monkeypatch.setattr(recorder._sinks[0]._records._writer, "_descriptor", full)  # type: ignore[attr-defined]
     else:
-        monkeypatch.setattr(recorder._warnings._log, "path", Path("/dev/full"))
+        monkeypatch.setattr(recorder._warnings, "path", Path("/dev/full"))
         recorder.warn(1, "kind", "something else")
     _run(recorder, 1, 3)
     recorder.close()

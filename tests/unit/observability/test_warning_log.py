@@ -48,10 +48,10 @@ def test_a_kind_of_trouble_is_said_once_also_over_a_resume(tmp_path: Path) -> No
 
 
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    log, path = WarningLog(tmp_path), tmp_path / "warnings.jsonl"
+    log = WarningLog(tmp_path)
     log.write(3, "no_signal", "an example")
-    with path.open("ab") as file:
+    with log.path.open("ab") as file:
         file.write(b'{"step": 4, "ki')
     assert read_warnings(tmp_path) == [{"step": 3, "kind": "no_signal", "text": "an example"}]
     assert WarningLog(tmp_path, resume_after_tick=3).said == {"no_signal"}
-    assert path.read_bytes().endswith(b"}\n")
+    assert log.path.read_bytes().endswith(b"}\n")
