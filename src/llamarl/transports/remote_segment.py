@@ -31,12 +31,12 @@ from llamarl.transports.segment_server import Endpoint
 from llamarl.transports.segment_wire import (
     ANSWER,
     CONNECT_S,
+    JOIN,
     LONGEST_REQUEST,
     LONGEST_WORDS,
     OK,
     PURPOSE,
     REQUEST,
-    SEAT,
     client_tls,
     limit_waits,
     prepare,
@@ -126,7 +126,7 @@ class RemoteSegment:
         """Raise ChannelError if its owner is gone or has closed it."""
         self._ask(0, memoryview(b""), running_s() + deadline_s)
 
-    def take_seat(
+    def join_chain(
         self, mirror: SegmentHandle, deadline_s: float, gone: SegmentHandle | None = None
     ) -> tuple[bool, SegmentHandle | None]:
         """Offer to pass this segment on from a copy in ``mirror``; see :mod:`llamarl.transports.fan_out`.
@@ -145,7 +145,7 @@ class RemoteSegment:
         connection = self._owner.dial(until, self._who)
         words = json.dumps([mirror.space, _in_words(mirror), "" if gone is None else _in_words(gone)]).encode()
         try:
-            connection.ask(self.handle.nonce, len(words), SEAT, until, self._who, words)
+            connection.ask(self.handle.nonce, len(words), JOIN, until, self._who, words)
             relays, found = json.loads(connection.take_words(until, self._who))
         finally:
             connection.close()

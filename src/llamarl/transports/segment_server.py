@@ -23,19 +23,19 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from llamarl.errors import ChannelError, ConfigError
-from llamarl.transports.fan_out import Seat, take_seat
+from llamarl.transports.fan_out import Relay, join_chain
 from llamarl.transports.network import Network, mine
 from llamarl.transports.run_key import KeyRefused, prove_as_server, receive_exactly
 from llamarl.transports.segment_wire import (
     ANSWER,
     CONNECT_S,
     FAILED,
+    JOIN,
     LONGEST_REQUEST,
     LONGEST_WORDS,
     OK,
     PURPOSE,
     REQUEST,
-    SEAT,
     limit_waits,
     prepare,
     server_tls,
@@ -79,7 +79,7 @@ class SegmentServer:
         self._lock = threading.Lock()
         self._segments: dict[bytes, list[memoryview]] = {}
         """Nonce -> the same pages as often as they were registered, in that order."""
-        self._seats: dict[bytes, list[Seat]] = {}
+        self._chains: dict[bytes, list[Relay]] = {}
         self.sent_bytes = 0
         """Of segments, to readers, in all."""
         self._unproved: OrderedDict[int, socket.socket] = OrderedDict()
@@ -106,7 +106,7 @@ class SegmentServer:
                 del memories[0]
             if not memories:
                 self._segments.pop(nonce, None)
-                self._seats.pop(nonce, None)
+                self._chains.pop(nonce, None)
 
     def close(self) -> None:
         """End all connections and listen no more. Idempotent."""
@@ -222,8 +222,8 @@ class SegmentServer:
             memory = memories[-1] if memories else None
         if memory is None:
             return _fail(connection, "its owner has closed it or restarted")
-        if nbytes == SEAT:
-            return self._seat(connection, nonce, offset)
+        if nbytes == JOIN:
+            return self._join(connection, nonce, offset)
         if nbytes > LONGEST_REQUEST or offset + nbytes > memory.nbytes:
             return _fail(connection, f"bytes {offset} to {offset + nbytes} lie outside its {memory.nbytes}")
         with self._lock:
@@ -239,18 +239,18 @@ class SegmentServer:
             connection.sendall(head, socket.MSG_MORE if nbytes else 0)
             connection.sendall(memory[offset : offset + nbytes])
 
-    def _seat(self, connection: socket.socket, nonce: bytes, nbytes: int) -> None:
+    def _join(self, connection: socket.socket, nonce: bytes, nbytes: int) -> None:
         if nbytes > LONGEST_WORDS:
             raise ConnectionAbortedError  # what follows cannot be told from requests
         words = receive_exactly(connection, nbytes, time.monotonic() + self._limits.stall_s)
         self._let_it_wait(connection)
         try:
             space, mirror, gone = json.loads(words)
-            newcomer = Seat(str(space), str(mirror))
+            newcomer = Relay(str(space), str(mirror))
         except ValueError as error:
-            return _fail(connection, f"no seat for {words[:80]!r}: {error}")
+            return _fail(connection, f"no place in the chain for {words[:80]!r}: {error}")
         with self._lock:
-            self._seats[nonce], answer = take_seat(self._seats.get(nonce, []), newcomer, str(gone))
+            self._chains[nonce], answer = join_chain(self._chains.get(nonce, []), newcomer, str(gone))
         text = json.dumps([answer.relays, answer.mirror]).encode()
         connection.sendall(ANSWER.pack(OK, len(text)) + text)
 

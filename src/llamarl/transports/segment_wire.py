@@ -4,7 +4,7 @@
 
     request  nonce of the segment (16), offset (8), bytes (8)      bytes = 0 asks only whether it is still held
     answer   status (8), bytes (8), and so many bytes: the memory asked for, or an error in words
-    a seat   nonce, bytes of the words that follow, SEAT, words      answered in words: see llamarl.transports.fan_out
+    to join  nonce, bytes of the words that follow, JOIN, words      answered in words: see llamarl.transports.fan_out
 
 Requests may be sent ahead of the answers, which come in their order. Every wait has a limit in the
 kernel (``SO_RCVTIMEO``): a socket that Python itself gives a timeout makes two calls where a
@@ -32,7 +32,7 @@ __all__ = [
     "OK",
     "PURPOSE",
     "REQUEST",
-    "SEAT",
+    "JOIN",
     "client_tls",
     "limit_waits",
     "prepare",
@@ -46,7 +46,7 @@ REQUEST = struct.Struct("<16sQQ")
 ANSWER = struct.Struct("<QQ")
 OK, FAILED = 0, 1
 LONGEST_REQUEST = 1 << 30
-SEAT = (1 << 64) - 1
+JOIN = (1 << 64) - 1
 """In the place of the bytes asked for."""
 LONGEST_WORDS = 1 << 12
 CONNECT_S = 10.0

@@ -46,11 +46,11 @@ class TcpRemote(RemoteBuffer):
         self._segment.expect(offset, nbytes, deadline_s)
         return True
 
-    def take_seat(
+    def join_chain(
         self, mirror: SegmentHandle, deadline_s: float, gone: SegmentHandle | None = None
     ) -> tuple[bool, SegmentHandle | None]:
-        """As :meth:`llamarl.transports.remote_segment.RemoteSegment.take_seat`."""
-        return self._segment.take_seat(mirror, deadline_s, gone)
+        """As :meth:`llamarl.transports.remote_segment.RemoteSegment.join_chain`."""
+        return self._segment.join_chain(mirror, deadline_s, gone)
 
     def forget(self) -> None:
         self._segment.forget()

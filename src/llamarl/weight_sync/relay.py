@@ -276,10 +276,10 @@ class Relays:
         place = self._places[key] = _Place(handle.address)
         mirror = Mirror(handle, handle.address.size - handle.data_offset)
         try:
-            relays, copy = direct.take_seat(mirror.address, clock("asking whom to read from"))
+            relays, copy = direct.join_chain(mirror.address, clock("asking whom to read from"))
             opened, is_gone = self._opened(copy, clock)
             if is_gone:  # of processes that were there before these
-                relays, copy = direct.take_seat(mirror.address, clock("asking whom to read from"), gone=copy)
+                relays, copy = direct.join_chain(mirror.address, clock("asking whom to read from"), gone=copy)
                 opened, _ = self._opened(copy, clock)
             if relays:
                 mapped = self._transport.open(mirror.address, clock("opening the mirror"))

@@ -7,12 +7,12 @@ import random
 from collections import Counter, defaultdict
 from itertools import accumulate
 
-import numpy as np
 import pytest
+from test_random_layouts import check_plan, full_values
 
 from llamarl.errors import PlanError
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
-from llamarl.weight_sync.layout import Box, ParameterSpec, Shard, chunk_bounds
+from llamarl.weight_sync.layout import ParameterSpec, Shard, chunk_bounds
 from llamarl.weight_sync.manifest import Catalog, build_catalog
 from llamarl.weight_sync.mesh_layout import AnyLayout, JoinedLayout, MeshLayout, RankSet
 from llamarl.weight_sync.model_layouts import layout_of_shards
@@ -154,10 +154,6 @@ def random_side(
     return MeshLayout(specs, {axis: sizes[axis] for axis in axes}, cuts, stages)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in box)
-
-
 @pytest.mark.parametrize("block", range(4))
 def test_each_element_is_written_once_with_its_value_by_ranks_that_take_turns(block: int) -> None:
     for seed in range(block * 40, block * 40 + 40):
@@ -166,24 +162,7 @@ def test_each_element_is_written_once_with_its_value_by_ranks_that_take_turns(bl
         source = random_side(rng, specs, tp_dims, kv_heads, trains=True)
         parts = tuple(random_side(rng, specs, tp_dims, kv_heads, trains=False) for _ in range(rng.choice([1, 1, 2, 3])))
         sink = parts[0] if len(parts) == 1 else JoinedLayout(parts)  # replicas of one size, or of several
-        values = {n: np.arange(1, np.prod(s.shape, dtype=int) + 1).reshape(s.shape) for n, s in specs.items()}
-        copies = plan(source, sink)
-        held = [
-            {p.parameter: values[p.parameter][slices(p.box)] for p in source.pieces_of(rank)}
-            for rank in range(source.num_ranks)
-        ]
-        for rank in range(sink.num_ranks):
-            wanted = {p.parameter: values[p.parameter][slices(p.box)] for p in sink.pieces_of(rank)}
-            got = {name: np.zeros_like(value) for name, value in wanted.items()}
-            mine = [copy for copy in copies if copy.sink_rank == rank]
-            for copy in mine:  # += so that a second copy of an element is seen
-                got[copy.parameter][slices(copy.sink_slice)] += held[copy.source_rank][copy.parameter][
-                    slices(copy.source_slice)
-                ]
-            for name, value in wanted.items():
-                np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}, rank {rank}, {name}")
-            itemsize = 4 if specs["norm"].dtype == "float32" else 2
-            assert sum(copy.nbytes for copy in mine) == itemsize * sum(value.size for value in wanted.values())
+        copies = check_plan(source, sink, full_values(specs), seed)
         check_turns(source, sink, copies, seed)
 
 

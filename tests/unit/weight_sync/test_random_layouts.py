@@ -11,9 +11,9 @@ import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.weight_sync.layout import Box, ParameterSpec, Shard
-from llamarl.weight_sync.mesh_layout import MeshLayout
-from llamarl.weight_sync.plan import copies_to_sink
+from llamarl.weight_sync.layout import Box, ParameterSpec, Shard, dtype_bytes
+from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
+from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
 
 NUM_LAYOUTS = 1200
 NUM_HAND_OVERS = 60
@@ -59,9 +59,29 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
-def slice_of_gathered(layout: MeshLayout, rank: int, full: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def slice_of_gathered(layout: AnyLayout, rank: int, full: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The slow way: what rank holds if someone gathered the model and cut it."""
     return {p.parameter: np.array(full[p.parameter][slices(p.box)]) for p in layout.pieces_of(rank)}
+
+
+def check_plan(source: MeshLayout, sink: AnyLayout, full: dict[str, np.ndarray], seed: int) -> list[SliceCopy]:
+    """Every sink element is written exactly once, with the gathered value; returns all copies."""
+    held = [slice_of_gathered(source, rank, full) for rank in range(source.num_ranks)]
+    found = []
+    for rank in range(sink.num_ranks):
+        expected = slice_of_gathered(sink, rank, full)
+        got = {name: np.zeros_like(value) for name, value in expected.items()}
+        copies = copies_to_sink(source, sink, rank)
+        for c in copies:  # += so that a second copy of an element is seen
+            got[c.parameter][slices(c.sink_slice)] += held[c.source_rank][c.parameter][slices(c.source_slice)]
+        for name, value in expected.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}, rank {rank}, {name}")
+        sizes = {name: value.size for name, value in expected.items()}
+        assert sum(c.nbytes for c in copies) == sum(
+            dtype_bytes(source.parameters[name].dtype) * size for name, size in sizes.items()
+        )
+        found += copies
+    return found
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -70,15 +90,7 @@ def test_plan_writes_every_sink_element_exactly_once_with_the_gathered_value(blo
         rng = random.Random(seed)
         specs = random_specs(rng)
         source, sink = random_layout(rng, specs), random_layout(rng, specs)
-        full = full_values(specs)
-        held = [slice_of_gathered(source, rank, full) for rank in range(source.num_ranks)]
-        for rank in range(sink.num_ranks):
-            expected = slice_of_gathered(sink, rank, full)
-            got = {name: np.zeros_like(value) for name, value in expected.items()}
-            for c in copies_to_sink(source, sink, rank):
-                got[c.parameter][slices(c.sink_slice)] += held[c.source_rank][c.parameter][slices(c.source_slice)]
-            for name, value in expected.items():
-                np.testing.assert_array_equal(got[name], value, err_msg=f"seed {seed}, rank {rank}, {name}")
+        check_plan(source, sink, full_values(specs), seed)
 
 
 @pytest.mark.parametrize("block", range(4))
