@@ -56,6 +56,7 @@ __all__ = [
     "field_help",
     "key_effects",
     "load_config",
+    "parse_value",
     "read_settings",
     "save_config",
 ]
@@ -583,7 +584,7 @@ def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             if not items:
                 raise ConfigError(f"override --{key} has no value: write --{key} VALUE")
             value = items.pop(0)
-        given[key.replace("-", "_")] = _parse(value, f"override --{key}")
+        given[key.replace("-", "_")] = parse_value(value, f"override --{key}")
     return given
 
 
@@ -609,8 +610,8 @@ def _merge_tables(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     return {**base, **given, **merged}
 
 
-def _parse(text: str, where: str) -> Any:
-    """A value of the command line: TOML, or else text."""
+def parse_value(text: str, where: str) -> Any:
+    """Read a value of the command line: TOML, or else text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes of the command line that are no text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cli.doctor_environment import Question, first_difference, record_twice
+from llamarl.cli.doctor import first_difference, record_twice
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.agent import AgentFailed, AgentProgram
 
@@ -99,14 +99,9 @@ def test_openais_client_loops_over_two_tools(file: str) -> None:
 
 
 def test_the_loop_repeats_in_another_process(file: str) -> None:
-    question = Question(
-        name=f"agent:{file}:loop",
-        options={},
-        item={"question": "2 * 3 + 4?", "answer": "10"},
-        replies=[call("multiply", 2, 3), call("add", 6, 4), "10"],
-        episodes=2,
-    )
-    first, second = record_twice(question, 60)
+    replies = [call("multiply", 2, 3), call("add", 6, 4), "10"]
+    item = {"question": "2 * 3 + 4?", "answer": "10"}
+    first, second = record_twice(f"agent:{file}:loop", {}, item, replies, episodes=2)
     assert first["error"] == second["error"] == ""
     assert first_difference(first["episodes"], second["episodes"]) is None
     assert [episode[-1]["reward"] for episode in first["episodes"]] == [1.0, 1.0]

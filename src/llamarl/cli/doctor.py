@@ -1,4 +1,13 @@
-"""``llamarl doctor``: what works on this machine, or how far a generator is from the trainer; and what to do about it."""
+"""``llamarl doctor``: what works on this machine, how far a generator is from the trainer, whether an environment repeats.
+
+    doctor              one line for each thing that a run needs
+    doctor MODEL        sample ──▶ score as the trainer does ──▶ verdict (executors/mismatch.py)
+    doctor --env NAME   first process: replies made up or from a file ──▶ record of what was said, replied and answered
+                        second process: another episode, then the record's replies ──▶ record; equal bytes?
+
+Both processes of the last are started as a run's workers are, with a fixed hash seed and few variables; as a program this
+file is one of them.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +18,26 @@ import json
 import math
 import os
 import platform
+import random
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.cli import doctor_environment
-
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
+    from llamarl.data.items import TaskItem
+    from llamarl.environments.episode import Environment, Observation, Step
     from llamarl.executors.mismatch import Mismatch
     from llamarl.models.support import Use
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "first_difference", "play", "random_reply", "record_twice", "run"]
 
 _DESCRIPTION = """\
   llamarl doctor                                          can a run start on this machine?
@@ -59,6 +73,10 @@ _PROMPTS = (
     "The three laws of motion say that",
 )
 _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "fp8")
+_MAX_REPLIES = 40
+_MAX_SHOWN = 1200
+_PLAY_S = 120.0
+"""For each of the two processes that play."""
 
 
 def add_parser(verbs: Any, full: bool = True) -> None:
@@ -94,7 +112,16 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         "--device", default="auto", help="cpu, cuda, or auto for CUDA where there is one (default auto)"
     )
     compare.add_argument("--seed", type=int, default=0, help="same seed, same tokens or episodes (default 0)")
-    doctor_environment.add_flags(parser)
+    played = parser.add_argument_group("with --env")
+    played.add_argument("--env", metavar="NAME", help="an environment, as task.environment names it: play it twice")
+    played.add_argument(
+        "--options", nargs="*", default=[], metavar="KEY=VALUE", help="of the environment, as in TOML: pegs=2 style=compact"
+    )  # fmt: skip
+    played.add_argument(
+        "--item", default="{}", metavar="JSON", help="the episode's question, answer and other fields (default: none)"
+    )
+    played.add_argument("--replies", metavar="FILE", help="one reply a line, before made-up ones (default: made up)")
+    played.add_argument("--episodes", type=int, default=4, help="to play, with seeds from --seed on (default 4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--list", action="store_true", help="print the built-in names, and how to bring your own; tries nothing"
@@ -107,13 +134,13 @@ def run(args: argparse.Namespace) -> int:
         print(_names())
         return 0
     if args.env is not None:
-        return doctor_environment.examine(args)
+        return _examine(args)
     if args.model is not None:
         return _compare(args)
     side = ThreadPoolExecutor(1)
     process = side.submit(_processes)  # another process imports the libraries while this one does
     checks: list[tuple[str, bool, Callable[[], str]]] = [
-        ("python", True, _python),
+        ("python", True, lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("cores", True, lambda: f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
         ("memory", True, _memory),
         ("torch", True, _torch),
@@ -183,7 +210,8 @@ def _compare(args: argparse.Namespace) -> int:
     longest = (context_length(config.model.path) or 1 << 20) - max(map(len, encoded))
     new_tokens = max(1, min(longest, -(-args.tokens // len(encoded)), 1024))
     rounds = max(1, round(args.tokens / (new_tokens * len(encoded))))
-    config = _with_length(config, new_tokens)
+    sampling = dataclasses.replace(config.generator.sampling, max_new_tokens=new_tokens)
+    config = dataclasses.replace(config, generator=dataclasses.replace(config.generator, sampling=sampling))
     sequences, policy_logprobs = sample_and_score(config, encoded * rounds, tokenizer, device=device, seed=args.seed)
     found = measure(
         policy_logprobs,
@@ -268,11 +296,6 @@ def _generator(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _with_length(config: RunConfig, new_tokens: int) -> RunConfig:
-    sampling = dataclasses.replace(config.generator.sampling, max_new_tokens=new_tokens)
-    return dataclasses.replace(config, generator=dataclasses.replace(config.generator, sampling=sampling))
-
-
 def _vllm() -> str:
     try:
         return importlib.metadata.version("vllm")
@@ -312,10 +335,6 @@ def _names() -> str:
         for what, (key, names, own) in rows.items()
     ]
     return "\n".join([*lines, "Instead of file.py:name, package.module:name names installed code."])
-
-
-def _python() -> str:
-    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
 def _memory() -> str:
@@ -390,3 +409,252 @@ def _cuda() -> str:
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device; runs use the CPU")
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+Episode = list[dict[str, Any]]
+"""An observation, then a reply and its step by turns; plain JSON."""
+
+
+def _examine(args: argparse.Namespace) -> int:
+    """Play an environment in two processes and compare every byte; 0 where all were the same."""
+    from llamarl.cli.flags import refuse_flags
+    from llamarl.environments.registry import check_environment
+    from llamarl.reading import read_text, user_path
+
+    refuse_flags([f"--episodes must be > 0, got {args.episodes}"] if args.episodes < 1 else [])
+    options, item = _options(args.options), _item(args.item)
+    check_environment(args.env, options)
+    replies = [] if args.replies is None else read_text(user_path(args.replies, "--replies")).splitlines()
+    try:
+        first, second = record_twice(args.env, options, item, replies, args.episodes, args.seed)
+    except (TimeoutError, RuntimeError) as error:
+        first = second = {"episodes": [], "error": str(error)}
+    broken = first["error"] or second["error"]
+    differs = None if broken else first_difference(first["episodes"], second["episodes"])
+    num_replies = sum(len(episode) - 1 for episode in first["episodes"])
+    repeats = not broken and differs is None
+    if args.json:
+        found = {"environment": args.env, "options": options, "repeatable": repeats, "error": broken}
+        print(json.dumps({**found, "episodes": len(first["episodes"]), "replies": num_replies, "differs": differs}))
+        return 0 if repeats else 1
+    if first["episodes"]:
+        print("\n".join([f"An episode (seed {args.seed}):", "", *_shown(first["episodes"][0]), ""]))
+    if broken:
+        print(f"{args.env} cannot be played:\n{broken.rstrip()}")
+    elif differs is not None:
+        episode, reply, one, other = differs
+        place = max(0, len(os.path.commonprefix([one, other])) - 60)
+        print(
+            f"not repeatable: episode {episode} (seed {args.seed + episode - 1}) differs at "
+            f"{f'reply {reply}' if reply else 'its beginning'}\n"
+            f"  first process   ...{one[place : place + 120]}\n  second process  ...{other[place : place + 120]}\n"
+            "What is random in an environment must follow from reset's seed, and nothing may be left over from an earlier\n"
+            "episode; time, addresses in memory and the order of sets do not repeat."
+        )
+    else:
+        size = sum(len(json.dumps(entry)) for episode in first["episodes"] for entry in episode)
+        count = f"{len(first['episodes'])} episodes, {num_replies} replies, {size} bytes"
+        print(f"repeatable: {count}, the same in two processes")
+    return 0 if repeats else 1
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    from llamarl.cli.flags import refuse_flags
+    from llamarl.config import parse_value
+
+    refuse_flags([f"--options {pair!r}: expected KEY=VALUE, such as pegs=2" for pair in given if "=" not in pair])
+    pairs = (pair.partition("=") for pair in given)
+    return {key.strip(): parse_value(value, f"--options {key}") for key, _, value in pairs}
+
+
+def _item(given: str) -> dict[str, Any]:
+    """The fields of a ``TaskItem``."""
+    from llamarl.errors import DataError
+    from llamarl.reading import parse_json
+
+    fields = parse_json(given, "--item")
+    if not isinstance(fields, dict):
+        raise DataError(f'--item {given!r} must be a JSON object such as \'{{"question": "2 + 2 =", "answer": "4"}}\'')
+    answer, question = fields.pop("answer", None), str(fields.pop("question", ""))
+    return {"question": question, "answer": None if answer is None else str(answer), "metadata": fields}
+
+
+def _shown(episode: Episode) -> Iterator[str]:
+    """The lines of an episode for reading."""
+    opened, *turns = episode
+    yield from _said(opened)
+    if opened["tools"]:
+        yield from _words("tools", ", ".join(tool["function"]["name"] for tool in opened["tools"]))
+    parts: dict[str, float] = {}
+    for turn in turns:
+        yield from _words("policy", turn["reply"])
+        yield from _said(turn)
+        if turn["reward"]:
+            yield f"{'reward':12} {turn['reward']:g}"
+        parts |= {name: parts.get(name, 0.0) + value for name, value in turn["parts"].items()}
+    total = sum(turn["reward"] for turn in turns)
+    end = "not over" if not turns or not turns[-1]["done"] else "cut off" if turns[-1]["truncated"] else "over"
+    yield f"{'the end':12} {end}: reward {total:g}" + "".join(f", {name} {value:g}" for name, value in parts.items())
+
+
+def _said(entry: dict[str, Any]) -> Iterator[str]:
+    for message in entry["messages"]:
+        yield from _words(str(message.get("name", message["role"])), str(message.get("content", "")))
+    if entry["text"] and not entry["messages"]:
+        yield from _words("environment", entry["text"])
+
+
+def _words(who: str, text: str) -> Iterator[str]:
+    text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ..."
+    for number, line in enumerate(text.splitlines() or [""]):
+        yield f"{'' if number else who:12} {line}"
+
+
+def record_twice(
+    name: str,
+    options: Mapping[str, Any],
+    item: Mapping[str, Any],
+    replies: Sequence[str] = (),
+    episodes: int = 4,
+    seed: int = 0,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Play an environment in two processes, which record ``episodes``, and ``error`` where one was cut short.
+
+    Args:
+        item: Fields of a ``TaskItem``.
+        replies: The first of every episode; after them they are made up.
+
+    Raises:
+        TimeoutError: A process took longer than two minutes.
+        RuntimeError: A process died without a record.
+    """
+    request = {"name": name, "options": options, "item": item, "replies": replies, "episodes": episodes, "seed": seed}
+    first = _recorded({**request, "redo": None})
+    return first, first if first["error"] else _recorded({**request, "redo": first["episodes"]})
+
+
+def first_difference(first: Sequence[Episode], second: Sequence[Episode]) -> tuple[int, int, str, str] | None:
+    """(episode from 1, reply from 1 or 0 for the beginning, both entries) where two records first differ; None: nowhere."""
+    for episode, (one, other) in enumerate(zip(first, second, strict=True), 1):
+        for place in range(max(len(one), len(other))):
+            entries = [record[place] if place < len(record) else "(over)" for record in (one, other)]
+            lines = [json.dumps(entry, sort_keys=True) for entry in entries]
+            if lines[0] != lines[1]:
+                return episode, place, lines[0], lines[1]
+    return None
+
+
+Answer = Callable[[str, Sequence[Mapping[str, Any]]], str | None]
+"""The reply to a text, with the tools that the episode began with; None ends the play."""
+
+
+def play(env: Environment, item: TaskItem, seed: int, answer: Answer) -> Episode:
+    """Play one episode.
+
+    Raises:
+        TypeError, ValueError, NotANumber: The environment breaks its contract, by the checks that a run makes.
+    """
+    from llamarl.environments.jobs import checked_observation, checked_step
+
+    opened = checked_observation(env.reset(item, seed))
+    record: Episode = [dataclasses.asdict(opened)]
+    said = _text_of(opened)
+    while len(record) <= _MAX_REPLIES and (reply := answer(said, opened.tools)) is not None:
+        step = checked_step(env.step(reply))
+        record.append({"reply": reply, **dataclasses.asdict(step)})
+        if step.done:
+            break
+        said = _text_of(step)
+    return record
+
+
+def _text_of(seen: Observation | Step) -> str:
+    return seen.text or "\n".join(str(message.get("content", "")) for message in seen.messages)
+
+
+def random_reply(rng: random.Random, said: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Make a reply of what an environment said: a call of its tools, an offered ``[action]``, its words, or a number."""
+    words = re.findall(r"[A-Za-z]{2,}|\d+", said) or ["yes"]
+    if tools and rng.random() < 0.8:
+        function = rng.choice(list(tools))["function"]
+        fields = function["parameters"].get("properties", {})
+        arguments = {name: _random_value(rng, about, words) for name, about in fields.items()}
+        return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
+    offered = re.findall(r"\[[^\[\]\n]{1,30}\]", said)
+    kind = rng.random()
+    if offered and kind < 0.5:
+        return rng.choice(offered)
+    if kind < 0.7:
+        return rng.choice(words)
+    return str(rng.randint(0, 20)) if kind < 0.9 else " ".join(rng.choices(words, k=3))
+
+
+def _random_value(rng: random.Random, about: Mapping[str, Any], words: Sequence[str]) -> Any:
+    if "enum" in about:
+        return rng.choice(list(about["enum"]))
+    made = {"integer": rng.randint(0, 9), "number": rng.randint(0, 99) / 10, "boolean": rng.random() < 0.5}
+    return ({**made, "array": [], "object": {}, "null": None}).get(str(about.get("type")), rng.choice(words))
+
+
+def _recorded(request: Mapping[str, Any]) -> dict[str, Any]:
+    from llamarl.environments.worker_process import worker_environment
+
+    with tempfile.TemporaryDirectory() as folder:
+        answered = Path(folder, "record.json")
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", "llamarl.cli.doctor", str(answered)],
+                env=worker_environment(os.environ, (), sys.path),
+                input=json.dumps(request).encode(),
+                stdout=subprocess.DEVNULL,
+                timeout=_PLAY_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{request['name']} was not played to its end within {_PLAY_S:g} s") from None
+        if not answered.exists():
+            raise RuntimeError(f"the process that played {request['name']} died (exit status {ended.returncode})")
+        record: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
+        return record
+
+
+def _play_all(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Play the episodes of a request: the other process's work."""
+    from llamarl.data.items import TaskItem
+    from llamarl.environments.jobs import close_quietly
+    from llamarl.environments.registry import make_environment
+    from llamarl.errors import DataError
+
+    episodes: list[Episode] = []
+    redo: list[Episode] | None = request["redo"]
+    try:
+        env = make_environment(request["name"], request["options"])
+    except DataError as error:
+        return {"episodes": [], "error": str(error)}
+
+    def episode(seed: int, old: Episode | None) -> Episode:
+        rng = random.Random(seed)
+        script = list(request["replies"]) if old is None else [entry["reply"] for entry in old[1:]]
+
+        def answer(said: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+            if script or old is not None:
+                return str(script.pop(0)) if script else None
+            own = getattr(env, "random_reply", None)
+            return str(own(rng)) if callable(own) and rng.random() < 0.9 else random_reply(rng, said, tools)
+
+        return play(env, TaskItem(**request["item"]), seed, answer)
+
+    error = ""
+    try:
+        if redo is not None:
+            episode(request["seed"] + request["episodes"], None)
+        for place in range(request["episodes"]):
+            episodes.append(episode(request["seed"] + place, None if redo is None else redo[place]))
+    except Exception:  # the user's environment may raise anything
+        error = traceback.format_exc()
+    finally:
+        close_quietly(env)
+    return {"episodes": episodes, "error": error}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(_play_all(json.load(sys.stdin))), encoding="utf-8")

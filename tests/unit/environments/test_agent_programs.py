@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.cli.doctor_environment import Question, first_difference, record_twice
+from llamarl.cli.doctor import first_difference, record_twice
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.agent import AgentFailed, AgentProgram
 from llamarl.environments.adapters.chat_requests import (
@@ -353,8 +353,7 @@ def test_an_environment_is_given_the_words_of_the_item_again_not_those_that_it_s
 
 def test_doctor_sees_whether_a_program_repeats(file: str) -> None:
     def records(name: str) -> Any:
-        question = Question(name=f"agent:{file}:{name}", options={}, item={"question": "?", "answer": "1"}, episodes=2)
-        return record_twice(question, 60)
+        return record_twice(f"agent:{file}:{name}", {}, {"question": "?", "answer": "1"}, episodes=2)
 
     first, second = records("tools")
     assert first["error"] == second["error"] == "" and first_difference(first["episodes"], second["episodes"]) is None

