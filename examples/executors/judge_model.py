@@ -33,6 +33,7 @@ class JudgeModel(BaseExecutor):
             self.context.options["path"],
             ReferenceConfig(),
             self.config.algorithm,  # says which tokens train: these are judged
+            self.config.trainer,  # says how they are packed
             temperature=1.0,
             device=self.context.device,
         )
@@ -40,7 +41,8 @@ class JudgeModel(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         groups: list[Group] = self.items_of(inputs)
         judged = [self._judged(group, seen) for group, seen in zip(groups, self.model.score(groups), strict=True)]
-        verdicts = [r.outcome.parts["judge"] for g in judged for r in g.responses if _has_verdict(r)]
+        outcomes = [response.outcome for group in judged for response in group.responses]
+        verdicts = [found.parts["judge"] for found in outcomes if isinstance(found, Score) and "judge" in found.parts]
         mean = float(np.mean(verdicts)) if verdicts else float("nan")
         return StepResult(outputs=self.outputs_of(judged), metrics={"judge/logprob_mean": mean})
 
@@ -63,7 +65,3 @@ class JudgeModel(BaseExecutor):
 
     def close(self) -> None:
         self.__dict__.pop("model", None)
-
-
-def _has_verdict(response: Response) -> bool:
-    return isinstance(response.outcome, Score) and "judge" in response.outcome.parts
