@@ -7,12 +7,13 @@ many rows and so many blocks of context::
 
     chunks ──pad_decodes──▶ one int64 array ──one copy──▶ the bucket's inputs ──replay──▶ logits [rows, V], the first N count
 
-- Rows beyond the sequences hold token 0 and write and read the *scratch block*, one block more than the cache has otherwise;
-  no sequence ever looks there.
-- A graph is recorded when its bucket is first needed: twice the step runs as it is, on a side stream, so that libraries set
-  themselves up, then once more for the record. Graphs share one pool of memory, since one runs at a time: the logits of
-  a step are valid until the next step.
-- Weights are written in place, so graphs outlive them. If an address has moved after all, all graphs are forgotten.
+- Rows beyond the sequences hold token 0 and write and read the *scratch block*, one block more than
+  the cache has otherwise; no sequence ever looks there.
+- A graph is recorded when its bucket is first needed: twice the step runs as it is, on a side
+  stream, so that libraries set themselves up, then once more for the record. Graphs share one pool
+  of memory, since one runs at a time: the logits of a step are valid until the next step.
+- Weights are written in place, so graphs outlive them. If an address has moved after all, all
+  graphs are forgotten.
 
 Steps with prompt tokens, and batches that no bucket fits, go the ordinary way. Which way a step
 goes, and in which bucket, depends on its batch alone, so a resumed run takes the same one.

@@ -167,10 +167,10 @@ def _draw_among_likeliest(
         if not by_top_k and width < vocabulary:
             unreached = (~reached).to(torch.uint8)
     if params[0].top_k == 0 and width < vocabulary:
-        unfinished = ranks.from_leader(unreached).nonzero()[:, 0]
-        if len(unfinished):
-            said[:, unfinished] = _draw_among_likeliest(
-                local[unfinished], top[unfinished], log_norm[unfinished], [params[i] for i in unfinished.tolist()], u[unfinished], mass[unfinished],
+        rest = ranks.from_leader(unreached).nonzero()[:, 0]
+        if len(rest):
+            said[:, rest] = _draw_among_likeliest(
+                local[rest], top[rest], log_norm[rest], [params[i] for i in rest.tolist()], u[rest], mass[rest],
                 ranks=ranks, vocabulary=vocabulary, candidates=8 * width,
             )  # fmt: skip
     return said

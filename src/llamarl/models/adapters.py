@@ -2,7 +2,7 @@
 written as an adapter folder.
 
 y = W x + (alpha / rank) * B (A x)        W frozen; A [rank, in] random, B [out, rank] zero: version 0 is the base model
-merged:  W + (alpha / rank) * B @ A       one float32 product; the same function on the trainer's and the generator's side
+merged:  W + (alpha / rank) * B @ A       one float32 product, the same for trainer and generator
 
 On a model that lies over a mesh adapters have the same first values in any layout, and are merged part by part::
 
