@@ -10,10 +10,8 @@ from torch import Tensor
 
 from llamarl.algorithms.kl import k3
 
-__all__ = ["MAXIMA", "SUMS", "token_statistics"]
+__all__ = ["MAXIMA", "token_statistics"]
 
-SUMS = ("ratio/mean", "ratio/clipped_fraction", "mismatch/kl", "entropy")
-"""Keys of ``token_statistics`` that add up, then are divided by the number of trained tokens."""
 MAXIMA = ("ratio/max",)
 """Keys of ``token_statistics`` of which the largest counts."""
 

@@ -3,7 +3,8 @@
 The trainer lays its sequences end to end, [1, T], without padding. Attention must then keep them apart: token t sees
 the tokens of its own sequence up to itself, and within the layer's sliding window if it has one::
 
-    with packed_attention_context([0, 3, 7]):                  # two sequences, of 3 and 4 tokens
+    packed = PackedSequences.of([0, 3, 7])                     # two sequences, of 3 and 4 tokens
+    with attending(packed):
         hidden = model(tokens[None], position_ids=packed.position_ids(device)).last_hidden_state
 
 The boundaries travel beside the call, not through it: not every decoder passes what it does not know on to its layers.
@@ -41,7 +42,6 @@ __all__ = [
     "current_packing",
     "fused_attention",
     "packed_attention",
-    "packed_attention_context",
     "register_attention",
     "repeated_heads",
     "softcapped_attention",
@@ -159,24 +159,6 @@ def attending(packing: Any) -> Iterator[None]:
 def current_packing() -> Any:
     """What the enclosing ``attending`` was given; None outside."""
     return _current.get()
-
-
-@contextmanager
-def packed_attention_context(cu_seqlens: Tensor | Sequence[int] | PackedSequences) -> Iterator[PackedSequences]:
-    """Tell ``llamarl_packed`` where the sequences of the packed row lie.
-
-    Model calls inside take ``input_ids`` [1, T] and ``position_ids`` [1, T] that restart at every sequence (the yielded
-    object's ``position_ids`` gives them) and no attention mask.
-
-    Args:
-        cu_seqlens: [num_sequences + 1]; 0, then the end of each sequence in tokens.
-
-    Raises:
-        ValueError: The boundaries do not start at 0 or do not increase strictly.
-    """
-    packed = PackedSequences.of(cu_seqlens)
-    with attending(packed):
-        yield packed
 
 
 def fused_attention(
@@ -305,7 +287,9 @@ def packed_attention(
     """
     packed: PackedSequences | None = packing
     if packed is None:
-        raise ValueError("llamarl_packed needs the sequence boundaries: use packed_attention_context(cu_seqlens)")
+        raise ValueError(
+            "llamarl_packed needs the sequence boundaries: enter attending(PackedSequences.of(cu_seqlens))"
+        )
     _, H, T, D = query.shape
     if query.shape[0] != 1 or packed.num_tokens != T:
         raise ValueError(f"cu_seqlens ends at {packed.num_tokens} but the packed row has shape {tuple(query.shape)}")

@@ -45,8 +45,6 @@ __all__ = [
     "Action",
     "Links",
     "Neighbours",
-    "forward_all",
-    "idle_share",
     "logprobs_of",
     "make_links",
     "run_stage",
@@ -83,16 +81,6 @@ def schedule(stage: int, num_stages: int, num_microbatches: int) -> list[Action]
             actions.append(("F", i + ahead))
         actions.append(("B", i))
     return actions
-
-
-def forward_only(num_microbatches: int) -> list[Action]:
-    """What every stage does where nothing is learned."""
-    return [("F", i) for i in range(num_microbatches)]
-
-
-def idle_share(num_stages: int, num_microbatches: int) -> float:
-    """Share of its time that the pipeline stands still, with micro-batches and stages of equal cost."""
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
 class Neighbours(Protocol):
@@ -144,8 +132,9 @@ class Links:
     def run(self, microbatches: Sequence[Microbatch], forward: Forward, *, trains: bool) -> None:
         """Carry out this stage's passes over the same micro-batches on every stage."""
         self.begin([microbatch.input_ids.shape[1] for microbatch in microbatches], trains=trains)
-        of_stage = schedule(self._stage, self._num_stages, len(microbatches))
-        run_stage(of_stage if trains else forward_only(len(microbatches)), self, forward)
+        forward_only: list[Action] = [("F", i) for i in range(len(microbatches))]
+        of_stage = schedule(self._stage, self._num_stages, len(microbatches)) if trains else forward_only
+        run_stage(of_stage, self, forward)
 
     def send_hidden(self, microbatch: int, hidden: Tensor) -> None:
         self._hidden[microbatch] = self._send(microbatch, hidden, self._after, self._forward)
@@ -197,15 +186,6 @@ def make_links(
     return Links(layout, width=width, dtype=dtype, device=device)
 
 
-def forward_all(microbatches: Sequence[Microbatch], links: Links | None, forward: Forward) -> None:
-    """Call ``forward`` of every micro-batch, in order; in stages where there are ``links``."""
-    if links is not None:
-        links.run(microbatches, forward, trains=False)
-        return
-    for i in range(len(microbatches)):
-        forward(i, None)
-
-
 @torch.no_grad()
 def logprobs_of(policy: Policy, microbatches: Sequence[Microbatch], links: Links | None) -> list[Tensor]:
     """Log-probs of each micro-batch's trained tokens, [T] each; none on another stage than the last."""
@@ -217,7 +197,11 @@ def logprobs_of(policy: Policy, microbatches: Sequence[Microbatch], links: Links
             found.append(output)
         return output
 
-    forward_all(microbatches, links, forward)
+    if links is not None:
+        links.run(microbatches, forward, trains=False)
+    else:
+        for i in range(len(microbatches)):
+            forward(i, None)
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 
-from llamarl.models.attention import PackedSequences, fused_attention, packed_attention_context
+from llamarl.models.attention import PackedSequences, attending, fused_attention
 
 LENGTHS = [5, 1, 40, 17, 38, 23]
 
@@ -21,7 +21,8 @@ def _row(lengths: list[int], vocab: int) -> tuple[torch.Tensor, list[int]]:
 def test_packed_row_gives_the_logits_of_each_sequence_alone_under_the_librarys_attention(family: str) -> None:
     packed_model, plain_model = tiny_model(family, "llamarl_packed"), tiny_model(family, "eager")
     tokens, ends = _row(LENGTHS, packed_model.config.vocab_size)
-    with torch.no_grad(), packed_attention_context(ends) as packed:
+    packed = PackedSequences.of(ends)
+    with torch.no_grad(), attending(packed):
         together = packed_model(tokens[None], position_ids=packed.position_ids("cpu"), use_cache=False).logits[0]
         for start, end in zip(ends, ends[1:], strict=False):
             alone = plain_model(tokens[None, start:end], use_cache=False).logits[0]
@@ -58,7 +59,8 @@ def test_the_flash_kernel_is_called_as_each_torch_declares_it(
     tokens, ends = _row(LENGTHS, model.config.vocab_size)
     monkeypatch.setattr("llamarl.models.attention._can_use_varlen", lambda query, softcap: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
-    with torch.no_grad(), packed_attention_context(ends) as packed:
+    packed = PackedSequences.of(ends)
+    with torch.no_grad(), attending(packed):
         together = model(tokens[None], position_ids=packed.position_ids("cpu"), use_cache=False).logits[0]
         for start, end in zip(ends, ends[1:], strict=False):
             alone = plain_model(tokens[None, start:end], use_cache=False).logits[0]
@@ -106,9 +108,9 @@ def test_activation_checkpointing_recomputes_with_the_boundaries_passed_to_the_c
 def test_boundaries_that_do_not_fit_are_refused() -> None:
     model = tiny_model("llama", "llamarl_packed")
     tokens = torch.arange(3, 8)[None]
-    with pytest.raises(ValueError, match="packed_attention_context"):
+    with pytest.raises(ValueError, match="sequence boundaries"):
         model(tokens, use_cache=False)
-    with pytest.raises(ValueError, match="ends at 4"), packed_attention_context([0, 4]):
+    with pytest.raises(ValueError, match="ends at 4"), attending(PackedSequences.of([0, 4])):
         model(tokens, use_cache=False)
     for bad in ([0, 3, 3], [1, 5], [0], [0, 4, 2]):
         with pytest.raises(ValueError, match="cu_seqlens"):

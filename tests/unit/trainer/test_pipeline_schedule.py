@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llamarl.trainer.pipeline import Action, idle_share, run_stage, schedule
+from llamarl.trainer.pipeline import Action, run_stage, schedule
 
 COST = {"F": 1, "B": 2}
 
@@ -81,8 +81,7 @@ def test_with_equal_costs_the_pipeline_is_idle_for_the_share_that_theory_says(
 ) -> None:
     busy = num_microbatches * sum(COST.values())
     whole = finish_times(num_stages, num_microbatches)
-    assert 1 - busy / whole == pytest.approx(idle_share(num_stages, num_microbatches))
-    assert idle_share(3, 4) == pytest.approx(2 / 6)
+    assert 1 - busy / whole == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
 
 
 class _ByQueues:

@@ -117,10 +117,11 @@ def test_metrics_by_hand(model_folder: Path) -> None:
 
     def exact(tokens: list[int]) -> list[float]:
         with torch.no_grad():
-            from llamarl.models.attention import packed_attention_context
+            from llamarl.models.attention import PackedSequences, attending
 
             ids = torch.tensor([[5, 6, *tokens]])
-            with packed_attention_context([0, ids.shape[1]]) as packed:
+            packed = PackedSequences.of([0, ids.shape[1]])
+            with attending(packed):
                 log_p = torch.log_softmax(model(ids, position_ids=packed.position_ids("cpu")).logits[0], dim=-1)
         return [log_p[1 + j, t].item() for j, t in enumerate(tokens)]
 
