@@ -159,7 +159,8 @@ def test_a_copy_altered_on_the_way_is_not_served_from_there() -> None:
     assert behind.mirror.num_passed_over == 1
 
 
-def test_a_copy_altered_with_its_checksum_is_found_by_the_sources_manifest() -> None:
+def test_a_copy_altered_with_its_checksum_is_found_by_the_sources_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_PATIENCE_S", 60.0)  # a busy machine must not send the reader to the source
     source = Source()
     ahead, behind = Sink("b"), Sink("c")
     handle = source.publish(1)
