@@ -643,17 +643,17 @@ def _play_all(request: Mapping[str, Any]) -> dict[str, Any]:
 
         return play(env, TaskItem(**request["item"]), seed, answer)
 
-    error = ""
+    broken = ""
     try:
         if redo is not None:
             episode(request["seed"] + request["episodes"], None)
         for place in range(request["episodes"]):
             episodes.append(episode(request["seed"] + place, None if redo is None else redo[place]))
     except Exception:  # the user's environment may raise anything
-        error = traceback.format_exc()
+        broken = traceback.format_exc()
     finally:
         close_quietly(env)
-    return {"episodes": episodes, "error": error}
+    return {"episodes": episodes, "error": broken}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llamarl.cli.flags import OutputFile, refuse_flags
+from llamarl.cli.flags import OutputFile
 from llamarl.errors import DataError, FileError, Mistake
 from llamarl.reading import parse_json, read_text
 
@@ -101,57 +100,44 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.llm import LLM, open_policy
 
-    sampling = _sampling(args)
     settings = {
+        "generator.sampling.max_new_tokens": ("--max-new-tokens", args.max_new_tokens),
+        "generator.sampling.temperature": ("--temperature", args.temperature),
+        "generator.sampling.top_k": ("--top-k", args.top_k),
+        "generator.sampling.top_p": ("--top-p", args.top_p),
+        "generator.sampling.stop_strings": ("--stop", args.stop),
+        "generator.sampling.stop_token_ids": ("--stop-token-id", args.stop_token_id),
         "generator.engine.dtype": ("--dtype", args.dtype),
         "generator.quantization": ("--quantization", args.quantization),
         "generator.device": ("--device", args.device),
         "model.trust_remote_code": ("--trust-remote-code", args.trust_remote_code or None),
     }
-    named, config = open_policy(args.model, base=args.base, settings=settings)
+    named, config = open_policy(args.model, base=args.base, settings=settings, checks=[lambda config: _refused(args)])
     requests = list(_requests(args))
     if not requests:
         raise DataError("no prompt: give --prompt, --input FILE.jsonl, or lines on standard input")
     with OutputFile(args.output, "--output") if args.output else contextlib.nullcontext() as output:
-        failed = _generate(args, LLM.of(named, config), sampling, requests, output)
+        failed = _generate(args, LLM.of(named, config), requests, output)
     return 1 if failed else 0
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of sampling, by the names of a recipe.
-
-    Raises:
-        ConfigError: With every flag that is wrong, or does not go with another.
-    """
-    from pydantic import ValidationError
-
-    from llamarl.executors.config import SamplingConfig
-    from llamarl.mistakes import mistakes_of
-
-    flags = {name: f"--{name.replace('_', '-')}" for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    flags |= {"stop_strings": "--stop", "stop_token_ids": "--stop-token-id"}
-    values = {name: getattr(args, flag[2:].replace("-", "_")) for name, flag in flags.items()}
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None}
-    lines: list[Mistake | str] = [f"--{name} must be >= {least}, got {value}" for name, least, value in
-             (("samples", 1, args.samples), ("seed", 0, args.seed)) if value < least]  # fmt: skip
+def _refused(args: argparse.Namespace) -> Iterator[Mistake]:
+    """Flags that are wrong, or do not go with another; those of sampling are keys of a recipe, which is checked."""
+    if args.samples < 1:
+        yield Mistake("--samples", f"must be >= 1, got {args.samples}")
+    if args.seed < 0:
+        yield Mistake("--seed", f"must be >= 0, got {args.seed}")
     if args.prompt is not None and args.input is not None:
-        lines.append("give --prompt or --input, not both")
+        yield Mistake("--prompt", "and --input: give one of them", ("--input",))
     if args.output is not None and args.input not in (None, "-"):
         with contextlib.suppress(OSError):  # one is not there (yet)
             if os.path.samefile(args.input, args.output):
-                lines.append(f"--output {args.output} is the file of --input: answers would replace the prompts")
-    try:
-        SamplingConfig(**values)
-    except ValidationError as error:
-        lines += [dataclasses.replace(one, key=flags[one.key]) for one in mistakes_of(error, SamplingConfig)]
-    refuse_flags(lines)
-    return values
+                yield Mistake("--output", f"{args.output} is the file of --input: answers would replace the prompts")
 
 
 def _generate(
     args: argparse.Namespace,
     llm: LLM,
-    sampling: dict[str, Any],
     requests: list[_Request],
     output: OutputFile | None,
 ) -> int:
@@ -160,8 +146,9 @@ def _generate(
 
     names = [request.where for request in requests]
     prompts = [request.record.get("messages") or request.record["prompt"] for request in requests]
+    longest = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
     sequences = llm.sequences(
-        prompts, names=names, samples=args.samples, seed=args.seed, chat_template=not args.no_chat_template, **sampling
+        prompts, names=names, samples=args.samples, seed=args.seed, chat_template=not args.no_chat_template, **longest
     )
     unknown = unknown_token_id(llm.tokenizer)
     if unread := [s.prompt_index for s in sequences[:: args.samples] if holds_unknown(s.prompt_tokens, unknown)]:

@@ -1,4 +1,5 @@
-"""What a user is told of checkpoints: what they will take, what is saved, what is done again, and how to go on."""
+"""What a user is told before and after: what checkpoints will take, what is saved, what is done again, how to go on, and which
+generator replicas are of which kind."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.config import RunConfig
+from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
-from llamarl.plural import format_bytes
+from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
 from llamarl.weight_sync.model_layouts import model_parameters
 
@@ -19,6 +21,8 @@ __all__ = [
     "done_again",
     "left_behind",
     "reached_policy",
+    "replica_line",
+    "replica_table",
     "resume_command",
     "what_is_saved",
 ]
@@ -104,15 +108,15 @@ def what_is_saved(run_dir: Path, last: Path | None, num_rows: int, num_ticks: in
         num_rows: Ticks that are done, by the metrics.
     """
     if last is None:
-        ticks = f"{_ticks(num_rows)} that are done" if num_rows else "anything"
+        ticks = f"{plural(num_rows, 'tick')} that are done" if num_rows else "anything"
         return (
             f"no checkpoint of this run was finished, so nothing holds {ticks}; again from tick 0: "
             f"{resume_command(run_dir)}"
         )
     saved = int(last.name.removeprefix("tick_")) + 1
     again = max(0, num_rows - saved)
-    beyond = f"; {_ticks(again)} beyond will be done again" if again else ""
-    return f"saved: {saved} of {_ticks(num_ticks)}, in {last}{beyond}\nto go on: {resume_command(run_dir)}"
+    beyond = f"; {plural(again, 'tick')} beyond will be done again" if again else ""
+    return f"saved: {saved} of {plural(num_ticks, 'tick')}, in {last}{beyond}\nto go on: {resume_command(run_dir)}"
 
 
 def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -> str:
@@ -125,9 +129,9 @@ def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -
     """
     again = max(0, num_rows - first_tick)
     if first_tick:
-        head, which = f"{run_dir} goes on after {_ticks(first_tick)}", f"{_ticks(again)} beyond"
+        head, which = f"{run_dir} goes on after {plural(first_tick, 'tick')}", f"{plural(again, 'tick')} beyond"
     else:
-        head, which = f"{run_dir} has no checkpoint: it begins again at tick 0", f"all of its {_ticks(again)}"
+        head, which = f"{run_dir} has no checkpoint: it begins again at tick 0", f"all of its {plural(again, 'tick')}"
     if not again:
         return head
     kind = "other ones, as schedule.weights is 'latest'" if latest else "the same ones"
@@ -136,5 +140,46 @@ def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -
     )
 
 
-def _ticks(number: int) -> str:
-    return f"{number} tick{'' if number == 1 else 's'}"
+def replica_table(config: RunConfig) -> str:
+    """A row a kind of ``generator.replicas``; empty where all are alike."""
+    if not config.generator.replicas:
+        return ""
+    rows = [("kind", "replicas", "ranks", "tp", "precision", "prompts a tick of each")]
+    first = 0
+    for place, kind in enumerate(config.generator.replicas):
+        own = config.generator.as_of_kind(place)
+        last = first + own.dp * own.tp * own.pp - 1
+        ranks = f"{first}-{last}" if last > first else str(first)
+        rows.append((f"{place}", f"{kind.dp}", ranks, _sizes(own), _precision(config, place), _prompts(config, place)))
+        first = last + 1
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def replica_line(config: RunConfig) -> str:
+    """The same in a line."""
+    kinds = config.generator.replicas
+    each = [
+        f"{kind.dp} x tp {_sizes(config.generator.as_of_kind(place))} {_precision(config, place)}, "
+        f"{plural(1, 'prompt') if (prompts := _prompts(config, place)) == '1' else f'{prompts} prompts'} a tick"
+        for place, kind in enumerate(kinds)
+    ]
+    return "; ".join(each)
+
+
+def _sizes(own: GeneratorConfig) -> str:
+    return f"{own.tp}" + (f" x pp {own.pp}" if own.pp > 1 else "")
+
+
+def _precision(config: RunConfig, kind: int) -> str:
+    own = config.generator.as_of_kind(kind)
+    return own.engine.dtype if own.quantization == "none" else f"{own.engine.dtype} {own.quantization}"
+
+
+def _prompts(config: RunConfig, kind: int) -> str:
+    """``4``, or ``3.75 (3 or 4)`` where the share makes no whole number."""
+    first = sum(one.dp for one in config.generator.replicas[:kind])
+    quota = config.dealing.quotas[first]
+    return f"{quota:g}" if quota == int(quota) else f"{quota:.3g} ({int(quota)} or {int(quota) + 1})"

@@ -1,4 +1,4 @@
-"""Repeating a run bit for bit from tick 0: what must be true of it, and of the machine. ``replay_log`` holds what it follows."""
+"""Repeating a run bit for bit from tick 0: what must be true of it, and of the machine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
 """Going on with a run that stopped: its configuration with what the user sets on top, its last good checkpoint, and what must
-still be the same for the bits to be those of the uninterrupted run."""
+still be the same for the bits to be those of the uninterrupted run. What its last tick leaves besides checkpoints (RUN/model,
+RUN/adapter, RUN/critic) is proved file for file, and written again from the last checkpoint where it is not whole."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +14,13 @@ from typing import Any
 
 from llamarl.algorithms.config import spelled_out
 from llamarl.checkpoint.platform import platform_differences
-from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
 from llamarl.controller.frozen_models import refuse_other_models
 from llamarl.controller.journaled import go_on_from_journal
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.preflight import check_reward, find_missing
-from llamarl.controller.products import incomplete_products, write_again
 from llamarl.controller.run import (
     Prepared,
     absolute_dir,
@@ -33,11 +35,13 @@ from llamarl.controller.run import (
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.errors import ConfigError
-from llamarl.import_path import source_file
+from llamarl.import_path import resolve, source_file
+from llamarl.models.exported import why_incomplete
 from llamarl.plural import plural
 from llamarl.reading import refuse_pipes
+from llamarl.roles import ROLES, present_roles
 
-__all__ = ["begun_config", "plan_resume", "refuse_code_of_a_run", "resume_run"]
+__all__ = ["begun_config", "incomplete_products", "plan_resume", "refuse_code_of_a_run", "resume_run"]
 
 
 def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
@@ -218,3 +222,40 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     if found or elsewhere:
         policy = reached_policy(run_dir) if made != run_dir else ""
         raise ConfigError(explain(found, elsewhere, run_dir, made, policy=policy))
+
+
+def incomplete_products(run_dir: Path, config: RunConfig) -> Mapping[str, str]:
+    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` writes at its end. Reads every byte."""
+    wanted = [p.folder for role in present_roles(config) for p in role.products if p.wanted(config)]
+    found = {name: _why_not_whole(run_dir / name) for name in wanted}
+    return {name: why for name, why in found.items() if why}
+
+
+def write_again(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
+    """Write one of them from the checkpoint of the last tick; what was there stays until the new one is whole.
+
+    Raises:
+        CheckpointError: The disk is full, or the state cannot be read.
+    """
+    writers = {product.folder: product.writer for role in ROLES.values() for product in role.products}
+    folder, partial = run_dir / name, run_dir / f"{name}.partial"
+    _remove(partial)
+    with saving(partial):
+        resolve(writers[name])(checkpoint, config, partial)
+        _remove(folder)
+        os.replace(partial, folder)
+
+
+def _why_not_whole(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "it is missing"
+    why = why_incomplete(folder)
+    return f"it is not whole ({why})" if why else None
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it; of a link, the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

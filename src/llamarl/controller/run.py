@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.channels.base import ChannelKind
+from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config, to_plain
 from llamarl.controller.controller import run_graph
@@ -25,7 +25,7 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.job_hosts import JobHosts, open_hosts, pair_lines
 from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.model_sources import fetch_weights, local, pinned
-from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, what_is_saved
+from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, replica_table, what_is_saved
 from llamarl.controller.preflight import (
     check_architectures,
     check_engine,
@@ -38,8 +38,6 @@ from llamarl.controller.preflight import (
 )
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.replacing import Replacing
-from llamarl.controller.replay_log import needs_of, take_log
-from llamarl.controller.replica_table import replica_line, replica_table
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
@@ -51,7 +49,7 @@ from llamarl.environments.code import warning_of_no_box
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolved_precisions
-from llamarl.observability.events import REPLAY_FILE, EventLog
+from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, EventLog, read_events
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.recorder import Recorder
@@ -172,7 +170,7 @@ def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = Fal
         remove_journal(run_dir)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
         if repeats is not None and by_log:
-            take_log(repeats, run_dir)
+            shutil.copyfile(repeats / EVENTS_FILE, run_dir / REPLAY_FILE)  # a killed replay goes on from there
         save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
         execute(prepared, folder, resume_after_tick=None, load_from=None)
@@ -442,7 +440,7 @@ def execute(
         **({"run folder": files.summary()} if files is not None else {}),
         "run": str(run_dir),
     }
-    needs = needs_of(run_dir, config.run.num_ticks)
+    needs = _needs_of(run_dir, config.run.num_ticks)
     platform = prepared.hosts.facts if prepared.hosts is not None else None
     patience = Patience(config.deadlines.disk_s)
     events = EventLog(run_dir, resume_after_tick, platform=platform, patience=patience)
@@ -592,3 +590,25 @@ def raise_if_nothing_trained(summary: RunSummary) -> None:
             + (f". {plural(summary.num_failed, 'reward')} failed:{causes}" if summary.num_failed else "")
             + f"\nThe rows of {METRICS_FILE} (tokens/*) show where its tokens went."
         )
+
+
+def _needs_of(run_dir: Path, num_ticks: int) -> Callable[[ChannelSpec, int], int] | None:
+    """For ``run_graph``: the source tick that a tick of a replay needs on the weights edge; None if this is no replay.
+
+    A tick fires only when the newest version that it took in the run replayed has been published, so no executor ever waits inside
+    a tick, and both runtimes can repeat a run of either. It cannot deadlock: tick k took versions <= k only, and these depend on
+    batches before k.
+
+    Raises:
+        EventLogError: The log is torn or does not reach ``num_ticks``.
+    """
+    if not (run_dir / REPLAY_FILE).exists():
+        return None
+    newest: dict[int, int] = {}
+    for (tick, _), event in read_events(run_dir / REPLAY_FILE, num_ticks=num_ticks).items():
+        newest[tick] = max(newest.get(tick, 0), *(version for _, version in event.swaps))
+
+    def needs(channel: ChannelSpec, tick: int) -> int:
+        return max(tick - channel.delay, newest[tick] - 1)
+
+    return needs

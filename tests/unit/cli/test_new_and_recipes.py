@@ -62,18 +62,6 @@ def test_recipes_prints_one_as_it_stands(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == find_recipe("tiny").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("typed", ["--schedule.max_st", "--resu"])
-def test_bash_completes_flags_and_keys_of_train(typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", "bash"]) == 0
-    script = tmp_path / "llamarl.bash"
-    script.write_text(capsys.readouterr().out)
-    ask = f"""source {script}; COMP_WORDS=(llamarl train {typed}); COMP_CWORD=2
-    f=$(complete -p llamarl | sed -E 's/.*-F ([^ ]+).*/\\1/'); $f llamarl {typed} train; printf '%s\\n' "${{COMPREPLY[@]}}" """
-    offered = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30).stdout.split()
-    assert {"--schedule.max_st": "--schedule.max_staleness", "--resu": "--resume"}[typed] in offered
-
-
 def test_a_shipped_name_is_its_file_for_plan_and_simulate_too_and_other_sources_stay() -> None:
     assert Path(shipped_or_path("tiny")) == find_recipe("tiny") and find_recipe("tiny").is_file()
     assert shipped_or_path("Llama-3.1-8B") == "Llama-3.1-8B"

@@ -66,14 +66,14 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 def test_every_wrong_flag_of_generate_is_told_at_once_by_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--temperature -1 --top-p 2 --top-k -1 --samples 0 --seed -1 --max-new-tokens 0 --stop=".split()
     assert refused(capsys, "generate", "bundled:tiny", "--prompt", "a1", *flags) == [
-        "llamarl generate: 7 mistakes in the command line:",
-        "--samples must be >= 1, got 0",
-        "--seed must be >= 0, got -1",
+        "llamarl generate: 7 mistakes in the configuration:",
         "--max-new-tokens must be >= 1, got 0 (Longest response, in tokens)",
         "--temperature must be 0 (greedy) or at least 1e-06, got -1.0",
         "--top-k must be >= 0, got -1 (Keep the k likeliest tokens; 0 keeps all)",
         f"--top-p must be in (0, 1], got 2.0 ({TOP_P})",
         "--stop must not hold an empty string: it would end every response at once",
+        "--samples must be >= 1, got 0",
+        "--seed must be >= 0, got -1",
     ]
 
 

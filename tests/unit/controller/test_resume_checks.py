@@ -17,7 +17,6 @@ from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config
 from llamarl.controller import resume, run
 from llamarl.controller.preflight import find_without_effect
-from llamarl.controller.products import incomplete_products
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.runtime.journal import Resumed
@@ -169,7 +168,7 @@ def test_a_run_without_checkpoints_that_is_whole_is_complete(
 def test_what_the_last_tick_leaves_follows_from_the_configuration(
     tmp_path: Path, overrides: tuple[str, ...], wanted: set[str]
 ) -> None:
-    assert incomplete_products(tmp_path, load_config(None, overrides)) == dict.fromkeys(wanted, "it is missing")
+    assert resume.incomplete_products(tmp_path, load_config(None, overrides)) == dict.fromkeys(wanted, "it is missing")
 
 
 def test_what_several_checks_find_is_told_at_once() -> None:
