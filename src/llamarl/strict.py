@@ -6,15 +6,15 @@ It lives below all packages so that each package's ``config.py`` can import it w
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import annotated_types
-from pydantic import ConfigDict, Strict
+from pydantic import AfterValidator, ConfigDict, Strict
 
 from llamarl.errors import Mistake
 
-__all__ = ["IN_STATE", "NO_BITS", "SAVED", "STRICT", "Effect", "ListOf", "Mistakes", "bounds", "refuse"]
+__all__ = ["IN_STATE", "NO_BITS", "SAVED", "STRICT", "Effect", "ListOf", "Mistakes", "bounds", "holding", "refuse"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,21 @@ def refuse(mistakes: Iterable[Mistake]) -> None:
     found = tuple(mistakes)
     if found:
         raise Mistakes(found)
+
+
+def holding(test: Callable[[Any], object], words: str) -> AfterValidator:
+    """Make a field's own check: a value for which ``test`` is false is refused by ``words``, and told.
+
+    Args:
+        words: Such as "must contain {question}".
+    """
+
+    def check(value: Any) -> Any:
+        if not test(value):
+            raise ValueError(f"{words}, got {list(value) if isinstance(value, tuple) else value!r}")
+        return value
+
+    return AfterValidator(check)
 
 
 def bounds(metadata: Iterable[Any], kind: object = float) -> str:

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, holding
 
 __all__ = ["DataConfig"]
-
-
-def _has_place(template: str) -> str:
-    if "{question}" not in template:
-        raise ValueError(f"must contain {{question}}, got {template!r}")
-    return template
-
-
-def _has_text(template: str) -> str:
-    if template.count("{text}") != 1:
-        raise ValueError(f"must contain {{text}} once, got {template!r}")
-    return template
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,13 +23,17 @@ class DataConfig:
     """Words before the question: a system message in a chat template, a paragraph of its own in plain text. Empty:
     none, and the template's own default system message, if it has one, stands."""
 
-    question_template: Annotated[str, AfterValidator(_has_place)] = "{question}"
+    question_template: Annotated[str, holding(lambda text: "{question}" in text, "must contain {question}")] = (
+        "{question}"
+    )
     """Wraps each question; must contain {question}. Other braces need no doubling."""
 
     response_prefix: str = ""
     """Words put into the policy's mouth: they end the prompt, and the response goes on from them. So does each further turn."""
 
-    turn_template: Annotated[str, AfterValidator(_has_text)] = "\n{text}\n"
+    turn_template: Annotated[str, holding(lambda text: text.count("{text}") == 1, "must contain {text} once")] = (
+        "\n{text}\n"
+    )
     """Without a chat template: what stands between two turns of the policy, around the environment's words."""
 
     max_prompt_tokens: PositiveInt = 1024

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
+from llamarl.strict import NO_BITS, STRICT, ListOf, holding, refuse
 
 __all__ = ["BUILT_IN", "OWN_CODE", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
 
@@ -44,28 +44,12 @@ _LEAST_MEMORY_MB = 256
 """Below this a worker does not come to judge: its interpreter and libraries take most of it."""
 
 
-def _enough_memory(limit_mb: int) -> int:
-    if limit_mb != 0 and limit_mb < _LEAST_MEMORY_MB:
-        raise ValueError(f"must be 0 (no limit) or >= {_LEAST_MEMORY_MB} MiB, got {limit_mb}")
-    return limit_mb
-
-
-def _name_alone(variable: str) -> str:
-    if not variable.strip() or "=" in variable:
-        raise ValueError(f"holds names of environment variables without their values, got {variable!r}")
-    return variable
-
-
-def _has_place(template: str) -> str:
-    if template and "{question}" not in template:
-        raise ValueError(f"must contain {{question}}, got {template!r}")
-    return template
-
-
-def _import_path(reward: str) -> str:
-    if reward and ":" not in reward:
-        raise ValueError(f"must be module:function or file.py:function, got {reward!r}")
-    return reward
+_Variable = Annotated[
+    str,
+    holding(lambda name: name.strip() and "=" not in name, "holds names of environment variables without their values"),
+]
+_Template = Annotated[str, holding(lambda text: not text or "{question}" in text, "must contain {question}")]
+_Function = Annotated[str, holding(lambda path: not path or ":" in path, "must be module:function or file.py:function")]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -79,11 +63,15 @@ class RewardPoolConfig:
     """Wall-clock seconds that one sample (with task.reward_batch_size, one batch) may take; after that its worker is
     killed and what it judged is failed."""
 
-    memory_limit_mb: Annotated[int, NO_BITS, AfterValidator(_enough_memory)] = 4096
+    memory_limit_mb: Annotated[
+        int,
+        NO_BITS,
+        holding(lambda mb: mb == 0 or mb >= _LEAST_MEMORY_MB, f"must be 0 (no limit) or >= {_LEAST_MEMORY_MB} MiB"),
+    ] = 4096
     """MiB of memory of its own that a worker may take, and each process that it starts (RLIMIT_DATA); a sample that wants
     more is failed. 0 is no limit."""
 
-    pass_env: ListOf[Annotated[str, AfterValidator(_name_alone)]] = ()
+    pass_env: ListOf[_Variable] = ()
     """Environment variables that workers get besides the usual harmless ones, such as ["OPENAI_API_KEY"]; a name may hold
     "*". See docs/environments.md."""
 
@@ -92,7 +80,7 @@ class RewardPoolConfig:
 class RewardPart:
     """One of several rewards that are added up."""
 
-    function: Annotated[str, AfterValidator(_import_path)] = ""
+    function: _Function = ""
     """Import path, as of task.reward."""
 
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
@@ -140,7 +128,7 @@ class TaskConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """What a task calls a column -> what data calls it, such as { question = "problem", answer = "solution" }."""
 
-    template: Annotated[str, AfterValidator(_has_place)] = ""
+    template: _Template = ""
     """Wraps each question of a table at {question}, before data.question_template does; empty: as it is."""
 
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -150,7 +138,7 @@ class TaskConfig:
     answer_from: Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"] = "auto"
     """Where in a response reasoning_gym tasks look for the answer; see docs/environments.md."""
 
-    reward: Annotated[str, AfterValidator(_import_path)] = ""
+    reward: _Function = ""
     """Import path of a function reward(prompt, response, answer) -> float that judges instead of the task:
     package.module:function or path/to/file.py:function. answer is text, also where the data has a number. It may also take
     metadata. Required for function."""

@@ -15,7 +15,7 @@ from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path
 from llamarl.mistakes import mistakes_of
-from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, refuse
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
@@ -38,55 +38,40 @@ TASK_PART = "task"
 """Name of the task's own reward among the parts, where models judge beside it."""
 
 
-def _temperature(value: float) -> float:
-    if not (value == 0 or LEAST_TEMPERATURE <= value < math.inf):
-        raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {value}")
-    return value
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(_DEVICE, text):
-        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
-    return text
-
-
-def _devices(text: str) -> str:
-    if not all(re.fullmatch(_DEVICE, part.strip()) for part in text.split(",")):
-        raise ValueError(f"must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank, got {text!r}")
-    return text
-
-
 def _not_empty(stop: str) -> str:
     if not stop:
         raise ValueError("must not hold an empty string: it would end every response at once")
     return stop
 
 
-def _factory(path: str) -> str:
-    if path and not is_import_path(path):
-        raise ValueError(f"must be package.module:Class or path/to/file.py:Class, got {path!r}")
-    return path
-
-
-def _channels(names: tuple[str, ...]) -> tuple[str, ...]:
-    if any(not re.fullmatch(r"[A-Za-z]\w*", name) for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"must be different names of letters, digits and underscores, got {list(names)}")
-    return names
-
-
-def _part_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ValueError(f"must be of letters, digits, - and _, a letter first, got {name!r}")
-    return name
-
-
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
-Temperature = Annotated[float, AfterValidator(_temperature)]
-Device = Annotated[str, AfterValidator(_device)]
-Devices = Annotated[str, AfterValidator(_devices)]
-Channels = Annotated[ListOf[str], AfterValidator(_channels)]
+Temperature = Annotated[
+    float,
+    holding(
+        lambda value: value == 0 or LEAST_TEMPERATURE <= value < math.inf,
+        f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}",
+    ),
+]
+Device = Annotated[str, holding(lambda text: re.fullmatch(_DEVICE, text), "must be auto, cpu, cuda or cuda:N")]
+Devices = Annotated[
+    str,
+    holding(
+        lambda text: all(re.fullmatch(_DEVICE, part.strip()) for part in text.split(",")),
+        "must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank",
+    ),
+]
+Channels = Annotated[
+    ListOf[str],
+    holding(
+        lambda names: all(re.fullmatch(r"[A-Za-z]\w*", name) for name in names) and len(set(names)) == len(names),
+        "must be different names of letters, digits and underscores",
+    ),
+]
 Share = Annotated[float, Field(ge=0, le=1)]
-PartName = Annotated[str, AfterValidator(_part_name)]
+PartName = Annotated[
+    str,
+    holding(lambda name: re.fullmatch(r"[A-Za-z][\w-]*", name), "must be of letters, digits, - and _, a letter first"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -513,7 +498,10 @@ class JudgeConfig:
 class ExecutorConfig:
     """``[executors.NAME]``: an executor of the user's own, or another class and other channels for one of the standard job."""
 
-    factory: Annotated[str, AfterValidator(_factory)] = ""
+    factory: Annotated[
+        str,
+        holding(lambda path: not path or is_import_path(path), "must be package.module:Class or path/to/file.py:Class"),
+    ] = ""
     """Import path of its class, package.module:Class or path/to/file.py:Class; called as Class(config, context) with the
     whole recipe. Empty keeps a standard executor's own."""
 

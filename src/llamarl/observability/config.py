@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from llamarl.import_path import is_import_path
-from llamarl.strict import NO_BITS, STRICT, ListOf
+from llamarl.strict import NO_BITS, STRICT, ListOf, holding
 
 __all__ = ["ObservabilityConfig"]
 
-
-def _class(path: str) -> str:
-    if not is_import_path(path):
-        raise ValueError(f"must be package.module:Class or path/to/file.py:Class, got {path!r}")
-    return path
+_Class = Annotated[str, holding(is_import_path, "must be package.module:Class or path/to/file.py:Class")]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,7 +35,7 @@ class ObservabilityConfig:
     """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own
     environment variables apply: the project is WANDB_PROJECT, or llamarl."""
 
-    sinks: Annotated[ListOf[Annotated[str, AfterValidator(_class)]], NO_BITS] = ()
+    sinks: Annotated[ListOf[_Class], NO_BITS] = ()
     """Where each row goes besides: classes of your own as package.module:Class or file.py:Class
     (docs/metrics.md). One that fails is left out from then on, and the run says so;
     ``metrics.jsonl`` has every row in any case."""
