@@ -1,15 +1,15 @@
 """From a string in a configuration to the callable it names: what a recipe may bring of the user's own.
 
-``package.module:callable`` for installed code, ``path/to/file.py:callable`` for a user's own file. A file is loaded once
-a process, under a module name derived from its absolute path: two executors that name one file share its classes, and
-what one pickles the other can unpickle.
+``package.module:callable`` for installed code, ``path/to/file.py:callable`` for a user's own file.
+A file is loaded once a process, under a module name derived from its absolute path: two executors
+that name one file share its classes, and what one pickles the other can unpickle.
 
     check, source_file ─▶ read, nothing is executed: before a run, in every process
     resolve            ─▶ imported, and what its module raises passes through: in the process that needs it
     import_user        ─▶ imported, and whatever goes wrong is the user's mistake under its key: where it may hang and crash
 
-A user's module may do anything when it is imported: end the process, wait for ever, load a model. So a reward function is
-imported in the reward pool's workers alone, under their deadline.
+A user's module may do anything when it is imported: end the process, wait for ever, load a model.
+So a reward function is imported in the reward pool's workers alone, under their deadline.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ __all__ = ["format_bytes", "plural"]
 
 
 def plural(count: float, noun: str) -> str:
-    """``plural(1, "rank")`` is "1 rank", ``plural(2048, "rank")`` "2,048 ranks"; a noun that ends in ch, s or x takes "es"."""
+    """``plural(1, "rank")`` is "1 rank", ``plural(2048, "rank")`` "2,048 ranks"; a noun that ends
+    in ch, s or x takes "es"."""
     ending = "" if count == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{count:,} {noun}{ending}"
 

@@ -1,5 +1,6 @@
-"""The end of a process that has imported much: Python would take every module apart first, which with torch and transformers takes
-0.4 to 1.4 s, longer than a short command and as long as a rank's part of a short run."""
+"""The end of a process that has imported much: Python would take every module apart first, which
+with torch and transformers takes 0.4 to 1.4 s, longer than a short command and as long as a rank's
+part of a short run."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ __all__ = ["end_process"]
 
 
 def end_process(code: int) -> None:
-    """End with ``code`` at once: what was registered for the end is done and the streams are written out, no module is taken apart.
+    """End with ``code`` at once: what was registered for the end is done and the streams are
+    written out, no module is taken apart.
 
-    Returns where Python's own end has something to do: a thread that it would wait for, a stream that cannot be written, which it
-    tells of.
+    Returns where Python's own end has something to do: a thread that it would wait for, a stream
+    that cannot be written, which it tells of.
     """
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     if any(not thread.daemon for thread in others):

@@ -1,6 +1,8 @@
-"""Processes below this one: adopted when their parents end, buried when they end, killed when nothing of them may be left.
+"""Processes below this one: adopted when their parents end, buried when they end, killed when
+nothing of them may be left.
 
-For guards: small processes that run none of the user's code and sleep until what they guard has ended. Imports next to nothing.
+For guards: small processes that run none of the user's code and sleep until what they guard has
+ended. Imports next to nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ _SWEEP_S = 5.0
 
 
 def adopt_orphans() -> None:
-    """From now on a process below this one whose parent ends becomes this one's child (Linux): wherever it tries to hide, be it in a
-    session of its own or forked twice."""
+    """From now on a process below this one whose parent ends becomes this one's child (Linux):
+    wherever it tries to hide, be it in a session of its own or forked twice."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,10 +1,12 @@
-"""Files from outside: recipes, data, model folders, what earlier runs left. Whatever lies there becomes a value or one message.
+"""Files from outside: recipes, data, model folders, what earlier runs left. Whatever lies there
+becomes a value or one message.
 
     path ─▶ read_bytes (a regular file, of bounded size) ─▶ read_text (UTF-8) ─▶ parse_json, parse_toml (bounded values)
 
-Nothing here waits: a pipe or a device is refused before it is read. What a parser alone would let through and break later is
-refused at the door: values nested so deep that walking them ends in a ``RecursionError``, whole numbers that no machine word
-holds, halves of surrogate pairs that no encoder takes.
+Nothing here waits: a pipe or a device is refused before it is read. What a parser alone would let
+through and break later is refused at the door: values nested so deep that walking them ends in a
+``RecursionError``, whole numbers that no machine word holds, halves of surrogate pairs that no
+encoder takes.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def user_path(path: str | os.PathLike[str], what: str) -> Path:
         what: The key or flag that gave it, for errors.
 
     Raises:
-        FileError: Nothing can be there: a NUL character, too long, a loop of symbolic links, no such user's home, no text.
+        FileError: Nothing can be there: a NUL character, too long, a loop of symbolic links, no
+            such user's home, no text.
     """
     text = os.fspath(path)
     expanded = os.path.expanduser(text)
@@ -116,7 +119,8 @@ def open_regular(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_B
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse a folder that holds a pipe or a device, or a link to one, at any depth: whoever opens one may wait for ever.
+    """Refuse a folder that holds a pipe or a device, or a link to one, at any depth: whoever opens
+    one may wait for ever.
 
     Raises:
         FileError: Names the first.

@@ -5,16 +5,19 @@
         └────────────────────────── weights, delay max_staleness + 1 ◀──────────────────────────────────────┘ │
                                                                           evaluator ◀── eval_weights ──────────┘
 
-With a reward model or a judge, ``completions`` pass them before the reward executor (``rated``, ``judged``): the latter adds all verdicts up,
-and what it does with the sum (rollouts, limits on failures, dynamic sampling) needs no second place.
+With a reward model or a judge, ``completions`` pass them before the reward executor (``rated``,
+``judged``): the latter adds all verdicts up, and what it does with the sum (rollouts, limits on
+failures, dynamic sampling) needs no second place.
 
-Reference and critic stand one after the other, not side by side: each edge has one producer, a group travels whole with all
-that is known of it, and the critic can charge rewards with the reference's KL. Their edges have delay 0, so the proofs of
-docs/asynchrony.md hold as they are; a station more lengthens the one long cycle by its own duration, which asynchrony hides.
+Reference and critic stand one after the other, not side by side: each edge has one producer, a
+group travels whole with all that is known of it, and the critic can charge rewards with the
+reference's KL. Their edges have delay 0, so the proofs of docs/asynchrony.md hold as they are; a
+station more lengthens the one long cycle by its own duration, which asynchrony hides.
 
-Graph, placement, preflight, console, weights edges, the run's products, resume and simulator iterate ``present_roles``: those of ``ROLES`` that a recipe
-asks for, as its ``[executors.NAME]`` change them, and executors of the user's own. No torch here, and no configuration at run
-time: the configuration itself asks.
+Graph, placement, preflight, console, weights edges, the run's products, resume and simulator
+iterate ``present_roles``: those of ``ROLES`` that a recipe asks for, as its ``[executors.NAME]``
+change them, and executors of the user's own. No torch here, and no configuration at run time: the
+configuration itself asks.
 """
 
 from __future__ import annotations
@@ -51,12 +54,13 @@ _OWN = "executors."
 """Begins the section of an executor of the user's own."""
 
 MODEL_SECTIONS = ("model", "reference", "critic", "reward_model", "judge")
-"""Sections whose ``path`` names a model: where an executor of the user's own has one in its ``settings``, that is looked up like
-those of the recipe."""
+"""Sections whose ``path`` names a model: where an executor of the user's own has one in its
+``settings``, that is looked up like those of the recipe."""
 
 _EVALUATION_ROOM = 2
-"""Ticks by which the trainer may be ahead of the evaluator, at least; else the ticks from one evaluation to the next. Only ticks
-that are due carry a version, so that much room costs one copy of the weights in shared memory, or two if every tick is due."""
+"""Ticks by which the trainer may be ahead of the evaluator, at least; else the ticks from one
+evaluation to the next. Only ticks that are due carry a version, so that much room costs one copy of
+the weights in shared memory, or two if every tick is due."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +128,13 @@ class Role:
     writes: tuple[str, ...] = ()
     """Channels; one that nobody reads is left out."""
     section: str = ""
-    """Of the recipe, which holds its ``threads``, ``device`` and ``sizes``; empty: one rank with one thread on the CPU."""
+    """Of the recipe, which holds its ``threads``, ``device`` and ``sizes``; empty: one rank with
+    one thread on the CPU."""
     sizes: tuple[str, ...] = ()
     """Keys of the section whose product are its ranks, the data-parallel one first."""
     model_sizes: tuple[str, ...] = ()
-    """Those of ``sizes`` over which one model is spread. Where their product is above 1 the ranks share a process group."""
+    """Those of ``sizes`` over which one model is spread. Where their product is above 1 the ranks
+    share a process group."""
     close: tuple[str, ...] = ("tp",)
     """Those of ``sizes`` whose neighbouring ranks talk most: in every layer."""
     model: Model | None = None
@@ -160,7 +166,8 @@ class Role:
         return (unit,) * (self.size_of(config, self.sizes) // unit)
 
     def units(self, config: RunConfig) -> int | tuple[tuple[int, int], ...]:
-        """Neighbouring ranks that talk most, by ``close``; of unlike replicas (how many ranks, how often) of each kind."""
+        """Neighbouring ranks that talk most, by ``close``; of unlike replicas (how many ranks, how
+        often) of each kind."""
         settings = self.settings(config)
         if self._has_unlike(config):
             stages = ((kind, kind.pp or settings.pp) for kind in settings.replicas)
@@ -328,8 +335,8 @@ ROLES: Mapping[str, Role] = {
         ),
     )
 }
-"""By name, in the order in which executors are listed and started. A role of the standard job more is an entry here and a
-class in ``executors/``."""
+"""By name, in the order in which executors are listed and started. A role of the standard job more
+is an entry here and a class in ``executors/``."""
 
 
 def present_roles(config: RunConfig) -> list[Role]:
@@ -339,7 +346,8 @@ def present_roles(config: RunConfig) -> list[Role]:
 
 
 def idle_size_mistakes(config: RunConfig) -> Iterator[Mistake]:
-    """Ranks that a recipe gives to executors that its job does not have, and that would therefore never be looked at."""
+    """Ranks that a recipe gives to executors that its job does not have, and that would therefore
+    never be looked at."""
     used = {role.section for role in present_roles(config)}
     for role in ROLES.values():
         if role.section in used or not role.asked_by:
@@ -355,7 +363,8 @@ def idle_size_mistakes(config: RunConfig) -> Iterator[Mistake]:
 
 
 def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """``config`` with other values in the sections of its roles, all at once: between two of them it might be no configuration.
+    """``config`` with other values in the sections of its roles, all at once: between two of them
+    it might be no configuration.
 
     Args:
         changes: Role -> key of its section -> value.
@@ -387,7 +396,8 @@ def _rewired(role: Role, config: RunConfig) -> Role:
 
 
 def carries_version(config: RunConfig, reader: str, tick: int) -> bool:
-    """Whether what the trainer sends ``reader`` at the end of a tick is a version: to the evaluator only where one is due."""
+    """Whether what the trainer sends ``reader`` at the end of a tick is a version: to the evaluator
+    only where one is due."""
     return reader not in ROLES or all(reads.due(config, tick) for reads in ROLES[reader].reads)
 
 

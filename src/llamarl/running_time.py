@@ -1,8 +1,9 @@
 """A clock for deadlines that stands still while this process is stopped (SIGSTOP, Ctrl-Z, a paused container).
 
-A deadline asks whether something takes too long, and a process that could not run has not waited. No kernel tells how long it was
-stopped, so a thread looks at the clock twice a second: a silence of more than two seconds is taken for a stop. Native code that
-holds the interpreter for that long looks the same, and makes a deadline later by as much.
+A deadline asks whether something takes too long, and a process that could not run has not waited.
+No kernel tells how long it was stopped, so a thread looks at the clock twice a second: a silence of
+more than two seconds is taken for a stop. Native code that holds the interpreter for that long
+looks the same, and makes a deadline later by as much.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def wait_for(done: Callable[[float], bool], limit_s: float) -> bool:
     """Whether ``done`` became true within ``limit_s`` of running time.
 
     Args:
-        done: Waits at most as many seconds as it is given; by a clock of its own, which may have gone on while this process was
-            stopped: then it is asked again.
+        done: Waits at most as many seconds as it is given; by a clock of its own, which may have
+            gone on while this process was stopped: then it is asked again.
     """
     until = running_s() + limit_s
     while True:

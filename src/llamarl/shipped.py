@@ -1,4 +1,5 @@
-"""Recipes that come with the package, by name: ``tiny`` is ``llamarl/recipes/tiny.toml``, wherever llamarl is installed."""
+"""Recipes that come with the package, by name: ``tiny`` is ``llamarl/recipes/tiny.toml``, wherever
+llamarl is installed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def find_recipe(named: str | os.PathLike[str]) -> Path:
 
 
 def shipped_or_path(text: str) -> str:
-    """What a command takes that reads other things than recipes too: the name of one that ships is its file, the rest stays."""
+    """What a command takes that reads other things than recipes too: the name of one that ships is
+    its file, the rest stays."""
     return os.fspath(find_recipe(text)) if text in shipped_recipes() else text
 
 

@@ -22,22 +22,25 @@ SAVED = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_defau
 """Of what a file holds that llamarl wrote itself: unknown keys are refused."""
 
 STRICT = ConfigDict(strict=True, **SAVED)
-"""Of a recipe's sections. Types are taken as TOML gives them: ``"5"`` is no number, ``2.0`` and ``true`` are no integers; a
-whole number is a number. The string under a field is its description, shown by ``--help`` and beside a wrong value."""
+"""Of a recipe's sections. Types are taken as TOML gives them: ``"5"`` is no number, ``2.0`` and
+``true`` are no integers; a whole number is a number. The string under a field is its description,
+shown by ``--help`` and beside a wrong value."""
 
 ListOf = Annotated[tuple[T, ...], Strict(False)]
 """A field that takes a list, and keeps it as a tuple."""
 
 
 class Effect(enum.Enum):
-    """What another value of a key would do to a run that has begun. A field without a mark changes bits, which is the safe
-    assumption about one that nobody thought of."""
+    """What another value of a key would do to a run that has begun. A field without a mark changes
+    bits, which is the safe assumption about one that nobody thought of."""
 
     BITS = "bits"
-    """What is sampled or learned from then on is other than in a run that always had the old value: refused on resume."""
+    """What is sampled or learned from then on is other than in a run that always had the old value:
+    refused on resume."""
 
     NO_BITS = "no bits"
-    """Where, how long, how fast, what is shown or kept: free to change on resume. Written ``Annotated[int, NO_BITS]``."""
+    """Where, how long, how fast, what is shown or kept: free to change on resume. Written
+    ``Annotated[int, NO_BITS]``."""
 
     IN_STATE = "in state"
     """As BITS, and the states in a checkpoint are of that value: not even a fork of the run may change it."""
@@ -48,7 +51,8 @@ IN_STATE = Effect.IN_STATE
 
 
 class Mistakes(ValueError):
-    """All that is wrong with values of one section that do not go together, so that a user need not mend it one run at a time."""
+    """All that is wrong with values of one section that do not go together, so that a user need not
+    mend it one run at a time."""
 
     def __init__(self, found: Iterable[Mistake]) -> None:
         self.found = tuple(found)

@@ -2,14 +2,16 @@
 
     groups in flight ─▶ may start? ─▶ slots, in order of admission ─▶ the tick ends when enough are complete ─▶ leave, or carried
 
-The generator asks step by step (:func:`num_startable`, :func:`select_due`), while its engine says what is complete. Simulator and
-planner know the lengths, so they ask for the whole tick at once (:func:`plan_tick`) and for the runs of decode steps in which
-the batch stays the same (:func:`constant_batches`), which any cost model turns into seconds.
+The generator asks step by step (:func:`num_startable`, :func:`select_due`), while its engine says
+what is complete. Simulator and planner know the lengths, so they ask for the whole tick at once
+(:func:`plan_tick`) and for the runs of decode steps in which the batch stays the same
+(:func:`constant_batches`), which any cost model turns into seconds.
 
-The generator keeps ``active >= prompts_per_step`` groups in flight and delivers ``prompts_per_step`` a tick (a replica whose share
-does not divide them one more at some ticks: ``later`` below says at which, and stands for ``h * prompts_per_step``). Each group
-has a deadline, the last tick at which it may be delivered. Delivering the fastest groups first could leave more than
-``prompts_per_step`` late ones for one tick, so the most urgent are forced earlier:
+The generator keeps ``active >= prompts_per_step`` groups in flight and delivers
+``prompts_per_step`` a tick (a replica whose share does not divide them one more at some ticks:
+``later`` below says at which, and stands for ``h * prompts_per_step``). Each group has a deadline,
+the last tick at which it may be delivered. Delivering the fastest groups first could leave more
+than ``prompts_per_step`` late ones for one tick, so the most urgent are forced earlier:
 
     forced(k) = max over h >= 0 of  #{groups with deadline <= k + h} - h * prompts_per_step
 
@@ -17,13 +19,15 @@ has a deadline, the last tick at which it may be delivered. Delivering the faste
 exceeds ``prompts_per_step``, and once that many of the earliest have left, the rest is feasible before tick k + 1.
 
 ``schedule.weights = "exact"``: the deadline of a group admitted at tick j is j + max_segments - 1. With at most
-``max_segments * prompts_per_step`` active groups (oversubscription <= max_segments) newly admitted ones count only where
-that limit alone keeps the promise, so by induction every deadline is met, and a token made at tick j by version
->= j - max_staleness is at most max_staleness + max_segments - 1 versions old.
+``max_segments * prompts_per_step`` active groups (oversubscription <= max_segments) newly admitted
+ones count only where that limit alone keeps the promise, so by induction every deadline is met, and
+a token made at tick j by version >= j - max_staleness is at most max_staleness + max_segments - 1
+versions old.
 
-``schedule.weights = "latest"``: a token of version v also sets its group the deadline v + max_staleness, so that no token
-is older than ``max_staleness``. Sampling with an old version makes deadlines urgent; :func:`num_startable` says how many
-groups may be sampled under it so that all deadlines stay feasible. docs/asynchrony.md has the proofs.
+``schedule.weights = "latest"``: a token of version v also sets its group the deadline v +
+max_staleness, so that no token is older than ``max_staleness``. Sampling with an old version makes
+deadlines urgent; :func:`num_startable` says how many groups may be sampled under it so that all
+deadlines stay feasible. docs/asynchrony.md has the proofs.
 
 Legend: R replicas, A active groups of a replica in order of admission, g responses of a group, n = A g sequences.
 """
@@ -105,7 +109,8 @@ def num_due(deadlines: npt.ArrayLike, *, tick: int, prompts_per_step: int, later
 
     Args:
         deadlines: [..., A].
-        later: Groups that leave at each of the next ticks, up to the last deadline that can be; None: ``prompts_per_step``.
+        later: Groups that leave at each of the next ticks, up to the last deadline that can be;
+            None: ``prompts_per_step``.
     """
     slack = np.sort(np.asarray(deadlines, np.int64) - tick, axis=-1)  # ticks that remain after this one
     assert (slack >= 0).all(), f"a group missed its deadline: {slack.min() + tick} at tick {tick}"
@@ -275,8 +280,8 @@ def constant_batches(
 ) -> Batches:
     """The runs up to step ``stop`` of each replica.
 
-    After the i-th end ``min(n, slots + i)`` sequences have started and i have ended, so between two ends the batch is known
-    without following slots.
+    After the i-th end ``min(n, slots + i)`` sequences have started and i have ended, so between two
+    ends the batch is known without following slots.
 
     Args:
         left: [R, n] or [R, A, g], with ``start`` as ``slot_starts`` gives it.

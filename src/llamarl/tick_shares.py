@@ -4,15 +4,16 @@
     replica 0: 2.5 a tick                   3    2    3    2    3        5 of 8
     replica 1: 1.5 a tick                   1    2    1    2    1        3 of 8
 
-Each gets the whole part of its quota ``groups * share / sum of shares``. What is then left of the groups goes to the largest
-remainders (of equal ones, to the first), and remainders are carried: who got less than its quota has more to show at the next tick.
-So a tick's count differs from the quota by less than 1, and over any number of ticks shares hold but for a few groups.
+Each gets the whole part of its quota ``groups * share / sum of shares``. What is then left of the
+groups goes to the largest remainders (of equal ones, to the first), and remainders are carried: who
+got less than its quota has more to show at the next tick. So a tick's count differs from the quota
+by less than 1, and over any number of ticks shares hold but for a few groups.
 
-The tick's prompts are dealt in rounds, one to each replica that still gets some. Equal shares of a number that divides are thus
-dealt as cards are: prompt p goes to replica p modulo the replicas.
+The tick's prompts are dealt in rounds, one to each replica that still gets some. Equal shares of a
+number that divides are thus dealt as cards are: prompt p goes to replica p modulo the replicas.
 
-Shares are numbers as they are written: 0.1 is a tenth. Everything here is counted in whole numbers, so no rounding of the machine
-decides who gets a prompt.
+Shares are numbers as they are written: 0.1 is a tenth. Everything here is counted in whole numbers,
+so no rounding of the machine decides who gets a prompt.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Turn:
     reward: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     observation: str = ""
-    """The environment's words, without what the chat template puts around them; shown to the policy where a turn follows."""
+    """The environment's words, without what the chat template puts around them; shown to the policy
+    where a turn follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,8 @@ class Prompt:
     text: str
     """What the tokens say, for logs and for reward functions."""
     question: str = ""
-    """The task's own words, without template, system prompt or prefix: what a model that judges is shown. Empty where the
-    task gave none; ``text`` stands for it then."""
+    """The task's own words, without template, system prompt or prefix: what a model that judges is
+    shown. Empty where the task gave none; ``text`` stands for it then."""
     answer: str | None = None
     """Reference answer, if the task has one."""
     task: str = ""
@@ -120,27 +121,29 @@ class Response:
     text: str
     finish_reason: FinishReason
     kept_kv: bool = False
-    """Weights changed while the response was being written and its KV cache was kept: later tokens were sampled over keys
-    and values of earlier weights, which no forward pass of one version repeats."""
+    """Weights changed while the response was being written and its KV cache was kept: later tokens
+    were sampled over keys and values of earlier weights, which no forward pass of one version
+    repeats."""
     sampled_by: str = ""
-    """Executor whose own, frozen model sampled it: its tokens have no age, and their ``policy_versions`` are 0. Empty: a version
-    of the policy did."""
+    """Executor whose own, frozen model sampled it: its tokens have no age, and their
+    ``policy_versions`` are 0. Empty: a version of the policy did."""
     outcome: Score | Failure | None = None
     """None until a reward executor has judged it."""
     verdict: Score | None = None
-    """What models that judge have made of it so far, weighted; the reward executor adds it to the task's reward and clears
-    it. None where none has."""
+    """What models that judge have made of it so far, weighted; the reward executor adds it to the
+    task's reward and clears it. None where none has."""
     turns: tuple[Turn, ...] = ()
     """Of an episode with an environment, in order; between them lie tokens that the policy did not write."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
-    """[R] log-prob of each token under the reference model, nats, at the sampling temperature; NaN on tokens that do not
-    train. None where no reference executor has seen it."""
+    """[R] log-prob of each token under the reference model, nats, at the sampling temperature; NaN
+    on tokens that do not train. None where no reference executor has seen it."""
     values: npt.NDArray[np.float32] | None = None
     """[R] the critic's estimate, before each token, of the return from there on; NaN on tokens that do not train. None
     where no critic has seen it."""
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
-    """[R, sparse layers, k] the experts that computed each token when it was first put in: the token behind it was sampled so. 0
-    for what was never put in, as the last token. Of a sparse model under ``trainer.router = "replay"``, else None."""
+    """[R, sparse layers, k] the experts that computed each token when it was first put in: the
+    token behind it was sampled so. 0 for what was never put in, as the last token. Of a sparse
+    model under ``trainer.router = "replay"``, else None."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.behavior_logprobs), len(self.policy_versions), len(self.loss_mask)}
@@ -163,7 +166,8 @@ class Group:
     prompt: Prompt
     responses: tuple[Response, ...]
     prompt_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
-    """[P, sparse layers, k] of the prompt's tokens, where responses have ``routed_experts``: of the first member that has any."""
+    """[P, sparse layers, k] of the prompt's tokens, where responses have ``routed_experts``: of the
+    first member that has any."""
 
     @property
     def num_tokens(self) -> int:

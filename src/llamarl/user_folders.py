@@ -10,7 +10,8 @@ __all__ = ["cache_folder", "temporary_folder"]
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/llamarl``, else ``~/.cache/llamarl``; of a user without a home the folder beside the system's temporary files."""
+    """``$XDG_CACHE_HOME/llamarl``, else ``~/.cache/llamarl``; of a user without a home the folder
+    beside the system's temporary files."""
     if cache := os.environ.get("XDG_CACHE_HOME"):
         return Path(cache) / "llamarl"
     home = os.path.expanduser("~")

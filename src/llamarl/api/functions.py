@@ -2,10 +2,10 @@
 
     def reward(prompt, response, answer): ...      ─▶  llamarl_functions/reward_3f2a9c01.py:reward
 
-Reward workers and executors are processes of their own, and a run that is resumed tomorrow needs the function still. So it
-is named by a file: the one where it is defined if that is a module, else a new one that holds its source with all that it
-uses of its notebook (functions, classes, imports, plain constants). The file's name says its content: the same function
-gives the same path.
+Reward workers and executors are processes of their own, and a run that is resumed tomorrow needs
+the function still. So it is named by a file: the one where it is defined if that is a module, else
+a new one that holds its source with all that it uses of its notebook (functions, classes, imports,
+plain constants). The file's name says its content: the same function gives the same path.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
     """What a recipe calls it; text is taken as it is.
 
     Raises:
-        ConfigError: It cannot stand alone: a lambda, a method, or one that uses an object of its notebook that cannot be
-            written down. The message names it.
+        ConfigError: It cannot stand alone: a lambda, a method, or one that uses an object of its
+            notebook that cannot be written down. The message names it.
     """
     if isinstance(function, str):
         return function

@@ -57,7 +57,8 @@ def open_policy(
         base: Base model of an adapter; None: the one that it names.
         recipe: In place of the run's own.
         words: ``--section.key VALUE``, as typed.
-        settings: Key -> the caller's name for it, by which its mistakes are told, and its value; None leaves it as it is.
+        settings: Key -> the caller's name for it, by which its mistakes are told, and its value;
+            None leaves it as it is.
         checks: As in ``config.validate``.
         section: That on whose device the engine will be.
 
@@ -165,9 +166,11 @@ class LLM:
         Args:
             prompts: Text, or lists of messages ``{"role": ..., "content": ...}``; one text is a list of one.
             samples: Responses a prompt.
-            chat_template: Whether text goes through the tokenizer's chat template, where it has one, as the user's message.
-            sampling: ``max_new_tokens``, ``temperature`` (0: greedy), ``top_k``, ``top_p``, ``min_p``, ``stop_strings``,
-                ``stop_token_ids``; what is not given is the run's, or a recipe's default.
+            chat_template: Whether text goes through the tokenizer's chat template, where it has
+                one, as the user's message.
+            sampling: ``max_new_tokens``, ``temperature`` (0: greedy), ``top_k``, ``top_p``,
+                ``min_p``, ``stop_strings``, ``stop_token_ids``; what is not given is the run's, or
+                a recipe's default.
 
         Returns:
             One a prompt and sample, in order.

@@ -24,8 +24,9 @@ _CONFIG_FILE = "config.toml"
 
 
 class Metrics(dict[str, list[float | None]]):
-    """Columns of ``metrics.jsonl``: key -> its value at each tick, None where a tick has none. ``pandas.DataFrame(metrics)``
-    makes a table of it; docs/metric_keys.md says what each key means."""
+    """Columns of ``metrics.jsonl``: key -> its value at each tick, None where a tick has none.
+    ``pandas.DataFrame(metrics)`` makes a table of it; docs/metric_keys.md says what each key
+    means."""
 
     def __init__(self, rows: Sequence[Mapping[str, float | None]]) -> None:
         self.rows = list(rows)
@@ -90,8 +91,9 @@ class Run:
     def rollouts(self, tick: int | None = None) -> list[Rollout] | Iterator[Rollout]:
         """Every sample of a tick, in order: prompt, response with its tokens and log-probs, reward, advantage.
 
-        An advantage is worked out from the rewards of its tick by the run's own estimator; it is None where a response has no
-        reward, and where rewards alone do not tell it (a critic, KL in the reward, a function of your own).
+        An advantage is worked out from the rewards of its tick by the run's own estimator; it is
+        None where a response has no reward, and where rewards alone do not tell it (a critic, KL in
+        the reward, a function of your own).
 
         Args:
             tick: None: those of all ticks, read one tick after the other as they are asked for.
@@ -109,7 +111,8 @@ class Run:
         return chain.from_iterable(with_advantages(list(read_rollouts(self.dir, one)), config) for one in ticks)
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[Completion]:
-        """Responses of its final policy, with its own engine, precision and sampling; see :meth:`llamarl.LLM.generate`."""
+        """Responses of its final policy, with its own engine, precision and sampling; see
+        :meth:`llamarl.LLM.generate`."""
         return self.llm.generate(prompts, **sampling)
 
     @cached_property

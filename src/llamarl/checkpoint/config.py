@@ -17,8 +17,9 @@ class CheckpointConfig:
     """Checkpoints of the whole job, in ``RUN/checkpoints``."""
 
     every_minutes: Annotated[NonNegativeFloat, NO_BITS] = 10.0
-    """Minutes from one checkpoint to the next, by the clock, while the job is up; 0 takes none by the clock. A killed run
-    repeats at most what it did in them, and while the last one was still being written. When a state is saved changes no bit."""
+    """Minutes from one checkpoint to the next, by the clock, while the job is up; 0 takes none by
+    the clock. A killed run repeats at most what it did in them, and while the last one was still
+    being written. When a state is saved changes no bit."""
 
     every: Annotated[NonNegativeInt, NO_BITS] = 0
     """Trainer ticks from one checkpoint to the next, besides those by the clock; 0 takes none by count."""
@@ -27,20 +28,20 @@ class CheckpointConfig:
     """Newest checkpoints kept, 0 for all; older ones are removed once a newer one is proved."""
 
     max_failed: Annotated[NonNegativeInt, NO_BITS] = 3
-    """Checkpoints that may fail one after the other because the disk is full, slow, read-only or gone; each is told of, and the
-    run goes on to the next one that is due. One more ends it, since what it has done since the last good one is at stake.
-    0: the first ends it."""
+    """Checkpoints that may fail one after the other because the disk is full, slow, read-only or
+    gone; each is told of, and the run goes on to the next one that is due. One more ends it, since
+    what it has done since the last good one is at stake. 0: the first ends it."""
 
     at_end: Annotated[bool, NO_BITS] = True
     """Also take one after the last tick, so that the run can be prolonged."""
 
     reshard: Annotated[bool, NO_BITS] = False
-    """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp`` or ``threads`` than its checkpoint: to rounding, no longer bit
-    for bit."""
+    """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp`` or ``threads`` than its
+    checkpoint: to rounding, no longer bit for bit."""
 
     other_platform: Annotated[bool, NO_BITS] = False
-    """Let a run go on where library versions or the kind of processor differ from its checkpoint's: to rounding, no longer
-    bit for bit."""
+    """Let a run go on where library versions or the kind of processor differ from its checkpoint's:
+    to rounding, no longer bit for bit."""
 
     def is_due(self, tick: int, num_ticks: int) -> bool:
         """Whether the state after ``tick`` (from 0) is saved in a run of ``num_ticks`` ticks, whatever the clock says.

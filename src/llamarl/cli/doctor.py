@@ -1,12 +1,13 @@
-"""``llamarl doctor``: what works on this machine, how far a generator is from the trainer, whether an environment repeats.
+"""``llamarl doctor``: what works on this machine, how far a generator is from the trainer, whether
+an environment repeats.
 
     doctor              one line for each thing that a run needs
     doctor MODEL        sample ──▶ score as the trainer does ──▶ verdict (executors/mismatch.py)
     doctor --env NAME   first process: replies made up or from a file ──▶ record of what was said, replied and answered
                         second process: another episode, then the record's replies ──▶ record; equal bytes?
 
-Both processes of the last are started as a run's workers are, with a fixed hash seed and few variables; as a program this
-file is one of them.
+Both processes of the last are started as a run's workers are, with a fixed hash seed and few
+variables; as a program this file is one of them.
 """
 
 from __future__ import annotations
@@ -534,7 +535,8 @@ def record_twice(
 
 
 def first_difference(first: Sequence[Episode], second: Sequence[Episode]) -> tuple[int, int, str, str] | None:
-    """(episode from 1, reply from 1 or 0 for the beginning, both entries) where two records first differ; None: nowhere."""
+    """(episode from 1, reply from 1 or 0 for the beginning, both entries) where two records first
+    differ; None: nowhere."""
     for episode, (one, other) in enumerate(zip(first, second, strict=True), 1):
         for place in range(max(len(one), len(other))):
             entries = [record[place] if place < len(record) else "(over)" for record in (one, other)]
@@ -573,7 +575,8 @@ def _text_of(seen: Observation | Step) -> str:
 
 
 def random_reply(rng: random.Random, said: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Make a reply of what an environment said: a call of its tools, an offered ``[action]``, its words, or a number."""
+    """Make a reply of what an environment said: a call of its tools, an offered ``[action]``, its
+    words, or a number."""
     words = re.findall(r"[A-Za-z]{2,}|\d+", said) or ["yes"]
     if tools and rng.random() < 0.8:
         function = rng.choice(list(tools))["function"]

@@ -152,7 +152,8 @@ def _line(group: Any, response: Any) -> dict[str, Any]:
 
 
 def _compute_as_in_a_run(threads: int) -> None:
-    """Take the kernels and the thread count with which a run's executor computed, so that the same weights give the same bits.
+    """Take the kernels and the thread count with which a run's executor computed, so that the same
+    weights give the same bits.
 
     Args:
         threads: As the run recorded it; 0: as many as torch takes.

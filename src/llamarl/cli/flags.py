@@ -21,8 +21,9 @@ def refuse_flags(mistakes: Sequence[Mistake | str]) -> None:
 
 
 class OutputFile:
-    """A text file that a flag names: opened before the work that fills it, so that a wrong path costs nothing. What it held
-    before stays until the first line is written, or the work has ended well.
+    """A text file that a flag names: opened before the work that fills it, so that a wrong path
+    costs nothing. What it held before stays until the first line is written, or the work has ended
+    well.
 
     Raises:
         ConfigError: It cannot be opened.

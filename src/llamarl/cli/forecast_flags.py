@@ -1,4 +1,5 @@
-"""What ``llamarl plan`` and ``llamarl simulate`` both ask: the flags of the job and of the devices, and what they mean."""
+"""What ``llamarl plan`` and ``llamarl simulate`` both ask: the flags of the job and of the devices,
+and what they mean."""
 
 from __future__ import annotations
 

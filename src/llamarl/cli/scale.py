@@ -36,7 +36,8 @@ def add_parser(verbs: Any, full: bool = True) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and wait for the answer. Raises ConfigError for what is refused, and where nobody carries the run out (any more)."""
+    """Ask, and wait for the answer. Raises ConfigError for what is refused, and where nobody
+    carries the run out (any more)."""
     from llamarl.api.run import Run
     from llamarl.controller.run_folder import who_holds
     from llamarl.controller.scaling import (

@@ -2,8 +2,8 @@
 
     Marking (pure: who may fire) ◀──▶ loop ◀──▶ Runtime (where executors live) ; observers hear every report
 
-No payload passes through here: an order and a report carry handles, a few hundred bytes each. (Over hosts the runtime holds copies
-of what a tick makes: ``runtime/copy_to_controller.py``.)
+No payload passes through here: an order and a report carry handles, a few hundred bytes each. (Over
+hosts the runtime holds copies of what a tick makes: ``runtime/copy_to_controller.py``.)
 
 The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits for anything else:
 
@@ -92,7 +92,8 @@ class Checkpoints(SavedTicks, Protocol):
         ...
 
     def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
-        """Every executor's state after ``tick`` is written: rank's name -> its files of it, for all ranks that told of any."""
+        """Every executor's state after ``tick`` is written: rank's name -> its files of it, for all
+        ranks that told of any."""
         ...
 
     def on_unsaved(self, tick: int, why: str) -> None:
@@ -132,7 +133,8 @@ def run_graph(
         needs: Where decisions are known beforehand (a replay): see ``Marking``.
         journal: Gets each report that counts.
         replacing: Brings executors up again whose processes died, where the runtime can; None: a death ends the run.
-        stragglers: Says which ticks take too long, where there is ``replacing``; whoever is at one is ended and does it again.
+        stragglers: Says which ticks take too long, where there is ``replacing``; whoever is at one
+            is ended and does it again.
         scaling: Asked before orders are given, where there is ``replacing``.
 
     Raises:
@@ -237,7 +239,8 @@ def run_graph(
 
 
 def _tell_sinks(graph: Graph, runtime: Runtime, marking: Marking, report: Report) -> None:
-    """Those at work hear of new tokens that they may take now or fetch ahead; the others find them in their next order."""
+    """Those at work hear of new tokens that they may take now or fetch ahead; the others find them
+    in their next order."""
     for channel in graph.outputs[report.executor]:
         tells = (channel.latest or channel.fetched_ahead) and channel.name in report.outputs
         if tells and channel.sink in marking.busy:
@@ -263,8 +266,8 @@ class _Saves:
         self._writing.setdefault(report.tick, set()).add(report.executor)
 
     def again(self, executor: str, first_tick: int) -> None:
-        """An executor repeats its ticks from this one on: of those that are not saved yet it writes its state anew. One that it was still
-        to write of an earlier tick is lost."""
+        """An executor repeats its ticks from this one on: of those that are not saved yet it writes
+        its state anew. One that it was still to write of an earlier tick is lost."""
         for tick in self._missing:
             if tick < first_tick and executor in self._writing[tick]:
                 self._writing[tick].discard(executor)
@@ -280,8 +283,8 @@ class _Saves:
         return next(iter(self._unsaved.pop(tick, {}).values()), "")
 
     def complete(self, report: Report) -> dict[int, dict[str, Sequence[FileRecord]]]:
-        """Ticks of which, with this report, every executor's state is written, or could not be, each once, oldest first -> rank's name -> its
-        files, as far as ranks have told of them."""
+        """Ticks of which, with this report, every executor's state is written, or could not be,
+        each once, oldest first -> rank's name -> its files, as far as ranks have told of them."""
         for tick, ranks in report.saved.items():
             named = {writer_name(report.executor, rank): files for rank, files in ranks.items()}
             self._written.setdefault(tick, {}).setdefault(report.executor, {}).update(named)
@@ -300,8 +303,9 @@ class _Saves:
 
 
 def _next_cut(marking: Marking) -> int:
-    """The next tick after which all states can be saved, although nobody was told before: no executor has begun it, and the
-    tokens that lie on the delayed edges of that cut are all made after their sources are told, so these can keep them."""
+    """The next tick after which all states can be saved, although nobody was told before: no
+    executor has begun it, and the tokens that lie on the delayed edges of that cut are all made
+    after their sources are told, so these can keep them."""
     unfired = {name: done + (name in marking.busy) for name, done in marking.done_ticks.items()}
     kept = [unfired[channel.source] + channel.delay - 1 for channel in marking.graph.channels if channel.delay]
     return max([*unfired.values(), *kept])

@@ -2,8 +2,9 @@
 
 RUN/models.json   key of the recipe -> {"path": folder, "xxh3_128": of the files that are read}
 
-A folder's name says nothing about what lies in it. The policy's own states are in checkpoints; a reference, a reward model or a
-judge has none there, so another one under the same path would go unnoticed and change every bit after it.
+A folder's name says nothing about what lies in it. The policy's own states are in checkpoints; a
+reference, a reward model or a judge has none there, so another one under the same path would go
+unnoticed and change every bit after it.
 """
 
 from __future__ import annotations

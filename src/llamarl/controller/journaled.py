@@ -1,10 +1,12 @@
-"""What of a run's journal a resume can go on from: the ticks that had counted since the checkpoint when the controller died.
+"""What of a run's journal a resume can go on from: the ticks that had counted since the checkpoint
+when the controller died.
 
 RUN/journal ─▶ read_journal ─▶ up to the next tick that is saved ─▶ does this job do that? ─▶ reports in new memory ─▶ execute
 
-Everybody who told of their state after each tick stands where they were; trainer and critic begin with the checkpoint and repeat their
-ticks, as they do when they die alone (docs/survival.md). Ticks from the next one on whose state is saved are left out: each
-executor saves its state when it does that tick.
+Everybody who told of their state after each tick stands where they were; trainer and critic begin
+with the checkpoint and repeat their ticks, as they do when they die alone (docs/survival.md). Ticks
+from the next one on whose state is saved are left out: each executor saves its state when it does
+that tick.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ def _reports(
     """Tokens that somebody will read yet, and each executor's last state.
 
     Raises:
-        ValueError: A token holds no plain values, or they are more than ``max_pieces``, each of which is a file that is open twice.
+        ValueError: A token holds no plain values, or they are more than ``max_pieces``, each of
+            which is a file that is open twice.
     """
     last = {record.executor: record for record in records}
     reports = []

@@ -34,8 +34,9 @@ class Marking:
 
     Args:
         initial_tokens: Channel -> source tick -> handles, for the ``delay`` ticks before ``first_tick``.
-        needs: For a ``latest`` channel and its sink's tick, the source tick that must lie on the edge before the sink may
-            fire: that of the newest token that it will take. None: tick - delay, and whatever else is there.
+        needs: For a ``latest`` channel and its sink's tick, the source tick that must lie on the
+            edge before the sink may fire: that of the newest token that it will take. None: tick -
+            delay, and whatever else is there.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Marking:
         return firings
 
     def refire(self, executor: str) -> Firing | None:
-        """The firing of an executor that is at work, to be done again from its beginning, with the tokens that lie on its edges
-        now: those of its tick have not moved, and later ones may have come. None if it is not at work."""
+        """The firing of an executor that is at work, to be done again from its beginning, with the
+        tokens that lie on its edges now: those of its tick have not moved, and later ones may have
+        come. None if it is not at work."""
         if executor in self._busy:
             self._busy[executor] = self._firing(executor)
         return self._busy.get(executor)
@@ -123,8 +125,9 @@ class Marking:
         self.done_ticks[executor] = tick + 1
 
     def go_on(self, reports: Iterable[tuple[str, int, Mapping[str, tuple[Handle, ...]]]]) -> None:
-        """Move to where the job was when these, (executor, tick, outputs), had counted, in this order, and nobody was at work.
-        Versions of the weights are not among the outputs: those that still lie on an edge are withdrawn.
+        """Move to where the job was when these, (executor, tick, outputs), had counted, in this
+        order, and nobody was at work. Versions of the weights are not among the outputs: those that
+        still lie on an edge are withdrawn.
 
         Raises:
             ValueError: They are not what this job would have done.
@@ -143,11 +146,12 @@ class Marking:
                 self.withdraw(name, tick)
 
     def withdraw(self, channel: str, tick: int) -> str:
-        """Take a token off its edge: it went with its process before it was whole, and is made again. Until then whoever needs it
-        waits, as for any token that is not there.
+        """Take a token off its edge: it went with its process before it was whole, and is made
+        again. Until then whoever needs it waits, as for any token that is not there.
 
         Returns:
-            The sink, if it is at work with the token or may be: it must be brought up again, as if it had not been fired. Else "".
+            The sink, if it is at work with the token or may be: it must be brought up again, as if
+            it had not been fired. Else "".
         """
         del self._tokens[channel][tick]
         self._withdrawn.add((channel, tick))

@@ -1,5 +1,5 @@
-"""Models and data sets that a recipe names by their ids on the Hugging Face Hub: what a run writes down of them, and where
-they lie.
+"""Models and data sets that a recipe names by their ids on the Hugging Face Hub: what a run writes
+down of them, and where they lie.
 
     model.path = "org/name" ─pinned─▶ "org/name@COMMIT"   config.toml and checkpoints: what a resume begins with
                                          └─local─▶ ".../snapshots/COMMIT"    what executors are given
@@ -29,8 +29,8 @@ __all__ = ["fetch_weights", "local", "pinned"]
 
 
 def pinned(config: RunConfig) -> RunConfig:
-    """``config`` with the commit of each model and data set of the Hub, and with the data that a task of this package stands
-    for; without weights yet.
+    """``config`` with the commit of each model and data set of the Hub, and with the data that a
+    task of this package stands for; without weights yet.
 
     Raises:
         ModelError, DataError: As ``models.folders.resolve_model_path`` and ``environments.items.local_data``.

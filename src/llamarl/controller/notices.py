@@ -1,5 +1,5 @@
-"""What a user is told before and after: what checkpoints will take, what is saved, what is done again, how to go on, and which
-generator replicas are of which kind."""
+"""What a user is told before and after: what checkpoints will take, what is saved, what is done
+again, how to go on, and which generator replicas are of which kind."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def resume_command(run_dir: Path) -> str:
 
 
 def reached_policy(run_dir: Path) -> str:
-    """What a new run sets to begin with the policy of a run that has a checkpoint. Only its last tick writes ``RUN/model``."""
+    """What a new run sets to begin with the policy of a run that has a checkpoint. Only its last
+    tick writes ``RUN/model``."""
     if (run_dir / "model" / "config.json").is_file():
         return f"model.path = {run_dir / 'model'}"
     return f"model.path = DIR (first: {shlex.join(['llamarl', 'export', str(run_dir), '--out', 'DIR'])})"

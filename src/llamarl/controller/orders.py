@@ -55,9 +55,10 @@ class Orders:
             self._send(firing.executor, firing.tick, firing.inputs, firing.later)
 
     def again(self, executor: str, first_tick: int) -> None:
-        """An executor was brought up again with the state before ``first_tick``: it repeats the ticks from there that have
-        counted, then does the one that was out, if there was one. Before that it makes those tokens again which lay on edges when
-        that state was saved, and were lost."""
+        """An executor was brought up again with the state before ``first_tick``: it repeats the
+        ticks from there that have counted, then does the one that was out, if there was one. Before
+        that it makes those tokens again which lay on edges when that state was saved, and were
+        lost."""
         lost = (tick for _, tick in self._marking.withdrawn(executor))
         self._begins[executor] = first_tick
         self._repeat[executor] = min([first_tick, *lost])

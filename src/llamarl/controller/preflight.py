@@ -203,7 +203,8 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
     """Refuse what the generator's engine cannot do here. Loads no model.
 
     Args:
-        sections: Those on whose ``device`` the engine will be; None: the generator's, and the evaluation's if there is one.
+        sections: Those on whose ``device`` the engine will be; None: the generator's, and the
+            evaluation's if there is one.
 
     Raises:
         ConfigError: The engine is not installed, or cannot quantize so on the generator's or the evaluator's device.
@@ -245,7 +246,8 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
 
 
 def _check_padding(config: RunConfig, key: str, device: str) -> None:
-    """Refuse decode steps of fixed shapes where the ranks of an engine cannot have them; the model's own reasons come when it is built.
+    """Refuse decode steps of fixed shapes where the ranks of an engine cannot have them; the
+    model's own reasons come when it is built.
 
     Args:
         key: Of the engine's device.
@@ -375,11 +377,12 @@ def _first_prompts(config: RunConfig, stream: PromptStream | MixedStream) -> lis
 
 
 def check_reward(config: RunConfig) -> None:
-    """Make the judge once, in a worker process that may hang or die of it: import the user's reward function, try the box that
-    programs run in. Else prove the references.
+    """Make the judge once, in a worker process that may hang or die of it: import the user's reward
+    function, try the box that programs run in. Else prove the references.
 
     Raises:
-        DataError: It cannot be imported, or there is no such function or box; or an answer that the math judge cannot read.
+        DataError: It cannot be imported, or there is no such function or box; or an answer that the
+            math judge cannot read.
         ExecutorFailed, DeadlineExceeded: The worker died of it, or did not come back in time.
     """
     tasks = list(config.task.tasks.values()) or [config.task]
@@ -435,7 +438,8 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
 
 
 def find_without_effect(config: RunConfig) -> Iterator[Mistake]:
-    """What a recipe sets and its job would never look at. For ``load_config`` of a new run: one that began with it goes on."""
+    """What a recipe sets and its job would never look at. For ``load_config`` of a new run: one
+    that began with it goes on."""
     yield from idle_size_mistakes(config)
 
 
@@ -443,7 +447,8 @@ def check_lora(config: RunConfig) -> None:
     """Refuse adapters that cannot be made. Looks at no weights.
 
     Raises:
-        ConfigError: ``peft`` is not installed, or the model has no layers of the names that shall get one; it says which it has.
+        ConfigError: ``peft`` is not installed, or the model has no layers of the names that shall
+            get one; it says which it has.
     """
     if not config.lora.rank:
         return

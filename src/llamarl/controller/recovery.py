@@ -1,18 +1,22 @@
-"""What to do when processes die: which executors are brought up again, from which state, and which tick they do again. Pure.
+"""What to do when processes die: which executors are brought up again, from which state, and which
+tick they do again. Pure.
 
     deaths ─▶ Recovery.decide(marking, deaths) ─▶ Redo: executor, incarnation, state after tick k - 1, order of tick k
                                                └▶ text: why the run ends instead
 
-A tick that has *counted* never counts again: a report counts when it is of the executor's present incarnation and what it names
-(its tokens, the state after it) is held outside of the process that made it. Whatever else a dead process did is as if it had not
-been: its tick is in ``marking.busy`` still, its input tokens lie on their edges, and the state before it is held. So the answer to
-any set of deaths is the same for each executor that lost a process, in whatever moment it did: bring it up anew, whole, with the
-state after the last tick that counted, and give it the order that was out, if one was.
+A tick that has *counted* never counts again: a report counts when it is of the executor's present
+incarnation and what it names (its tokens, the state after it) is held outside of the process that
+made it. Whatever else a dead process did is as if it had not been: its tick is in ``marking.busy``
+still, its input tokens lie on their edges, and the state before it is held. So the answer to any
+set of deaths is the same for each executor that lost a process, in whatever moment it did: bring it
+up anew, whole, with the state after the last tick that counted, and give it the order that was out,
+if one was.
 
-Where the state is in checkpoints alone (trainer, critic), that state is made again first: the executor begins with the last
-checkpoint and repeats the ticks since then, from what it read then, which is held. Nobody hears of what these make; the marking does
-not move. docs/survival.md proves that all this ends in the same marking and the same bits; tests explore every interleaving of
-deaths with it.
+Where the state is in checkpoints alone (trainer, critic), that state is made again first: the
+executor begins with the last checkpoint and repeats the ticks since then, from what it read then,
+which is held. Nobody hears of what these make; the marking does not move. docs/survival.md proves
+that all this ends in the same marking and the same bits; tests explore every interleaving of deaths
+with it.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ __all__ = ["MAX_CRASHES", "MAX_KILLS", "Recovery", "Redo"]
 
 MAX_CRASHES = 2
 MAX_KILLS = 3
-"""The same death at the same tick ends the run when it comes so often: of its own accord, or by a signal from outside."""
+"""The same death at the same tick ends the run when it comes so often: of its own accord, or by a
+signal from outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +126,16 @@ class Recovery:
 
         Args:
             marking: As it is, with the ticks of the dead as busy as they were.
-            replaceable: Executors of which all that others may still read of them is held outside of their processes -> first
-                tick that they can begin with: their next one where the state before it is held, else the one after their
-                last checkpoint, where what they have read since is held.
+            replaceable: Executors of which all that others may still read of them is held outside
+                of their processes -> first tick that they can begin with: their next one where the
+                state before it is held, else the one after their last checkpoint, where what they
+                have read since is held.
             now_s: On any clock that goes on.
 
         Returns:
-            One ``Redo`` for each executor that has lost a process of its present incarnation and is still needed, in the graph's
-            order; or why the run ends, in words. Then nothing is remembered.
+            One ``Redo`` for each executor that has lost a process of its present incarnation and is
+            still needed, in the graph's order; or why the run ends, in words. Then nothing is
+            remembered.
         """
         fresh = {death.executor: death for death in reversed(deaths) if self._is_of_now(death)}  # the first of each
         lost = [
@@ -141,8 +148,9 @@ class Recovery:
         return tuple(self._redo(marking, death, replaceable[death.executor]) for death in lost)
 
     def follow(self, marking: Marking, executor: str, cause: Death, *, replaceable: Mapping[str, int]) -> Redo | str:
-        """What to do with an executor that was reading a token which went with another one's process: it lives, and is brought up
-        again all the same, as what it reads will never be whole. No attempt of its own.
+        """What to do with an executor that was reading a token which went with another one's
+        process: it lives, and is brought up again all the same, as what it reads will never be
+        whole. No attempt of its own.
 
         Returns:
             What to do, or why the run ends, in words.
@@ -201,8 +209,9 @@ class Recovery:
         return sum(now_s - attempt.at_s <= self._window_s for attempt in self._attempts)
 
     def _repeats(self, attempt: _Attempt) -> bool:
-        """Whether it would come again. A crash of its own accord, once repeated, will be. A signal from outside may meet the same
-        tick twice by chance; but the kernel, too, sends one, where memory runs out, and would do so each time."""
+        """Whether it would come again. A crash of its own accord, once repeated, will be. A signal
+        from outside may meet the same tick twice by chance; but the kernel, too, sends one, where
+        memory runs out, and would do so each time."""
         earlier = sum(_same(attempt, one) for one in self._attempts)
         return earlier >= (MAX_KILLS if attempt.death.from_outside else MAX_CRASHES) - 1
 

@@ -1,4 +1,5 @@
-"""Between the controller's loop, the rule and the runtime: executors that have died are brought up again, and it is told.
+"""Between the controller's loop, the rule and the runtime: executors that have died are brought up
+again, and it is told.
 
 deaths ─▶ runtime.stop ─▶ tokens that were not whole leave the marking ─▶ Recovery.decide ─┬▶ Redo: runtime.replace ─▶ Orders.again
                           └▶ who reads them: Recovery.follow ──────────────────────────────┴▶ why not: the error, with the reason
@@ -31,7 +32,8 @@ class Replacing:
         self._recovery = recovery
         self._tell = tell
         self._lost: dict[str, tuple[float, float]] = {}
-        """Executor whose next report tells of it -> when its lost work began, and when it died; on ``time.monotonic``."""
+        """Executor whose next report tells of it -> when its lost work began, and when it died; on
+        ``time.monotonic``."""
         self._moved: dict[str, float] = {}
         """Executor that was given other ranks, and whose next report tells of it -> when; on ``time.monotonic``."""
 

@@ -64,20 +64,22 @@ class FarFiles(Protocol):
     """What ranks write on hosts that do not share the run's folder. All calls come from one thread."""
 
     def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
-        """Bring files into the run's folder, on its disk when this returns; those of ranks that share it are left alone. A
-        checkpoint's folder is removed there.
+        """Bring files into the run's folder, on its disk when this returns; those of ranks that
+        share it are left alone. A checkpoint's folder is removed there.
 
         Args:
             written: Rank's name -> its files.
             below: The folder that the records' paths are relative to, as the controller names it.
 
         Raises:
-            CheckpointError: A file is not there, is not as it was written, or the disk here is full; names file and host.
+            CheckpointError: A file is not there, is not as it was written, or the disk here is
+                full; names file and host.
         """
         ...
 
     def sweep(self) -> None:
-        """Bring whatever else lies in the run's folder on those hosts, but checkpoints, and is not here yet or has grown.
+        """Bring whatever else lies in the run's folder on those hosts, but checkpoints, and is not
+        here yet or has grown.
 
         Raises:
             CheckpointError: As ``fetch``.
@@ -168,7 +170,8 @@ class RunCheckpoints:
         """Prove the files that a tick has written into the run's folder.
 
         Raises:
-            CheckpointError: One of an earlier report is not there as it was written, or too many checkpoints have failed.
+            CheckpointError: One of an earlier report is not there as it was written, or too many
+                checkpoints have failed.
         """
         self._look(wait=False)
         if report.files:

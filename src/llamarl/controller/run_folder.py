@@ -64,7 +64,8 @@ def refuse_a_run(run_dir: Path) -> None:
 
 
 def who_holds(run_dir: Path) -> str | None:
-    """The process that writes into a run's folder now, as far as can be told; empty: nobody does, None: nothing can tell."""
+    """The process that writes into a run's folder now, as far as can be told; empty: nobody does,
+    None: nothing can tell."""
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -81,9 +82,9 @@ def who_holds(run_dir: Path) -> str | None:
 
 
 def refuse_if_held(run_dir: Path) -> None:
-    """Say at once what :func:`held` would find, before work that may turn out to be for nothing. Where the process that holds the
-    folder is not seen here (it has died, and what is left of it is about to; or it is on another machine), that is told, and
-    :func:`held` decides.
+    """Say at once what :func:`held` would find, before work that may turn out to be for nothing.
+    Where the process that holds the folder is not seen here (it has died, and what is left of it is
+    about to; or it is on another machine), that is told, and :func:`held` decides.
 
     Raises:
         ConfigError: Another process of this machine writes into ``run_dir``.
@@ -126,7 +127,8 @@ class RunFolder:
             self.begin()
 
     def lost(self) -> str:
-        """If the folder was moved, removed or started over: what happened, what is left where, and how to go on from it."""
+        """If the folder was moved, removed or started over: what happened, what is left where, and
+        how to go on from it."""
         change = self.identity.change()
         if not change:
             return ""
@@ -165,8 +167,8 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
     """Be the only process that writes into ``run_dir``.
 
     Raises:
-        ConfigError: Another process is, or the lock is not a plain file of this folder, or what a run exports at its end could
-            not take its place here.
+        ConfigError: Another process is, or the lock is not a plain file of this folder, or what a
+            run exports at its end could not take its place here.
     """
     for export in (run_dir / name for name in _EXPORTS):
         if export.is_symlink() or (export.exists() and not export.is_dir()):

@@ -33,7 +33,8 @@ RESHARDABLE = frozenset(
 _AUTOMATIC: Mapping[str, Any] = {
     "threads": 0, "device": "auto", "decay_ticks": 0, "dtype": "auto", "targets": [],
 }  # fmt: skip
-"""Last part of a key -> the value by which a recipe leaves it to the run's start; its config.toml then says what came of it."""
+"""Last part of a key -> the value by which a recipe leaves it to the run's start; its config.toml
+then says what came of it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Difference:
 def settings_on_top(begun: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The run's own configuration with what the user set put on top.
 
-    A value that leaves a choice to the start of a run (``threads = 0``) keeps what was chosen then; ``run.dir`` is not taken.
+    A value that leaves a choice to the start of a run (``threads = 0``) keeps what was chosen then;
+    ``run.dir`` is not taken.
 
     Args:
         begun: As ``config.toml`` holds it, nested.
@@ -73,7 +75,8 @@ def settings_on_top(begun: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 
 
 def _was_then(named: str, pinned: str) -> bool:
-    """Whether ``pinned`` is the commit that a repository of the Hub had when the run began, and ``named`` leaves it open."""
+    """Whether ``pinned`` is the commit that a repository of the Hub had when the run began, and
+    ``named`` leaves it open."""
     (repo, revision), (earlier, commit) = split_revision(named), split_revision(pinned)
     return repo == earlier and is_commit(commit) and not is_commit(revision)
 
@@ -83,8 +86,9 @@ def _are_tables(value: Any) -> bool:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """Keys that change bits and differ between two nested configurations. A key that ``saved`` lacks had its default. Replicas of a
-    generator whose shards are counted change none, nor do other words for the same unlike replicas."""
+    """Keys that change bits and differ between two nested configurations. A key that ``saved``
+    lacks had its default. Replicas of a generator whose shards are counted change none, nor do
+    other words for the same unlike replicas."""
     found = []
     for key, effect in key_effects().items():
         had, asked = _value(saved, key), _value(current, key)
@@ -99,7 +103,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Di
 
 
 def _of_replicas(had: GeneratorConfig, asked: GeneratorConfig) -> list[Difference]:
-    """What differs of replicas where some are unlike: how many there are, with how many ranks and which share, is in the states."""
+    """What differs of replicas where some are unlike: how many there are, with how many ranks and
+    which share, is in the states."""
     states = [[[*each] for each in zip(g.replica_ranks, _ratios(g.shares), strict=True)] for g in (had, asked)]
     if states[0] != states[1]:
         return [Difference(_UNLIKE, _tables(had), _tables(asked), Effect.IN_STATE)]
@@ -153,7 +158,8 @@ def explain(found: Sequence[Difference], platform: Sequence[str], run_dir: Path,
     Args:
         platform: Differences of library versions and processor, one line each.
         made: The checkpoint, or the run if it has none.
-        policy: Setting by which a new run begins with the policy of the checkpoint (``reached_policy``); empty: there is none.
+        policy: Setting by which a new run begins with the policy of the checkpoint
+            (``reached_policy``); empty: there is none.
     """
     lines = [f"--resume: {made} was made otherwise, so the run would not go on bit for bit:"]
     lines += [f"  - {line}" for line in (*map(str, found), *platform)]

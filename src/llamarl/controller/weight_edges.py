@@ -1,7 +1,7 @@
 """The weights edges of a job before it runs: which transport each takes, and what it will hold in memory.
 
-Both follow from where the ranks are and from the graph alone, so they are said in ``--dry-run`` and at the start of a run,
-before anything is allocated.
+Both follow from where the ranks are and from the graph alone, so they are said in ``--dry-run`` and
+at the start of a run, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -
 def edge_copies_held(staleness: int, num_ticks: int, saves: Callable[[int], bool]) -> int:
     """Most earlier versions that a trainer rank copies to host memory at once, for checkpoints to hold them.
 
-    The checkpoint after tick c holds versions c + 1 - staleness .. c + 1, the last from the weights themselves: versions
-    ``v`` are copied if a checkpoint comes at one of the ticks v .. v + staleness - 1, and kept for ``staleness`` ticks.
+    The checkpoint after tick c holds versions c + 1 - staleness .. c + 1, the last from the weights
+    themselves: versions ``v`` are copied if a checkpoint comes at one of the ticks v .. v +
+    staleness - 1, and kept for ``staleness`` ticks.
 
     Args:
         saves: Whether a checkpoint is taken after a tick.

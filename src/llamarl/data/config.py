@@ -29,7 +29,8 @@ class DataConfig:
     """Wraps each question; must contain {question}. Other braces need no doubling."""
 
     response_prefix: str = ""
-    """Words put into the policy's mouth: they end the prompt, and the response goes on from them. So does each further turn."""
+    """Words put into the policy's mouth: they end the prompt, and the response goes on from them.
+    So does each further turn."""
 
     turn_template: Annotated[str, holding(lambda text: text.count("{text}") == 1, "must contain {text} once")] = (
         "\n{text}\n"

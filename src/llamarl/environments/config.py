@@ -68,12 +68,12 @@ class RewardPoolConfig:
         NO_BITS,
         holding(lambda mb: mb == 0 or mb >= _LEAST_MEMORY_MB, f"must be 0 (no limit) or >= {_LEAST_MEMORY_MB} MiB"),
     ] = 4096
-    """MiB of memory of its own that a worker may take, and each process that it starts (RLIMIT_DATA); a sample that wants
-    more is failed. 0 is no limit."""
+    """MiB of memory of its own that a worker may take, and each process that it starts
+    (RLIMIT_DATA); a sample that wants more is failed. 0 is no limit."""
 
     pass_env: ListOf[_Variable] = ()
-    """Environment variables that workers get besides the usual harmless ones, such as ["OPENAI_API_KEY"]; a name may hold
-    "*". See docs/environments.md."""
+    """Environment variables that workers get besides the usual harmless ones, such as
+    ["OPENAI_API_KEY"]; a name may hold "*". See docs/environments.md."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -100,18 +100,21 @@ class TaskConfig:
     """One task: where its questions come from and who judges the answers."""
 
     name: str = "steps"
-    """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your own), code (programs that unit
-    tests judge), gsm8k and countdown (ready made), episodes (no data: each prompt is another episode of the environment), demonstrations (rows to imitate, for algorithm.name = "sft"), or
-    the import path of a task of your own: package.module:Task or path/to/file.py:Task."""
+    """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your
+    own), code (programs that unit tests judge), gsm8k and countdown (ready made), episodes (no
+    data: each prompt is another episode of the environment), demonstrations (rows to imitate, for
+    algorithm.name = "sft"), or the import path of a task of your own: package.module:Task or
+    path/to/file.py:Task."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms), of code (docs/code.md), or of
-    your own task."""
+    """The task's own options: those of the reasoning_gym dataset, of steps (min_terms, max_terms),
+    of code (docs/code.md), or of your own task."""
 
     data: str = ""
-    """Training items, for math, gsm8k, function and code: a file of JSON lines (.jsonl), or with the package datasets a file of
-    parquet, arrow, CSV or JSON, a folder of them, or a data set of the Hugging Face Hub (org/name, or org/name@REVISION for a branch,
-    tag or commit). The run's config.toml says the commit that it was."""
+    """Training items, for math, gsm8k, function and code: a file of JSON lines (.jsonl), or with
+    the package datasets a file of parquet, arrow, CSV or JSON, a folder of them, or a data set of
+    the Hugging Face Hub (org/name, or org/name@REVISION for a branch, tag or commit). The run's
+    config.toml says the commit that it was."""
 
     subset: str = ""
     """Which of the several that a data set consists of, such as main; also called its configuration."""
@@ -132,27 +135,29 @@ class TaskConfig:
     """Wraps each question of a table at {question}, before data.question_template does; empty: as it is."""
 
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of distinct questions kept for evaluation only, chosen by a hash of the question, at least one of two or more;
-    procedural tasks too. 0: none."""
+    """Share of distinct questions kept for evaluation only, chosen by a hash of the question, at
+    least one of two or more; procedural tasks too. 0: none."""
 
     answer_from: Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"] = "auto"
     """Where in a response reasoning_gym tasks look for the answer; see docs/environments.md."""
 
     reward: _Function = ""
     """Import path of a function reward(prompt, response, answer) -> float that judges instead of the task:
-    package.module:function or path/to/file.py:function. answer is text, also where the data has a number. It may also take
-    metadata. Required for function."""
+    package.module:function or path/to/file.py:function. answer is text, also where the data has a
+    number. It may also take metadata. Required for function."""
 
     rewards: ListOf[RewardPart] = ()
-    """Several instead of reward, whose weighted sum judges: a table [[task.rewards]] each, with function, weight and name."""
+    """Several instead of reward, whose weighted sum judges: a table [[task.rewards]] each, with
+    function, weight and name."""
 
     reward_batch_size: NonNegativeInt = 0
     """0: reward judges one sample a call. n > 0: reward(prompts, responses, answers) -> list of floats judges up to n
     samples a call; groups stay whole where they fit."""
 
     environment: str = ""
-    """What answers the policy, so that an episode has several turns: the name of one that comes with llamarl, your own as
-    package.module:Class or path/to/file.py:Class, or KIND:WHAT (docs/games.md). Empty: the policy answers once."""
+    """What answers the policy, so that an episode has several turns: the name of one that comes
+    with llamarl, your own as package.module:Class or path/to/file.py:Class, or KIND:WHAT
+    (docs/games.md). Empty: the policy answers once."""
 
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""

@@ -1,11 +1,13 @@
-"""The two ways to ask a judge: on an engine of the executor's own, or behind a URL. Both give a verdict for each question.
+"""The two ways to ask a judge: on an engine of the executor's own, or behind a URL. Both give a
+verdict for each question.
 
 EngineJudge   all questions into one engine, in order; seeds from (run, prompt, sample): the same bits in every run
 ServerJudge   a thread a question, at most ``concurrency`` at a time; attempts with pauses between them; a deadline each
 
-A server speaks the protocol of OpenAI's ``/chat/completions``. The client is the standard library's, behind the proxies of
-the environment: ``huggingface_hub.InferenceClient`` limits the silence between two bytes, not a request, bounds no reply,
-and sends the user's hub token to whatever server it is pointed at.
+A server speaks the protocol of OpenAI's ``/chat/completions``. The client is the standard
+library's, behind the proxies of the environment: ``huggingface_hub.InferenceClient`` limits the
+silence between two bytes, not a request, bounds no reply, and sends the user's hub token to
+whatever server it is pointed at.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ class EngineJudge:
         """Verdicts in order. At a temperature above 0, words without a score are asked for again with another seed.
 
         Args:
-            until_s: Not looked at: a time limit of its own would make bits depend on the clock. The tick's deadline holds.
+            until_s: Not looked at: a time limit of its own would make bits depend on the clock. The
+                tick's deadline holds.
         """
         verdicts = self._round(questions, attempt=0)
         for attempt in range(1, self._config.attempts if self._config.temperature else 1):

@@ -48,10 +48,11 @@ class ExecutorSpec:
     threads: int = 1
     """CPU threads of each rank. Bits depend on it, so a run pins it."""
     fills_cores: bool = False
-    """Its threads wait neither for each other nor before others: with ``threads`` 0 a lone rank of it takes a thread a core of a small
-    machine, and uses what the others leave."""
+    """Its threads wait neither for each other nor before others: with ``threads`` 0 a lone rank of
+    it takes a thread a core of a small machine, and uses what the others leave."""
     device: str = "cpu"
-    """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``: placement chooses."""
+    """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``:
+    placement chooses."""
     process_group: str = ""
     """Backend of ``torch.distributed`` that each rank has joined before the factory is called: ``gloo``, ``nccl``,
     ``cpu:gloo,cuda:nccl``; empty for none. In processes of their own, RANK and
@@ -75,8 +76,8 @@ class ExecutorContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     """``[executors.NAME.options]`` of the recipe."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Models, data and code that lie elsewhere on this host: path here -> on the controller's machine, which is the one to write
-    down."""
+    """Models, data and code that lie elsewhere on this host: path here -> on the controller's
+    machine, which is the one to write down."""
     incarnation: int = 0
     """A number that no earlier processes of this executor had in this run; one of these may still be at work."""
 
@@ -88,23 +89,26 @@ class StepResult:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     """One payload a channel that leaves this executor, by channel name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metric key -> value. Ranks' values are reduced as docs/metric_keys.md says of the key, or of names that it does not know."""
+    """Metric key -> value. Ranks' values are reduced as docs/metric_keys.md says of the key, or of
+    names that it does not know."""
     share_metrics: tuple[Mapping[str, float], ...] = ()
-    """Where the work is cut into shares that do not depend on the number of ranks: the metrics of each of this rank's, in order.
-    Those of all ranks are reduced as if each share were a rank; ``metrics`` then holds what is the rank's own, such as times."""
+    """Where the work is cut into shares that do not depend on the number of ranks: the metrics of
+    each of this rank's, in order. Those of all ranks are reduced as if each share were a rank;
+    ``metrics`` then holds what is the rank's own, such as times."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """(label, start, end) on ``time.monotonic``, for the trace: what the step spent its time on."""
     stop: str = ""
     """Why the job should end soon, with a checkpoint; empty to go on. Rank 0's is kept."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Why samples have no reward: an example of each kind of cause -> samples that failed so, for the console. All ranks'
-    are kept."""
+    """Why samples have no reward: an example of each kind of cause -> samples that failed so, for
+    the console. All ranks' are kept."""
     events: tuple[Mapping[str, Any], ...] = ()
-    """What this firing decided that its inputs alone do not determine, as small plain JSON values, for the run's event log.
-    All ranks' are kept."""
+    """What this firing decided that its inputs alone do not determine, as small plain JSON values,
+    for the run's event log. All ranks' are kept."""
     files: tuple[Path, ...] = ()
-    """Files that this firing wrote into the run's folder and that the run's result depends on, each written once, whole, and
-    under its final name: they are flushed, proved, and brought to the controller's folder if this rank has another one."""
+    """Files that this firing wrote into the run's folder and that the run's result depends on, each
+    written once, whole, and under its final name: they are flushed, proved, and brought to the
+    controller's folder if this rank has another one."""
 
 
 class Feed(Protocol):
@@ -124,18 +128,20 @@ class KeepsTokens(Protocol):
     """An executor that saves, with its own state, the tokens that lie on a delayed edge which leaves it."""
 
     def expect_saves(self, ticks: Collection[int]) -> None:
-        """The states after ``ticks`` will be saved: keep the tokens that will then lie on the edge. Asked before ``step``."""
+        """The states after ``ticks`` will be saved: keep the tokens that will then lie on the edge.
+        Asked before ``step``."""
         ...
 
 
 @runtime_checkable
 class Journaled(Protocol):
-    """An executor that can be brought up again in the middle of a run, because what it carries from tick to tick is small and
-    it can say what that is. Its ``save``, too, is done when it returns."""
+    """An executor that can be brought up again in the middle of a run, because what it carries from
+    tick to tick is small and it can say what that is. Its ``save``, too, is done when it
+    returns."""
 
     def journal(self, tick: int) -> bytes | None:
-        """The state after ``tick``, asked for after each; None: it is not small now, and a death before the next tick's end
-        ends the run."""
+        """The state after ``tick``, asked for after each; None: it is not small now, and a death
+        before the next tick's end ends the run."""
         ...
 
     def restore(self, state: bytes, tick: int) -> None:
@@ -145,11 +151,13 @@ class Journaled(Protocol):
 
 @runtime_checkable
 class Elastic(Journaled, Protocol):
-    """A journaled executor whose ranks may be another number after any tick: what they make together does not depend on it. Its
-    ``load``, too, finds what it needs among the folders of all ranks."""
+    """A journaled executor whose ranks may be another number after any tick: what they make
+    together does not depend on it. Its ``load``, too, finds what it needs among the folders of all
+    ranks."""
 
     def restore_from(self, states: Sequence[bytes], tick: int) -> None:
-        """Instead of ``restore``: take this rank's part out of what ranks gave: it alone, where they are as many as then, else all."""
+        """Instead of ``restore``: take this rank's part out of what ranks gave: it alone, where
+        they are as many as then, else all."""
         ...
 
 
@@ -165,7 +173,8 @@ class Stateless:
 
 
 def is_journaled(executor: object) -> bool:
-    """Whether it is ``Journaled`` and means it: a subclass that saves more than its parent must say more in its journal too."""
+    """Whether it is ``Journaled`` and means it: a subclass that saves more than its parent must say
+    more in its journal too."""
     order = type(executor).__mro__
     where = {name: i for i, kind in reversed([*enumerate(order)]) for name in ("journal", "save") if name in vars(kind)}
     return isinstance(executor, Journaled) and where["journal"] <= where.get("save", len(order))
@@ -201,8 +210,9 @@ class Executor(Protocol):
         """Write the state after ``tick`` into an existing, empty folder of this rank's own.
 
         Returns:
-            None when it is written, or a future if it is being written beside the ticks that follow. Its result: None, or
-            the files that this rank has written beside ``folder``, into the folder of all ranks above it.
+            None when it is written, or a future if it is being written beside the ticks that
+            follow. Its result: None, or the files that this rank has written beside ``folder``,
+            into the folder of all ranks above it.
         """
         ...
 
@@ -216,7 +226,8 @@ class Executor(Protocol):
 
 
 class BaseExecutor:
-    """What most executors have in common: no model to build, no state, no token to begin with. Subclasses write ``step``.
+    """What most executors have in common: no model to build, no state, no token to begin with.
+    Subclasses write ``step``.
 
     Args:
         config: The whole recipe.
@@ -255,7 +266,8 @@ class BaseExecutor:
     def own_keys(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a class of the standard job, under keys that two executors of it do not both report.
 
-        One of the user's own names its rows ``NAME/key``; times and ``tokens/*`` stay as they are, since those of all add up.
+        One of the user's own names its rows ``NAME/key``; times and ``tokens/*`` stay as they are,
+        since those of all add up.
         """
         if self.name in ROLES:
             return dict(metrics)

@@ -79,8 +79,8 @@ class SamplingConfig:
     """How tokens are drawn and when a response ends."""
 
     max_new_tokens: PositiveInt = 128
-    """Longest response, in tokens. A response cut here has finish reason "length". Of an episode of several turns: all tokens
-    after the prompt, those of the environment among them."""
+    """Longest response, in tokens. A response cut here has finish reason "length". Of an episode of
+    several turns: all tokens after the prompt, those of the environment among them."""
 
     temperature: Temperature = 1.0
     """Logits are divided by it; 0 is greedy."""
@@ -109,8 +109,9 @@ class ReplicaConfig:
     """Replicas of this kind."""
 
     share: PositiveFloat = 1.0
-    """Prompts of a tick that each of them gets, relative to the shares of all replicas: of shares 3 and 1 the first samples three
-    quarters. A share that makes no whole number is made up for at later ticks."""
+    """Prompts of a tick that each of them gets, relative to the shares of all replicas: of shares 3
+    and 1 the first samples three quarters. A share that makes no whole number is made up for at
+    later ticks."""
 
     tp: NonNegativeInt = 0
     """Ranks of each stage (tensor parallelism); 0: generator.tp."""
@@ -140,8 +141,9 @@ class GeneratorConfig:
 
     max_segments: PositiveInt = 1
     """Most policy versions one response may span. 1 finishes every response within its tick; more lets long ones be
-    cut and resumed under later weights (partial rollouts). Under schedule.weights = "latest" it counts the generator ticks
-    that a response may take; the versions in it are then at most max_staleness + 1."""
+    cut and resumed under later weights (partial rollouts). Under schedule.weights = "latest" it
+    counts the generator ticks that a response may take; the versions in it are then at most
+    max_staleness + 1."""
 
     oversubscription: float = 1.0
     """Groups kept active, as a multiple of schedule.prompts_per_step, so that the slowest need not hold up a tick.
@@ -150,15 +152,18 @@ class GeneratorConfig:
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
 
     reply_delay: NonNegativeInt = 8
-    """With an environment: engine steps from the end of a turn until the environment's reply joins. Other responses are sampled
-    meanwhile; a reply that is later than that is waited for (time/environment_wait_s). Bits depend on this number, and not
-    on when a reply arrives. Under schedule.weights = "latest" a reply joins when it has arrived, and the event log says when."""
+    """With an environment: engine steps from the end of a turn until the environment's reply joins.
+    Other responses are sampled meanwhile; a reply that is later than that is waited for
+    (time/environment_wait_s). Bits depend on this number, and not on when a reply arrives. Under
+    schedule.weights = "latest" a reply joins when it has arrived, and the event log says when."""
 
     kv_on_update: Annotated[Literal["recompute", "keep"], IN_STATE] = "recompute"
-    """KV cache of unfinished responses when new weights arrive. "recompute": computed again under them, so every token is
-    sampled by one version. "keep": kept, which saves that work; later tokens are then sampled by the new weights over keys
-    and values of older ones, and their log-probabilities are recorded so. A response that this happened to says so in the
-    rollouts (``kept_kv``). With "keep" the cache also lives on from tick to tick and is part of checkpoints."""
+    """KV cache of unfinished responses when new weights arrive. "recompute": computed again under
+    them, so every token is sampled by one version. "keep": kept, which saves that work; later
+    tokens are then sampled by the new weights over keys and values of older ones, and their
+    log-probabilities are recorded so. A response that this happened to says so in the rollouts
+    (``kept_kv``). With "keep" the cache also lives on from tick to tick and is part of
+    checkpoints."""
 
     quantization: Literal["none", "int8", "fp8"] = "none"
     """Weights of the linear layers: "none", "int8" (CPU; no faster than "none" where the processor has no
@@ -170,27 +175,31 @@ class GeneratorConfig:
     """Generator replicas; each samples its share of the prompts of a tick."""
 
     shards: Annotated[NonNegativeInt, IN_STATE] = 0
-    """Shares into which a tick's prompts are cut, each decoded alone; replicas decode dp of them at a time, so with a number here
-    bits do not depend on dp, which may then change on resume and while a run goes on (llamarl scale). At least dp, best a
-    multiple of it, and a divisor of schedule.prompts_per_step; more shards decode smaller batches, which takes longer. 0: as many
-    as replicas."""
+    """Shares into which a tick's prompts are cut, each decoded alone; replicas decode dp of them at
+    a time, so with a number here bits do not depend on dp, which may then change on resume and
+    while a run goes on (llamarl scale). At least dp, best a multiple of it, and a divisor of
+    schedule.prompts_per_step; more shards decode smaller batches, which takes longer. 0: as many as
+    replicas."""
 
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
     The generator runs ``dp * tp * pp`` processes."""
 
     pp: Annotated[PositiveInt, IN_STATE] = 1
-    """Stages into which the layers of one replica are cut (pipeline parallelism), for a model that tp alone does not fit on a
-    host. Each holds the weights and the KV cache of its layers. A step of the engine then computes a part of the sequences,
-    so that all stages work at once: a sequence gains a token about every pp steps."""
+    """Stages into which the layers of one replica are cut (pipeline parallelism), for a model that
+    tp alone does not fit on a host. Each holds the weights and the KV cache of its layers. A step
+    of the engine then computes a part of the sequences, so that all stages work at once: a sequence
+    gains a token about every pp steps."""
 
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
     """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, pp, dtype,
-    quantization, kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in this order; hosts.on takes "generator.0" for those
-    of the first kind. Evaluations sample as [generator] says. Empty: dp alike ones."""
+    quantization, kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in
+    this order; hosts.on takes "generator.0" for those of the first kind. Evaluations sample as
+    [generator] says. Empty: dp alike ones."""
 
     threads: NonNegativeInt = 0
-    """CPU threads of each process; 0 divides the machine's cores. A run records what it used, since bits depend on it."""
+    """CPU threads of each process; 0 divides the machine's cores. A run records what it used, since
+    bits depend on it."""
 
     device: Devices = "auto"
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
@@ -221,7 +230,8 @@ class GeneratorConfig:
 
     @property
     def served_dtype(self) -> str:
-        """Precision in which weights are handed over: that of all replicas, or float32, which each rounds for itself."""
+        """Precision in which weights are handed over: that of all replicas, or float32, which each
+        rounds for itself."""
         served = {kind.dtype or self.engine.dtype for kind in self.replicas} or {self.engine.dtype}
         return served.pop() if len(served) == 1 else "float32"
 
@@ -335,8 +345,8 @@ class RewardConfig:
     """Ticks in a row above ``max_failed_fraction`` that end the run."""
 
     weight: float = 1.0
-    """What the task's own reward is multiplied by before the scores of a reward model or judge are added to it. 0 does not ask
-    the task at all in training: models alone judge."""
+    """What the task's own reward is multiplied by before the scores of a reward model or judge are
+    added to it. 0 does not ask the task at all in training: models alone judge."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -344,8 +354,8 @@ class RewardModelConfig:
     """The executor that scores responses with a frozen sequence-classification model; a ``path`` asks for it."""
 
     path: str = ""
-    """Hugging Face folder or id of the Hub of a sequence-classification model with one label. Empty: the job has no such
-    executor."""
+    """Hugging Face folder or id of the Hub of a sequence-classification model with one label.
+    Empty: the job has no such executor."""
 
     name: PartName = "reward_model"
     """Name of its score among the parts of a reward: ``reward/parts/NAME``."""
@@ -354,9 +364,10 @@ class RewardModelConfig:
     """What its score is multiplied by in the reward."""
 
     template: Literal["auto", "chat", "plain", "pair"] = "auto"
-    """What it reads. "chat": the question and the response as a conversation, through its own chat template. "plain": the
-    prompt as the policy was given it, then the response. "pair": question and response as its tokenizer joins two
-    texts. "auto": "chat" where its tokenizer has a template, else "plain"."""
+    """What it reads. "chat": the question and the response as a conversation, through its own chat
+    template. "plain": the prompt as the policy was given it, then the response. "pair": question
+    and response as its tokenizer joins two texts. "auto": "chat" where its tokenizer has a
+    template, else "plain"."""
 
     max_tokens: NonNegativeInt = 0
     """Longest text it is given, in its own tokens; 0 is its context length."""
@@ -423,18 +434,20 @@ class JudgeConfig:
     """The executor that asks a language model what it thinks of each response; a ``path`` or a ``url`` asks for it."""
 
     path: str = ""
-    """Hugging Face folder or id of the Hub of a frozen language model that the job itself runs, on an engine with the settings of
-    ``generator.engine`` (the native one, if that is your own). Bit for bit repeatable."""
+    """Hugging Face folder or id of the Hub of a frozen language model that the job itself runs, on
+    an engine with the settings of ``generator.engine`` (the native one, if that is your own). Bit
+    for bit repeatable."""
 
     url: str = ""
-    """Instead of ``path``: where an OpenAI-compatible server answers, such as http://host:8000/v1; /chat/completions is added.
-    What it says need not repeat."""
+    """Instead of ``path``: where an OpenAI-compatible server answers, such as http://host:8000/v1;
+    /chat/completions is added. What it says need not repeat."""
 
     model: str = ""
     """Name of the model at ``url``."""
 
     api_key_env: Annotated[str, NO_BITS] = ""
-    """Environment variable that holds the key for ``url``; empty sends none. The key itself stands in no file of the run."""
+    """Environment variable that holds the key for ``url``; empty sends none. The key itself stands
+    in no file of the run."""
 
     name: PartName = "judge"
     """Name of its score among the parts of a reward: ``reward/parts/NAME``."""
@@ -458,8 +471,10 @@ class JudgeConfig:
     """0 is greedy. Above it seeds derive from run, prompt, sample and attempt."""
 
     attempts: PositiveInt = 3
-    """Times that a response is asked about, at most, before it is failed: after a refusal of the server that may pass, and
-    after words without a score. At ``url`` a second passes before the second, and twice as long before each further one. Greedy on an own engine the same would come again, so there it is asked once."""
+    """Times that a response is asked about, at most, before it is failed: after a refusal of the
+    server that may pass, and after words without a score. At ``url`` a second passes before the
+    second, and twice as long before each further one. Greedy on an own engine the same would come
+    again, so there it is asked once."""
 
     deadline_s: Annotated[PositiveFloat, NO_BITS] = 120.0
     """Seconds that one response may take at ``url``, with all attempts."""
@@ -496,14 +511,15 @@ class JudgeConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ExecutorConfig:
-    """``[executors.NAME]``: an executor of the user's own, or another class and other channels for one of the standard job."""
+    """``[executors.NAME]``: an executor of the user's own, or another class and other channels for
+    one of the standard job."""
 
     factory: Annotated[
         str,
         holding(lambda path: not path or is_import_path(path), "must be package.module:Class or path/to/file.py:Class"),
     ] = ""
-    """Import path of its class, package.module:Class or path/to/file.py:Class; called as Class(config, context) with the
-    whole recipe. Empty keeps a standard executor's own."""
+    """Import path of its class, package.module:Class or path/to/file.py:Class; called as
+    Class(config, context) with the whole recipe. Empty keeps a standard executor's own."""
 
     reads: Channels = ()
     """Names of the channels whose groups it takes; a channel has one writer and one reader. Empty keeps a standard
@@ -529,8 +545,9 @@ class ExecutorConfig:
     """Whatever the class understands: it finds them in ``context.options``."""
 
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Sections of the recipe, as far as they are otherwise for this executor: its class is given a recipe with these values, so
-    that one of llamarl's own classes can stand a second time in a job, with another model for example."""
+    """Sections of the recipe, as far as they are otherwise for this executor: its class is given a
+    recipe with these values, so that one of llamarl's own classes can stand a second time in a job,
+    with another model for example."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
@@ -555,7 +572,8 @@ class DynamicSamplingConfig:
 
     oversample: Annotated[float, Field(ge=1)] = 1.5
     """Groups generated a tick, as a multiple of schedule.prompts_per_step; rounded up to a whole number a generator
-    replica. 1 drops without refilling from the same tick. Not ``generator.oversubscription``, which are groups in flight."""
+    replica. 1 drops without refilling from the same tick. Not ``generator.oversubscription``, which
+    are groups in flight."""
 
     carry_ticks: NonNegativeInt = 0
     """Ticks by which waiting for a later batch may raise the bound on staleness. 0 keeps the bound: a spare group
@@ -601,7 +619,8 @@ class EvaluationConfig:
     """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def is_due(self, version: int, num_ticks: int) -> bool:
-        """Whether a policy version is scored after version 0: every ``every`` versions, and the last of ``num_ticks``."""
+        """Whether a policy version is scored after version 0: every ``every`` versions, and the
+        last of ``num_ticks``."""
         return self.every > 0 and (version % self.every == 0 or version == num_ticks)
 
 

@@ -40,8 +40,9 @@ class Rendered:
 def conversation(prompt: Prompt, response: Response) -> list[dict[str, Any]]:
     """The item's own messages, or its question as the user's, followed by the response as the assistant's.
 
-    Where the messages end in words of the assistant, the response goes on from there. Of an episode with an environment, each
-    turn follows, with what the environment answered as the user's words; what it said after the last one was shown to nobody.
+    Where the messages end in words of the assistant, the response goes on from there. Of an episode
+    with an environment, each turn follows, with what the environment answered as the user's words;
+    what it said after the last one was shown to nobody.
     """
     given = prompt.metadata.get("messages")
     messages: list[dict[str, Any]] = [dict(message) for message in given] if given else []

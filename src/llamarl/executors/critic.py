@@ -1,8 +1,9 @@
 """The critic executor: values of every token that trains, by a model that learns from the same samples.
 
 In: judged samples; out: the same, valued. At tick k it values batch k with its weights after k ticks, then updates
-them on that batch. So the values that the trainer uses at tick k come from critic version k, made of batches 0 .. k - 1:
-fixed by the schedule, whatever the speeds, and never learned from the returns that they help to judge.
+them on that batch. So the values that the trainer uses at tick k come from critic version k, made
+of batches 0 .. k - 1: fixed by the schedule, whatever the speeds, and never learned from the
+returns that they help to judge.
 """
 
 from __future__ import annotations

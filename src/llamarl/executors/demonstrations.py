@@ -1,7 +1,9 @@
 """The demonstrations executor: rows of the data in place of a generator and its judges.
 
-In: nothing; out: ``scored``, the rows of the tick, and at ticks that are evaluated the held-out ones behind them, which the
-trainer knows by their numbers (from ``EVAL_INDEX_OFFSET`` on): of these it measures the loss. Row i of the run is a pure function of data and seed, so nothing is carried from tick to tick.
+In: nothing; out: ``scored``, the rows of the tick, and at ticks that are evaluated the held-out
+ones behind them, which the trainer knows by their numbers (from ``EVAL_INDEX_OFFSET`` on): of these
+it measures the loss. Row i of the run is a pure function of data and seed, so nothing is carried
+from tick to tick.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""An executor's lease of a device that it shares (``schedule.colocated``): memory taken before the work, given back after.
+"""An executor's lease of a device that it shares (``schedule.colocated``): memory taken before the
+work, given back after.
 
     order k ─▶ take: unpark ─▶ the tick's work ─▶ give_back: park ─▶ report k ─▶ the other one's order
 
-The report leaves after the memory is free, and the order for the other executor comes after the report; so at no time do
-both hold theirs, with nothing to wait for and no lock.
+The report leaves after the memory is free, and the order for the other executor comes after the
+report; so at no time do both hold theirs, with nothing to wait for and no lock.
 """
 
 from __future__ import annotations

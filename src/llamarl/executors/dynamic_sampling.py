@@ -1,7 +1,7 @@
 """The state of dynamic sampling between ticks: groups with a signal that wait to fill a later batch.
 
-It lives in the reward executor, the one place that sees every group of a tick before they are scattered over the trainer's
-ranks, and goes into that executor's checkpoint.
+It lives in the reward executor, the one place that sees every group of a tick before they are
+scattered over the trainer's ranks, and goes into that executor's checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which ranks the evaluator has, who plays which held-out prompt, and how verdicts come together on rank 0.
 
-    rank = replica * tp + tp_rank        evaluation.dp replicas of evaluation.tp ranks; rank 0 of a replica has its prompts judged
-    replica r plays prompts r, r + dp, r + 2 dp, ...        by their place, whatever the replicas have to do
+    rank = replica * tp + tp_rank        evaluation.dp replicas of evaluation.tp ranks; rank 0 of a
+    replica has its prompts judged replica r plays prompts r, r + dp, r + 2 dp, ...        by their
+    place, whatever the replicas have to do
 
 A response's seed comes from its prompt, so who plays it makes no difference but of rounding.
 """
@@ -62,8 +63,8 @@ class EvaluatorRanks:
         return share_of(items, self._layout.fsdp_rank, self._layout.fsdp)
 
     def together(self, groups: Sequence[Group]) -> list[Group] | None:
-        """All replicas' groups in the order of their prompts, on rank 0; None elsewhere. Every rank calls it, those that do not
-        judge with nothing."""
+        """All replicas' groups in the order of their prompts, on rank 0; None elsewhere. Every rank
+        calls it, those that do not judge with nothing."""
         if self._group is None:
             return list(groups)
         found: list[Sequence[Group]] = [()] * self._layout.num_ranks

@@ -6,8 +6,9 @@
 
 once for each of this rank's shards, one after the other; usually it has one (``generator_shard.py``).
 
-A second generator of a recipe's own (``[executors.NAME]`` with this class) samples other prompts of the same task. Without a
-weights channel its model stays as it is, and its responses say so (``Response.sampled_by``).
+A second generator of a recipe's own (``[executors.NAME]`` with this class) samples other prompts of
+the same task. Without a weights channel its model stays as it is, and its responses say so
+(``Response.sampled_by``).
 
 Every tick starts from an empty KV cache, whether the weights changed or not, so a resumed run repeats the same
 arithmetic. (With ``generator.kv_on_update = "keep"`` the cache lives on, and checkpoints hold it.) The end of a tick is

@@ -74,8 +74,9 @@ def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
 
 
 def why_ranks_unfit(generator: GeneratorConfig, num_ranks: int, groups: int) -> str:
-    """Why a generator of ``num_ranks`` ranks cannot share ``groups`` groups a tick; empty: it can. Of the job's own the recipe has
-    been checked; a further one has as many ranks as ``executors.NAME.ranks`` says."""
+    """Why a generator of ``num_ranks`` ranks cannot share ``groups`` groups a tick; empty: it can.
+    Of the job's own the recipe has been checked; a further one has as many ranks as
+    ``executors.NAME.ranks`` says."""
     if generator.replicas:
         return ""
     each = generator.tp * generator.pp
@@ -147,8 +148,8 @@ def generator_weights(config: RunConfig) -> AnyLayout | None:
 
 
 def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> AnyLayout | None:
-    """What each rank of replicas of so many (stages, tensor-parallel ranks of a stage) holds of what is handed over, parameters or
-    adapters alone; None where each holds all of it."""
+    """What each rank of replicas of so many (stages, tensor-parallel ranks of a stage) holds of
+    what is handed over, parameters or adapters alone; None where each holds all of it."""
     if set(replicas) == {(1, 1)}:
         return None
     lora = config.lora

@@ -4,9 +4,10 @@
             ├─ shard 1: prompts 1, V + 1, ..    ├─▶ groups      after the other, each in an engine that holds no other
             └─ shard V-1                        ┘   in order    sequence: so what is computed together does not depend on r
 
-What a shard carries from tick to tick (groups in flight, how far it is with its prompts) is its own, and is saved by its number.
-So r may be another one at any tick. V is ``generator.num_shards``: as many as there are replicas, unless a recipe says more.
-Shards of unlike replicas may get unlike numbers of prompts (``tick_shares.py``); each of these replicas decodes its one.
+What a shard carries from tick to tick (groups in flight, how far it is with its prompts) is its
+own, and is saved by its number. So r may be another one at any tick. V is ``generator.num_shards``:
+as many as there are replicas, unless a recipe says more. Shards of unlike replicas may get unlike
+numbers of prompts (``tick_shares.py``); each of these replicas decodes its one.
 """
 
 from __future__ import annotations

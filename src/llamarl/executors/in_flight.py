@@ -3,8 +3,8 @@
     before each engine step:  Moment (tick, step, version served, newest there is) ─▶ SwapPolicy ─▶ version to serve
 
 A policy sees plain numbers and returns one. ``Newest`` decides live and is all of ``schedule.weights = "latest"``;
-``Logged`` decides as an event log says, which makes a run that repeats. It also says when replies of environments joined
-(``engine/joining.py``). What a tick decided is a ``TickEvent``.
+``Logged`` decides as an event log says, which makes a run that repeats. It also says when replies
+of environments joined (``engine/joining.py``). What a tick decided is a ``TickEvent``.
 """
 
 from __future__ import annotations

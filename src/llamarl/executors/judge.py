@@ -1,12 +1,15 @@
-"""The judge: a language model reads each response under a rubric, and the number that it names becomes part of the reward.
+"""The judge: a language model reads each response under a rubric, and the number that it names
+becomes part of the reward.
 
 In: ``rated``, or ``completions``; out: ``judged``. Two kinds:
 
     path   a frozen model on this executor's own engine: greedy unless told otherwise, the same bits in every run
-    url    a server that speaks OpenAI's protocol: threads, attempts, deadlines; what it says need not repeat, so what it said is
+    url    a server that speaks OpenAI's protocol: threads, attempts, deadlines; what it says need
+    not repeat, so what it said is
            kept (``VerdictLog``) and a tick that is done again asks nobody twice
 
-No verdict is ever a zero: a judge that cannot be reached, runs out of time or names no score fails the sample with that cause.
+No verdict is ever a zero: a judge that cannot be reached, runs out of time or names no score fails
+the sample with that cause.
 """
 
 from __future__ import annotations
@@ -129,9 +132,10 @@ def _metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
 class VerdictLog:
     """What a judge behind a URL said to one rank, kept so that a tick that is done again gives the same rewards.
 
-    ``RUN/verdicts/NAME-RANK.jsonl``: {"question": checksum, "verdict": {...}, "checksum": of these} a line. A resumed run
-    does the ticks since its last checkpoint again; their responses are the same, bit for bit, so their questions are too. A
-    line that was torn by a crash is not used. Only scores are kept: what failed may be asked again.
+    ``RUN/verdicts/NAME-RANK.jsonl``: {"question": checksum, "verdict": {...}, "checksum": of these}
+    a line. A resumed run does the ticks since its last checkpoint again; their responses are the
+    same, bit for bit, so their questions are too. A line that was torn by a crash is not used. Only
+    scores are kept: what failed may be asked again.
     """
 
     def __init__(self, path: Path, *, asked_of: Sequence[Any], patience: Patience | None = None) -> None:

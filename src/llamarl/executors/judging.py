@@ -3,8 +3,9 @@
     [reward_model] ─▶ [judge] ─▶ ... ─▶ Response.verdict = Score(w1 s1 + w2 s2 + .., parts) ─┐
                                               the task's own reward, from the pool ───────────┴─▶ Response.outcome
 
-Models that judge stand before the reward executor. Whoever of them fails a sample sets its outcome, and nobody after it asks
-further; the reward executor adds what they made of the others to the task's reward.
+Models that judge stand before the reward executor. Whoever of them fails a sample sets its outcome,
+and nobody after it asks further; the reward executor adds what they made of the others to the
+task's reward.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def to_judge(response: Response) -> bool:
 
 
 def with_score(response: Response, score: float, *, name: str, weight: float) -> Response:
-    """``response`` with ``weight * score`` added to its verdict, and ``score`` as the part ``name``; a score that is no finite
-    number fails it."""
+    """``response`` with ``weight * score`` added to its verdict, and ``score`` as the part
+    ``name``; a score that is no finite number fails it."""
     if not math.isfinite(score):
         return dataclasses.replace(response, outcome=Failure(kind="not_a_number", detail=f"{name} gave {score}"))
     so_far = response.verdict or Score(value=0.0)

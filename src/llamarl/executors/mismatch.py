@@ -35,8 +35,8 @@ __all__ = ["LargestGap", "Mismatch", "Verdict", "judge", "measure", "sample_and_
 _MICROBATCH_TOKENS = 2048
 
 _SMALL_KL, _LARGE_KL = 1e-3, 5e-2
-"""Nats a token. Below the first, hundreds of tokens of a response weigh about 1 together; above the second, the tokens that
-train are visibly another policy's."""
+"""Nats a token. Below the first, hundreds of tokens of a response weigh about 1 together; above the
+second, the tokens that train are visibly another policy's."""
 _FEW_CLIPPED, _MANY_CLIPPED = 1e-4, 1e-2
 """Share of tokens."""
 _LEAST_EFFECTIVE = 0.9
@@ -62,7 +62,8 @@ class Mismatch:
 
     num_tokens: int
     kl: float
-    """KL(mu || pi), nats a token: the mean of ``ratio - 1 - log(ratio)`` over tokens sampled from mu, which is never negative."""
+    """KL(mu || pi), nats a token: the mean of ``ratio - 1 - log(ratio)`` over tokens sampled from
+    mu, which is never negative."""
     kl_error: float
     """Its standard error."""
     mean_gap: float

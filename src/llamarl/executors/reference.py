@@ -1,7 +1,7 @@
 """The reference executor: a frozen model's log-prob beside every token that trains.
 
-In: judged samples; out: the same, scored. The model is ``reference.path``, or the policy's version 0, which never changes: so it
-holds no state, and what it writes is a function of the samples alone.
+In: judged samples; out: the same, scored. The model is ``reference.path``, or the policy's version
+0, which never changes: so it holds no state, and what it writes is a function of the samples alone.
 """
 
 from __future__ import annotations

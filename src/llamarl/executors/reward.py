@@ -1,7 +1,9 @@
 """The reward executor: judges every response in a pool of worker processes, and keeps the run's rollouts.
 
-In: ``completions``, or ``rated`` and ``judged`` where models have judged them already; out: ``scored``. A response without a verdict is *failed*, never scored zero. With dynamic sampling,
-``scored`` holds the groups chosen for the tick; rollouts and ``reward/*`` still cover every judged one.
+In: ``completions``, or ``rated`` and ``judged`` where models have judged them already; out:
+``scored``. A response without a verdict is *failed*, never scored zero. With dynamic sampling,
+``scored`` holds the groups chosen for the tick; rollouts and ``reward/*`` still cover every judged
+one.
 
 A run in which nearly everything fails teaches nothing: it is asked to stop, with the causes (section ``reward``).
 """
@@ -193,7 +195,8 @@ _RAISED = ("exception", "environment")
 
 
 def failure_cause(failure: Failure) -> str:
-    """One line: the kind, what was said, and for an exception its place: ``exception: KeyError: 'x' at rewards.py:7``."""
+    """One line: the kind, what was said, and for an exception its place: ``exception: KeyError: 'x'
+    at rewards.py:7``."""
     first, *rest = failure.detail.splitlines() or [""]
     place = rest[0].strip() if rest and rest[0].lstrip().startswith("at ") else ""
     where = place.partition(": ")[0] if failure.kind in _RAISED else ""

@@ -1,8 +1,8 @@
 """The reward model executor: a frozen classifier's score of every response, on ranks of its own.
 
-In: ``completions``; out: ``rated``. Its score, weighted, becomes part of each response's verdict, which the reward executor adds to
-the task's own reward (``executors/judging.py``). The model never changes, so there is no state: what it writes is a function of
-the responses alone.
+In: ``completions``; out: ``rated``. Its score, weighted, becomes part of each response's verdict,
+which the reward executor adds to the task's own reward (``executors/judging.py``). The model never
+changes, so there is no state: what it writes is a function of the responses alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Whether this installation computes an architecture as transformers itself does, on a few tokens of a small random copy.
+"""Whether this installation computes an architecture as transformers itself does, on a few tokens
+of a small random copy.
 
     config.json ─▶ small copy ─▶ folder ─┬─ transformers' own forward, one sequence at a time, plain attention ─ the truth
                                          ├─ engine: prefill, decode, both in one step        ─▶ largest gap, at which token
                                          └─ trainer: packed sequences, forward and backward  ─▶ largest gap, in which weight
 
-The copy goes through the same doors as a run's model: written as a folder, loaded, served, sampled from, trained. So a layer
-that looks past its sequence, a window or a cap that does not reach our attention, a position table with an offset, a state
-that only the library's cache keeps: each shows as a gap, whatever the family is called.
+The copy goes through the same doors as a run's model: written as a folder, loaded, served, sampled
+from, trained. So a layer that looks past its sequence, a window or a cap that does not reach our
+attention, a position table with an offset, a state that only the library's cache keeps: each shows
+as a gap, whatever the family is called.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def check_architecture(
 ) -> None:
     """Refuse a model whose architecture is not computed here as transformers computes it.
 
-    Half a second on one core. What has passed is remembered by configuration, libraries and code, and not computed again.
+    Half a second on one core. What has passed is remembered by configuration, libraries and code,
+    and not computed again.
 
     Args:
         path: Its folder; only ``config.json`` is read.
@@ -134,8 +137,8 @@ def _passed_file(config: PretrainedConfig, *asked: bool) -> Path:
 
 
 def check_generated(config: RunConfig) -> None:
-    """``check_architecture`` of the model that an engine is about to sample from; other engines than the native one know
-    themselves what they compute.
+    """``check_architecture`` of the model that an engine is about to sample from; other engines
+    than the native one know themselves what they compute.
 
     Raises:
         ModelError: With the differences found.

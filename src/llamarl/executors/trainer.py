@@ -288,7 +288,8 @@ class TrainerExecutor(BaseExecutor):
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
         """All ranks write into one folder beside their own, on a thread. Once it is done,
-        the versions up to this tick's are whole in their slots too: who begins again from it need not make them again."""
+        the versions up to this tick's are whole in their slots too: who begins again from it need
+        not make them again."""
         edge = {_edge(v): self._edge_versions[v] for v in range(max(0, tick + 1 - self._kept), tick + 1)}
         state = self.trainer.stage(edge, copy=True)
         copies = tuple(self._readers)

@@ -4,12 +4,13 @@
     in one piece at the source
     else                                            ─▶ the slices are pulled into the engine's parameters
 
-A trainer that cuts its tensors by rows (fsdp >= 2) holds no whole model in one piece. What would have to be put together
-anew for each version goes into the engine's own parameters, so that a hand-over never holds the weights twice: memory
-grows by at most ``llamarl.weight_sync.mapped.MOST_PRIVATE`` of them.
+A trainer that cuts its tensors by rows (fsdp >= 2) holds no whole model in one piece. What would
+have to be put together anew for each version goes into the engine's own parameters, so that a
+hand-over never holds the weights twice: memory grows by at most
+``llamarl.weight_sync.mapped.MOST_PRIVATE`` of them.
 
-In place, the slot belongs to this version until the sink's tick ends. ``Served.check`` proves at the end of the tick that
-it did, so a token is never sampled from bytes that were being overwritten.
+In place, the slot belongs to this version until the sink's tick ends. ``Served.check`` proves at
+the end of the tick that it did, so a token is never sampled from bytes that were being overwritten.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def serve(
         keep_kv: Sequences go on over the KV cache of the version before, if there was another; needs ``KeepsKV``.
 
     Raises:
-        WeightSyncError, DeadlineExceeded: As ``WeightVersion.load_into``, within the channel's pull deadline; the engine
-            must not be used then.
+        WeightSyncError, DeadlineExceeded: As ``WeightVersion.load_into``, within the channel's pull
+            deadline; the engine must not be used then.
     """
     in_place = (
         layout is None
