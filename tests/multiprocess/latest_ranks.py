@@ -25,7 +25,7 @@ ARRIVALS = [[0, 6, 0, 11, 3], [0, 9, 0, 2, 3]]
 def main(rank: int, axis: str, folder: Path) -> None:
     """
     Args:
-        axis: Over which the engine lies on two ranks, ``tp``, ``pp`` or ``cp``; empty: it is on one.
+        axis: Over which the engine lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
     """
     torch.set_num_threads(1)
     asked = ARRIVALS[rank] if axis else list(map(max, *ARRIVALS))

@@ -17,32 +17,26 @@ from engine_ranks import make_model
 from engine_stage_ranks import ALONE
 
 MESHES = {
-    (2, 1): ["llama", "gemma2"],
-    (3, 1): ["qwen3", "qwen3_moe"],  # whose second layer has no experts
-    (2, 2): ["qwen3_moe"],
+    (2, 1): "gemma2",  # dense, and both ends are one tensor
+    (3, 1): "qwen3_moe",  # whose second layer has no experts, whose ends are two tensors
+    (2, 2): "qwen3_moe",
 }
-"""Stages and tensor-parallel ranks -> models of three layers, their ends tied or not."""
-CASES = [(mesh, family) for mesh, families in MESHES.items() for family in families]
-LONG = {((2, 1), "llama"), ((3, 1), "qwen3")}
-"""Others show as many stages as well."""
-ASKED = [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES]
+"""Stages and tensor-parallel ranks -> a model of three layers."""
+CASES = list(MESHES.items())
 FURTHER_CASES = [case for case in CASES if engine_stage_ranks.FURTHER.get(case[0]) == case[1]]
 Case = tuple[tuple[int, int], str]
 Reports = dict[Case, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """By mesh and family: what each rank says, the single rank first."""
     folder = tmp_path_factory.mktemp("engine_stages")
-    own = [item for item in request.session.items if item.path == request.path]
-    long = any(item.get_closest_marker("long") for item in own)
-    asked = [case for case in CASES if long or case not in LONG]
-    every = sorted({family for _, family in asked})
+    every = sorted(set(MESHES.values()))
     for family in every:
         make_model(family).save_pretrained(folder / family)
     for mesh in (ALONE, *MESHES):
-        families = [family for family in every if mesh == ALONE or (mesh, family) in asked]
+        families = every if mesh == ALONE else [MESHES[mesh]]
         num_ranks = mesh[0] * mesh[1]
         run_ranks(engine_stage_ranks.main, [(mesh, rank, folder, families) for rank in range(num_ranks)], limit_s=120)
 
@@ -52,10 +46,10 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for rank in range(mesh[0] * mesh[1])
         ]
 
-    return {(mesh, family): said(ALONE, family) + said(mesh, family) for mesh, family in asked}
+    return {(mesh, family): said(ALONE, family) + said(mesh, family) for mesh, family in CASES}
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_and_new_weights(
     reports: Reports, case: Case
 ) -> None:
@@ -126,7 +120,7 @@ def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(reports:
         assert rank["kept, from a checkpoint"] == rank["kept"]
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: Case) -> None:
     _, first, *others = reports[case]
     assert first["again"] == first["first"]
@@ -143,7 +137,7 @@ def _said_by_all(rank: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(reports: Reports, case: Case) -> None:
     alone, first, *_ = reports[case]
     for own, tokens, expected, before in zip(
@@ -160,7 +154,7 @@ def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(reports
     assert versions == {0, 1, 2}
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_stage_holds_its_layers_and_their_cache(reports: Reports, case: Case) -> None:
     (pp, tp), family = case
     alone, *ranks = reports[case]

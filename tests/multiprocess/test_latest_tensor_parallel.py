@@ -6,18 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import latest_ranks
 
 
-@pytest.mark.parametrize("axes", [("tp", "pp"), pytest.param(("cp",), marks=pytest.mark.long)], ids=" and ".join)
-def test_ranks_swap_together_when_the_last_of_them_has_the_version_and_a_log_repeats_them(
-    tmp_path: Path, axes: tuple[str, ...]
-) -> None:
-    places = [("", 0), *((axis, rank) for axis in axes for rank in range(2))]
+def test_ranks_swap_together_when_the_last_of_them_has_the_version_and_a_log_repeats_them(tmp_path: Path) -> None:
+    places = [("", 0), *((axis, rank) for axis in ("tp", "pp") for rank in range(2))]
     run_ranks(latest_ranks.main, [(rank, axis, tmp_path) for axis, rank in places], limit_s=120)
     alone, *both = (json.loads((tmp_path / (axis or "alone") / f"{rank}.json").read_text()) for axis, rank in places)
     for first, second in zip(both[::2], both[1::2], strict=True):
