@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -18,12 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.runtime.hosts.worker_program import READY
-
-__all__ = ["KEY", "NamespaceHost", "bare_hosts", "namespace_hosts", "why_not"]
+__all__ = ["NamespaceHost", "bare_hosts", "why_not"]
 
 _LETTERS = itertools.cycle("abcdefgh")
-KEY = bytes(range(100, 132))
 _END_S = 15.0
 
 
@@ -37,11 +33,10 @@ class NamespaceHost:
     """Its end of the wire, on the controller's side."""
     process: subprocess.Popen[str]
     """With it ends the host, and everything on it."""
-    port: int = 0
 
-    @property
-    def at(self) -> str:
-        return f"{self.address}:{self.port}"
+    def words(self, *command: str) -> list[str]:
+        """A command as it runs on this host, of which it sees processes, files and network."""
+        return ["nsenter", "-t", str(_only_child(self.process.pid)), "-m", "-u", "-p", "-i", "-n", "--wdns=/", *command]
 
     def pids(self) -> list[int]:
         """Everything that runs on it, as seen from outside."""
@@ -61,9 +56,14 @@ class NamespaceHost:
         """Processes of ranks, guards among them."""
         return [pid for pid, words in self.commands().items() if "llamarl.runtime.rank_process" in words]
 
+    @property
+    def root(self) -> Path:
+        """Its files, as seen from outside."""
+        return Path(f"/proc/{_only_child(self.process.pid)}/root")
+
     def files(self) -> list[str]:
         """What lies in its own temporary folder and in its own shared memory."""
-        inside = Path(f"/proc/{_only_child(self.process.pid)}/root")
+        inside = self.root
         folders = [inside / "tmp", inside / "dev" / "shm"]
         return sorted(
             f"/{path.relative_to(inside)}" for folder in folders for path in folder.rglob("*") if not path.is_dir()
@@ -119,7 +119,7 @@ def why_not(*tools: str) -> str:
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
-    missing = [tool for tool in ("ip", "unshare", "mount", "bash", *tools) if not shutil.which(tool)]
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "bash", *tools) if not shutil.which(tool)]
     if missing:
         return f"needs {', '.join(missing)}"
     try:
@@ -131,36 +131,13 @@ def why_not(*tools: str) -> str:
 
 
 @contextmanager
-def namespace_hosts(count: int, net: str = "10.87.0", *, flags: Sequence[str] = ()) -> Iterator[list[NamespaceHost]]:
-    """``count`` hosts on which ``llamarl worker`` runs; nothing of them is left afterwards.
-
-    Args:
-        flags: Of every worker.
-    """
-
-    def worker(_: str, address: str) -> list[str]:
-        return [sys.executable, "-m", "llamarl.cli.main", "worker", "--key", "-", "--bind", address, *flags]
-
-    with bare_hosts(count, worker, net) as hosts:
-        for host in hosts:
-            assert host.process.stdin is not None
-            host.process.stdin.write(KEY.hex() + "\n")
-            host.process.stdin.flush()
-        for host in hosts:
-            assert host.process.stdout is not None
-            line = host.process.stdout.readline()
-            assert line.startswith(READY), line
-            host.port = int(json.loads(line[len(READY) :])["port"])
-        yield hosts
-
-
-@contextmanager
 def bare_hosts(
     count: int,
     program: Callable[[str, str], Sequence[str]],
     net: str = "10.87.0",
     *,
     before: str = ":",
+    output: int = subprocess.PIPE,
 ) -> Iterator[list[NamespaceHost]]:
     """``count`` hosts that run one program each, with whose end they end; nothing of them is left afterwards.
 
@@ -179,7 +156,7 @@ def bare_hosts(
         _ip("link", "set", bridge, "up")
         for number in range(1, count + 1):
             name, address = f"{mark}h{number}", f"{net}.{number}"
-            hosts.append(_host(name, f"{mark}v{number}", address, bridge, program(name, address), before))
+            hosts.append(_host(name, f"{mark}v{number}", address, bridge, program(name, address), before, output))
         yield hosts
     finally:
         for host in hosts:
@@ -213,7 +190,9 @@ def _only_child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
-def _host(name: str, link: str, address: str, bridge: str, program: Sequence[str], before: str) -> NamespaceHost:
+def _host(
+    name: str, link: str, address: str, bridge: str, program: Sequence[str], before: str, output: int
+) -> NamespaceHost:
     _ip("netns", "add", name)
     _ip("link", "add", link, "type", "veth", "peer", "name", "e0", "netns", name)
     _ip("link", "set", link, "master", bridge, "up")
@@ -231,7 +210,8 @@ def _host(name: str, link: str, address: str, bridge: str, program: Sequence[str
         ["ip", "netns", "exec", name, "unshare", "-m", "-u", "-p", "-i", "-f", "--mount-proc", "--kill-child"]
         + ["bash", "-c", inside, *program],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=output,
+        stderr=output if output == subprocess.DEVNULL else None,
         text=True,
     )
     return NamespaceHost(name, address, link, process)

@@ -166,13 +166,13 @@ class RunConfig:
         return found
 
     @property
-    def named_code(self) -> list[tuple[str, str, Literal["import path", "program", "consent"]]]:
+    def named_code(self) -> list[tuple[str, str, Literal["import path", "address", "consent"]]]:
         """(key, value, kind) of everything by which a configuration makes a run execute what is not llamarl's: the one table of it.
         ``resume``, ``fork`` and ``replay`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
-        found: list[tuple[str, str, Literal["import path", "program", "consent"]]] = []
+        found: list[tuple[str, str, Literal["import path", "address", "consent"]]] = []
         found += [(key, path, "import path") for key, path in self.own_code]
-        if self.hosts.start != "running" and self.hosts.command != HostsConfig().command:
-            found.append(("hosts.command", self.hosts.command, "program"))
+        if self.hosts.cluster not in ("", "auto"):  # it is sent the user's token
+            found.append(("hosts.cluster", self.hosts.cluster, "address"))
         if self.model.trust_remote_code:
             found.append(("model.trust_remote_code", "true", "consent"))
         for name, own in self.executors.items():
@@ -356,8 +356,8 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     if config.hosts.wanted and config.run.runtime == "inline":
         yield Mistake(
             "run.runtime",
-            "is 'inline', which runs everything in one process, but hosts are named: set it to 'local', or leave the hosts out",
-            ("hosts.workers", "hosts.start"),
+            "is 'inline', which runs everything in one process, but a cluster is named: set it to 'local', or leave the cluster out",
+            ("hosts.cluster",),
         )
 
 

@@ -29,7 +29,6 @@ __all__ = [
     "RunFolderLost",
     "RunInterrupted",
     "RunStopped",
-    "RunTakenOver",
     "SourceGone",
     "StaleTokenError",
     "TrainingDiverged",
@@ -159,12 +158,6 @@ class TransferError(LlamaRLError):
 
 class RunFolderLost(LlamaRLError):
     """The run's folder was moved, removed or started over while the run wrote into it. The message says what is left where."""
-
-
-class RunTakenOver(RunFolderLost):
-    """The run's standby host has gone on with it, and this controller, of which it had not heard, has come back."""
-
-    exit_code = 2
 
 
 class EventLogError(LlamaRLError):

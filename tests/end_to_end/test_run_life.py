@@ -60,7 +60,6 @@ OTHER_VALUES: dict[str, Any] = {
     "observability.trace": "false",
     "deadlines.setup_s": 599.0,
     "deadlines.step_s": 1799.0,
-    "deadlines.host_silence_s": 29.0,
     "deadlines.disk_s": 61.0,
     "recovery.max_restarts": 3,
 }
@@ -73,15 +72,10 @@ ELSEWHERE = {
     "observability.sinks": "test_an_engine_and_a_sink_of_ones_own_change_no_bit",
     "judge.api_key_env": "a run with a judge behind a URL needs a server; test_judge.py gives it a key",
     **dict.fromkeys(
-        (
-            *("hosts.workers", "hosts.on", "hosts.key", "hosts.start", "hosts.command", "hosts.port_range"),
-            *("hosts.run_folder", "hosts.allow_unlike", "hosts.tls_ca", "hosts.tls_cert", "hosts.tls_key"),
-        ),
-        "runs over hosts: test_hosts_share_nothing.py, tests/real_hosts",
+        (*("hosts.cluster", "hosts.on", "hosts.port_range", "hosts.run_folder", "hosts.allow_unlike"),),
+        "runs on a cluster: tests/cluster",
     ),
-    **dict.fromkeys(("hosts.standby", "hosts.standby_after_s"), "test_standby.py"),
     **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_ranks_of_the_evaluator_change_no_bit"),
-    "hosts.absent_after_s": "test_survival_on_hosts.py",
     "recovery.straggler_multiple": "test_survival.py",
     "observability.wandb": "needs an account",
 }

@@ -41,7 +41,7 @@ def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> R
         settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a function or its import path, or a
             list of them to add up), ``data`` (a JSONL file, another
             table, or a data set of the Hub), ``dir``, ``seed``
-            ``num_ticks``, and ``hosts`` (as ``--hosts`` takes them, or a list); any section of a recipe as a mapping; any key by its dotted name. What is said here comes
+            ``num_ticks``, and ``cluster`` (as ``--cluster`` takes it); any section of a recipe as a mapping; any key by its dotted name. What is said here comes
             before what the recipe says. Without ``dir`` a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.
 
     Raises:
@@ -92,7 +92,7 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     sections = {key.partition(".")[0] for key in known_keys()} | {"executors"}
     given: dict[str, Any] = {}
     for name, value in settings.items():
-        if name == "hosts" and isinstance(value, str | list | tuple):
+        if name == "cluster" and isinstance(value, str):
             given |= {f"hosts.{key}": one for key, one in host_settings(value).items()}
         elif name in sections and isinstance(value, Mapping):
             given |= _below(name, value)

@@ -61,23 +61,17 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         help="repeat this run bit for bit from its configuration and event log, into RUN_DIR-replay or --run.dir",
     )
     parser.add_argument(
-        "--hosts",
-        metavar="a,b,c",
-        help="run on these hosts, on which `llamarl worker` runs; ssh:a,b,c starts it there and ends it; slurm does, on every node of "
-        "the allocation (docs/hosts.md)",
+        "--cluster",
+        metavar="auto|HOST:PORT",
+        help="run on the nodes of a Ray cluster, of which this machine is one: auto finds it, HOST:PORT is its head (docs/hosts.md); "
+        "here takes a run back to this machine",
     )
     parser.add_argument(
         "--on",
         metavar="EXECUTOR=a,b",
         action="append",
         default=[],
-        help="with --hosts: which of them an executor gets (also by place: 0-2; here: this machine); may be repeated",
-    )
-    parser.add_argument(
-        "--standby",
-        metavar="HOST",
-        help="a host on which `llamarl worker` runs: it keeps a copy of the run's folder, and goes on with the run when this machine is "
-        "gone (docs/survival.md)",
+        help="with --cluster: which nodes an executor gets (also by place: 0-2; here: this one); may be repeated",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
@@ -95,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
 
     overrides = list(args.overrides)
     hosts = _hosts(args, overrides)
-    if args.standby is not None:
-        overrides.append(f"--hosts.standby={args.standby}")
     if args.fork and not args.resume:
         raise ConfigError("--fork needs --resume RUN_DIR: the run whose checkpoint the new one begins with")
     if args.replay:
@@ -166,27 +158,25 @@ def modules_of_model(path: str) -> tuple[str, ...]:
 
 
 def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """What --hosts and --on set, as overrides."""
+    """What --cluster and --on set, as overrides."""
     from llamarl.errors import ConfigError
     from llamarl.runtime.config import host_settings
 
-    if args.hosts is not None and not args.hosts.strip():  # such as a variable of the shell that is not set
-        raise ConfigError("--hosts names no host; --hosts here runs on this machine alone")
-    if args.hosts and any(word.startswith(("--hosts.on", "--hosts.workers")) for word in overrides):
-        raise ConfigError(
-            "--hosts and --hosts.on say the same in two ways: with --hosts, put executors on hosts by --on NAME=HOSTS"
-        )
+    if args.cluster is not None and not args.cluster.strip():  # such as a variable of the shell that is not set
+        raise ConfigError("--cluster names no cluster; --cluster here runs on this machine alone")
+    if args.cluster and any(word.startswith(("--hosts.on", "--hosts.cluster")) for word in overrides):
+        raise ConfigError("--cluster and --hosts.* say the same in two ways: put executors on nodes by --on NAME=NODES")
     try:
-        given = host_settings(args.hosts or "", args.on)
+        given = host_settings(args.cluster, args.on)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if "workers" in given:  # other hosts: what the recipe puts on its own is forgotten
+    if given.get("cluster") and not given["cluster"].startswith("ray://"):  # which the configuration refuses
+        from llamarl.runtime.ray.cluster import check_access
+
+        check_access(given["cluster"])  # a wrong token is told before imports that take seconds
+    if "cluster" in given:  # another cluster: what the recipe puts on nodes of its own is forgotten
         tables = ", ".join(f"{json.dumps(name)} = {json.dumps(names)}" for name, names in given["on"].items())
-        return [
-            f"--hosts.workers={json.dumps(given['workers'])}",
-            f"--hosts.start={given['start']}",
-            f"--hosts.on={{{tables}}}",
-        ]
+        return [f"--hosts.cluster={json.dumps(given['cluster'])}", f"--hosts.on={{{tables}}}"]
     return [f"--hosts.on.{name}={json.dumps(names)}" for name, names in given.get("on", {}).items()]
 
 

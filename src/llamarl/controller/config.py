@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
@@ -55,11 +55,6 @@ class DeadlineConfig:
     disk_s: Annotated[NonNegativeFloat, NO_BITS] = 600.0
     """Seconds for which the run waits for a disk that refuses its records (metrics, rollouts, events, verdicts): full, read-only or
     out of reach. Then it ends, since a run whose records are lost must not go on. 0: at once."""
-
-    host_silence_s: Annotated[float, NO_BITS, Field(ge=2.0)] = 8.0
-    """Seconds after which a host that gives no sign of itself counts as gone, and the job ends. Kernels answer for it: a process
-    that is stopped, busy or swapping is not silent. Raise it where networks pause for longer, such as while a router restarts or a
-    virtual machine moves."""
 
     @property
     def collective_s(self) -> float:

@@ -1,7 +1,7 @@
 """Where the ranks of a job are once hosts of it have gone: for each another host, with all its ranks.
 
-connection to a host ends ─▶ launcher.lost ─▶ stand_in (pure) ─▶ relocate: from now on its ranks are there
-                                                                 prepare: files that they read go there
+a host is gone ─▶ launcher.lost ─▶ stand_in (pure) ─▶ take its share there ─▶ relocate: from now on its ranks are there
+                                                                              prepare: files that they read go there
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamarl.controller.job_files import JobFiles
 from llamarl.errors import CheckpointError, TransferError
 from llamarl.runtime.host_placement import Machine, stand_in
-from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.worker import RankReport, WorkerPlan
 from llamarl.transports.network import Network
+
+if TYPE_CHECKING:
+    from llamarl.runtime.ray.launcher import RayLauncher
 
 __all__ = ["HostPlaces"]
 
@@ -26,10 +29,10 @@ class HostPlaces:
     """Implements :class:`llamarl.runtime.processes.Places`.
 
     Args:
-        where: Executor -> the host of each rank, -1 for the controller's machine. Changed in place, as ``files`` and ``launcher`` have
-            it too.
-        hosts: Those that the user has named, in that order.
+        where: Executor -> the host of each rank. Changed in place, as ``files`` and ``launcher`` have it too.
+        hosts: Of the cluster, in the order of their numbers.
         on_gpus: Executors on GPUs.
+        take: Takes on one host what the ranks of another have there; why it could not, empty: it did.
         allow_unlike: Whether the other host may differ in what decides bits.
         told_s: How long it may take to hear that a host is gone.
     """
@@ -39,16 +42,21 @@ class HostPlaces:
         where: dict[str, tuple[int, ...]],
         hosts: Sequence[Machine],
         on_gpus: Collection[str],
-        launcher: HostLauncher,
+        launcher: RayLauncher,
         files: JobFiles | None,
         network: Callable[[int], Network],
+        take: Callable[[int, int], str],
         *,
         allow_unlike: bool,
         told_s: float = 0.0,
     ) -> None:
         self._where, self._hosts, self._on_gpus = where, hosts, on_gpus
         self._launcher, self._files, self._network = launcher, files, network
-        self._allow_unlike, self._told_s = allow_unlike, told_s
+        self._take, self._allow_unlike, self._told_s = take, allow_unlike, told_s
+        self._stand_ins: dict[int, int] = {}
+        """Host that is gone -> the one that was taken for its ranks."""
+        self._full: set[int] = set()
+        """Hosts that had no room when one was needed."""
 
     def adapt(self, plan: WorkerPlan) -> WorkerPlan:
         host = self._where[plan.spec.name][plan.rank]
@@ -95,11 +103,21 @@ class HostPlaces:
         return sorted(set(self._where[executor]) & self._launcher.lost)
 
     def _other(self, host: int) -> int | None:
-        return stand_in(
-            host,
-            self._hosts,
-            self._where,
-            gone=self._launcher.lost,
-            on_gpus=self._on_gpus,
-            allow_unlike=self._allow_unlike,
-        )
+        """The host that takes the place of another, with room for its ranks that is ours already; None: there is none."""
+        if (known := self._stand_ins.get(host)) is not None and known not in self._launcher.lost:
+            return known
+        while True:
+            other = stand_in(
+                host,
+                self._hosts,
+                self._where,
+                gone=self._launcher.lost | self._full,
+                on_gpus=self._on_gpus,
+                allow_unlike=self._allow_unlike,
+            )
+            if other is None or not self._take(other, host):
+                break
+            self._full.add(other)
+        if other is not None:
+            self._stand_ins[host] = other
+        return other

@@ -3,46 +3,44 @@
 open_job_files ─┬─ proof: does the host read and write the run's folder? ─▶ shared: nothing travels
                 ├─ else a folder of its own ─▶ states and logs to it now, what its ranks write from it all along
                 └─ models, data, code: the same bytes under the same path there, or sent ─▶ the plan of that host's ranks
+
+A host that gets its first rank while the job runs, as it takes the place of another, is opened then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from llamarl.checkpoint.shared_folder import ask, judge, withdraw
+from llamarl.checkpoint.shared_folder import FolderQuestion, answer, ask, judge, withdraw
 from llamarl.checkpoint.snapshot import MANIFEST, Manifest
 from llamarl.checkpoint.storage import being_written
 from llamarl.config import RunConfig, to_plain, validate
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.files.client import FileClient
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
-from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, Line, records_of
+from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, records_of
+from llamarl.files.over_ray import FileClient
 from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
-from llamarl.runtime.config import Worker
-from llamarl.runtime.hosts.connection import WorkerKey
-from llamarl.runtime.hosts.silence import watch_over
-from llamarl.runtime.hosts.wire import FILES
 from llamarl.runtime.worker import RankReport, WorkerPlan
-from llamarl.transports.run_key import KeyRefused, prove_as_client
 
-__all__ = ["JobFiles", "client_of", "folder_answers", "open_job_files"]
+if TYPE_CHECKING:
+    from llamarl.runtime.ray.cluster import Cluster
 
-_DIAL_S = 15.0
-_STALL_S = 30.0
-"""Longest wait for a byte while a file is under way: a disk may be slow where a network is not."""
+__all__ = ["JobFiles", "folder_answers", "open_job_files"]
+
+_STALL_S = 60.0
+"""Longest wait for one answer: a disk may be slow where a network is not."""
 _READ_BY_RANKS = (REPLAY_FILE, "verdicts")
 """In a run's folder, what ranks read that is no checkpoint: files, or folders of files."""
-T = TypeVar("T")
 
 
 @dataclass
@@ -50,9 +48,7 @@ class _Host:
     number: int
     client: FileClient
     run_id: str
-    reports: Line
-    sends: Line
-    why_apart: str = ""
+    why_apart: str
     """Why it does not share the run's folder; empty: it does."""
     handle: str = ""
     folder: Path = Path()
@@ -60,46 +56,76 @@ class _Host:
     paths: dict[str, str] = field(default_factory=dict)
     """A file or folder as the plan names it, and after that by its full path here -> its path there."""
 
-    def open_run(self, client: FileClient | None = None) -> str:
-        """The handle of its folder of the run; made by ``client``, or by its own, when it is first asked for."""
+    def open_run(self) -> str:
+        """The handle of its folder of the run; made when it is first asked for."""
         if not self.handle:
-            self.handle, self.folder = (client or self.client).open_run(self.run_id)
+            self.handle, self.folder = self.client.open_run(self.run_id)
         return self.handle
 
 
 class JobFiles:
-    """What :func:`open_job_files` made. ``far`` is for ``RunCheckpoints``; the rest is called by one thread.
+    """Made by :func:`open_job_files`. ``far`` is for ``RunCheckpoints``; the rest is called by one thread, if it does not say otherwise.
 
     Args:
         run_dir: The controller's.
-        where: Executor -> the host of each rank, -1 for the controller's machine.
+        where: Executor -> the host of each rank.
+        own_folders: Give every host one of its own, whatever it sees.
     """
 
-    def __init__(self, run_dir: Path, hosts: Sequence[_Host], where: Mapping[str, Sequence[int]]) -> None:
-        self._run_dir, self._where = run_dir, where
+    def __init__(
+        self, run_dir: Path, run_id: str, cluster: Cluster, where: Mapping[str, Sequence[int]], *, own_folders: bool
+    ) -> None:
+        self._run_dir, self._run_id, self._cluster, self._where = run_dir, run_id, cluster, where
+        self._own_folders = own_folders
         self._paths: dict[str, list[str]] = {}
         """Executor -> what its plan names."""
-        self._hosts = {host.number: host for host in hosts}
-        apart = {
-            h.number: FarFolder(h.client, h.open_run(), h.folder, reports=h.reports, sends=h.sends)
-            for h in hosts
-            if h.why_apart
-        }
-        self.far = HostFolders(run_dir, apart, where)
+        self._hosts: dict[int, _Host] = {}
+        self._opening = threading.Lock()
+        self._folders: dict[int, FarFolder] = {}
+        self.far = HostFolders(run_dir, self._folders, where)
+
+    def open(self, numbers: Collection[int]) -> None:
+        """Ask hosts that were not asked yet whether they see the run's folder; give those that do not one of their own. Any thread.
+
+        Raises:
+            CheckpointError: The run's folder cannot be written.
+            TransferError: A host cannot be reached, or has no room.
+        """
+        with self._opening:
+            new = [number for number in numbers if number not in self._hosts]
+            if not new:
+                return
+            question = None if self._own_folders else ask(self._run_dir)
+            try:
+                _on_all(new, functools.partial(self._open_one, question))
+            finally:
+                if question is not None:
+                    withdraw(question)
+
+    def _open_one(self, question: FolderQuestion | None, number: int) -> None:
+        name = self._cluster.nodes[number].name
+        why_apart = _why_apart(self._cluster, number, question) if question is not None else 'hosts.run_folder = "own"'
+        try:
+            agent = self._cluster.agent(number)
+        except ConnectionError as error:
+            raise TransferError(str(error)) from error
+        host = _Host(number, FileClient(name, agent, stall_s=_STALL_S), self._run_id, why_apart)
+        if why_apart:
+            handle = host.open_run()
+            folder = FarFolder(host.client, handle, host.folder)
+            found = [path for name in _READ_BY_RANKS for path in _files_at(self._run_dir / name)]
+            read = records_of(self._run_dir, [path.relative_to(self._run_dir).as_posix() for path in found])
+            self.far.send_to(folder, read, self._run_dir)
+            self._folders[number] = folder
+        self._hosts[number] = host
 
     def send_saved(self, load_from: Path | None) -> None:
-        """Send to hosts with folders of their own what their ranks read: the state that the run goes on from, its logs.
+        """Send to hosts with folders of their own the state that the run goes on from.
 
         Raises:
             CheckpointError: A file is not as it was written, or a host cannot take it.
         """
-        if not self.far.folders:
-            return
-        found = [path for name in _READ_BY_RANKS for path in _files_at(self._run_dir / name)]
-        self.far.send(
-            records_of(self._run_dir, [path.relative_to(self._run_dir).as_posix() for path in found]), self._run_dir
-        )
-        if load_from is not None:
+        if load_from is not None and self._folders:
             self.far.send_state(load_from, Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files)
 
     def send_again(self, executor: str, load_from: Path | None, hosts: Collection[int]) -> None:
@@ -112,13 +138,13 @@ class JobFiles:
             CheckpointError: A file is not as it was written, or a host cannot take it.
             TransferError: A host cannot be reached, or has no room.
         """
-        for number in sorted(set(hosts) & self._hosts.keys()):
+        self.open(set(hosts))
+        for number in sorted(set(hosts)):
             host = self._hosts[number]
             for path in self._paths.get(executor, ()):
                 if path not in host.paths:
-                    with host.sends.use() as client:
-                        _provide(host, client, path, _content)
-        if load_from is not None and self.far.folders:
+                    _provide(host, path, _content)
+        if load_from is not None and self._folders:
             files = Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files
             self.far.send_state_of(executor, load_from, files)
 
@@ -134,9 +160,10 @@ class JobFiles:
             self.far.bring(host, state, f"{CHECKPOINTS}/{being_written(report.tick)}")
 
     def lose(self, number: int) -> None:
-        """A host is gone: nothing more is asked of it. Any thread."""
+        """A host's agent is gone: nothing more is asked of it; if the host gets ranks again, it is opened anew. Any thread."""
         self.far.lose(number)
-        self._hurry(number)
+        if (host := self._hosts.pop(number, None)) is not None:
+            host.client.hurry()
 
     def send_content(self, executors: Sequence[ExecutorSpec]) -> None:
         """Have every model, data file and file of code that the plans name on the hosts whose ranks need it.
@@ -144,16 +171,14 @@ class JobFiles:
         Raises:
             TransferError: A host cannot take one, or it changed meanwhile.
         """
-        specs = {spec.name: spec for spec in executors}
-        named = self._paths = {name: paths_in(_plain(spec)) for name, spec in specs.items()}
-
+        named = self._paths = {spec.name: paths_in(_plain(spec)) for spec in executors}
         content = functools.cache(_content)
 
-        def to_host(host: _Host) -> None:
-            for path in dict.fromkeys(p for n, hosts in self._where.items() if host.number in hosts for p in named[n]):
-                _provide(host, host.client, path, content)
+        def to_host(number: int) -> None:
+            for path in dict.fromkeys(p for n, hosts in self._where.items() if number in hosts for p in named[n]):
+                _provide(self._hosts[number], path, content)
 
-        _on_all(list(self._hosts.values()), to_host)
+        _on_all(list(self._hosts), to_host)
 
     def adapt(self, plan: WorkerPlan, number: int) -> WorkerPlan:
         """A rank's plan with the paths of its host."""
@@ -178,14 +203,9 @@ class JobFiles:
         return "; ".join(lines)
 
     def hurry(self) -> None:
-        """The run has failed: a host that does not answer is not asked again."""
-        for number in self._hosts:
-            self._hurry(number)
-
-    def _hurry(self, number: int) -> None:
-        if (host := self._hosts.get(number)) is not None:
-            for one in (host.client, host.sends, host.reports):
-                one.hurry()
+        """The run has failed: a host that does not answer is waited for only a few seconds."""
+        for host in self._hosts.values():
+            host.client.hurry()
 
     def end(self) -> None:
         """Bring what is left, let the hosts forget the run, and hang up. What cannot be brought is told, with where it lies."""
@@ -204,113 +224,57 @@ class JobFiles:
     def _close(self, *, forget: bool) -> None:
         for host in self._hosts.values():
             if host.handle:
-                with contextlib.suppress(TransferError):  # it forgets by itself a day later
+                with contextlib.suppress(TransferError):  # it forgets by itself, with its agent
                     (host.client.forget if forget else host.client.leave)(host.handle)
-            for one in (host.reports, host.sends, host.client):
-                one.close()
 
 
 def open_job_files(
-    run_dir: Path,
-    run_id: str,
-    workers: Mapping[int, Worker],
-    key: WorkerKey,
-    where: Mapping[str, Sequence[int]],
-    *,
-    own_folders: bool = False,
+    run_dir: Path, run_id: str, cluster: Cluster, where: Mapping[str, Sequence[int]], *, own_folders: bool = False
 ) -> JobFiles:
     """Ask the hosts of a job whether they see the run's folder, and give those that do not one of their own.
-
-    Args:
-        workers: Host's number -> its worker, for the hosts that have ranks.
-        own_folders: Give every host one of its own, whatever it sees.
 
     Raises:
         CheckpointError: The run's folder cannot be written.
         TransferError: A host cannot be reached, or has no room.
     """
-    hosts = [_host(number, worker, key, run_id) for number, worker in workers.items()]
-    question = ask(run_dir)
-
-    def compare_folder(host: _Host) -> None:
-        host.why_apart = 'hosts.run_folder = "own"'
-        if not own_folders:
-            host.why_apart = judge(question, host.client.host, host.client.share(question))
-        if host.why_apart:
-            host.open_run()
-
-    try:
-        _on_all(hosts, compare_folder)
-    except BaseException:
-        for host in hosts:
-            host.client.close()
-        raise
-    finally:
-        withdraw(question)
-    return JobFiles(run_dir, hosts, where)
+    files = JobFiles(run_dir, run_id, cluster, where, own_folders=own_folders)
+    files.open({host for ranks in where.values() for host in ranks})
+    return files
 
 
-def _host(number: int, worker: Worker, key: WorkerKey, run_id: str) -> _Host:
-    again = functools.partial(client_of, worker, key)
-    return _Host(number, again(), run_id, Line(again), Line(again))
-
-
-def folder_answers(folder: Path, workers: Sequence[Worker], key: WorkerKey) -> dict[str, str]:
+def folder_answers(folder: Path, cluster: Cluster, numbers: Sequence[int]) -> dict[str, str]:
     """Host -> why it does not share ``folder``; empty where it does. Nothing is left in the folder.
 
     Raises:
         CheckpointError: The folder cannot be written.
         TransferError: A host cannot be reached.
     """
-    hosts = [_host(number, worker, key, "") for number, worker in enumerate(workers)]
     question = ask(folder)
-
-    def compare_folder(host: _Host) -> None:
-        host.why_apart = judge(question, host.client.host, host.client.share(question))
-
     try:
-        _on_all(hosts, compare_folder)
+        return {cluster.nodes[number].name: _why_apart(cluster, number, question) for number in numbers}
     finally:
         withdraw(question)
-        for host in hosts:
-            host.client.close()
-    return {host.client.host: host.why_apart for host in hosts}
+
+
+def _why_apart(cluster: Cluster, number: int, question: FolderQuestion) -> str:
+    """Why a host does not share the folder of a question; empty: it does."""
+    name = cluster.nodes[number].name
+    return judge(question, name, cluster.call(number, _STALL_S, answer, question, name))
 
 
 def _content(path: str) -> Content:
     return content_of(Path(path).expanduser())
 
 
-def _provide(host: _Host, client: FileClient, path: str, content: Callable[[str], Content]) -> None:
+def _provide(host: _Host, path: str, content: Callable[[str], Content]) -> None:
     """Have a file or folder that a plan names on a host."""
     place = Path(path).expanduser().absolute()
-    if not same_there(client, place):
-        place = provide(client, content(path), lambda: host.open_run(client))
+    if not same_there(host.client, place):
+        place = provide(host.client, content(path), host.open_run)
     host.paths[path] = host.paths[str(Path(path).expanduser().resolve())] = str(place)
 
 
-def client_of(worker: Worker, key: WorkerKey) -> FileClient:
-    """For the files that a worker keeps; it is dialled when it is first asked."""
-    return FileClient(worker.name, functools.partial(_dial, worker, key), stall_s=max(key.silence_s, _STALL_S))
-
-
-def _dial(worker: Worker, key: WorkerKey) -> socket.socket:
-    connection = socket.create_connection((worker.address, worker.port), timeout=min(_DIAL_S, key.silence_s))
-    try:
-        watch_over(connection, key.silence_s, full_is_silent=True)
-        if key.tls is not None:  # peers are dialled by number, and known by who signed their certificates
-            connection = key.tls.wrap_socket(connection)
-        prove_as_client(connection, key.key, FILES, _DIAL_S)
-    except KeyRefused as error:
-        connection.close()
-        raise TransferError(f"its worker takes no connection for files: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _on_all(hosts: Sequence[_Host], work: Callable[[_Host], None]) -> None:
+def _on_all(hosts: Sequence[int], work: Callable[[int], None]) -> None:
     """All at once, one thread each.
 
     Raises:

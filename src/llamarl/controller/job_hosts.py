@@ -1,16 +1,16 @@
-"""The hosts of one job: asked what they are, given ranks, and told to the ranks as the network that they are on.
+"""The hosts of one job, which are nodes of a Ray cluster: given ranks, and told to the ranks as the network that they are on.
 
-[hosts] ─▶ workers (run already, or started) ─▶ inventories ─▶ which host each rank gets ─▶ launchers, networks
+[hosts] ─▶ Cluster: nodes and what they are ─▶ which node each rank gets ─▶ their cores and GPUs taken ─▶ launcher, networks
 """
 
 from __future__ import annotations
 
 import atexit
-import ipaddress
-import sys
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.platform import joint_facts, platform_facts
@@ -22,50 +22,48 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
 from llamarl.runtime.absent_hosts import layouts, what_changed, why_no_room
 from llamarl.runtime.config import HERE, HostsConfig, hosts_named, parse_ports
-from llamarl.runtime.host_placement import Machine, given_again, place_on_hosts, respread, spread, unlike
-from llamarl.runtime.hosts.connection import WorkerKey
-from llamarl.runtime.hosts.gathering import gather
-from llamarl.runtime.hosts.inventory import Inventory
-from llamarl.runtime.hosts.launcher import HostLauncher
-from llamarl.runtime.hosts.sources import Workers
+from llamarl.runtime.host_placement import Machine, given_again, place_on_hosts, respread, share_of, spread, unlike
 from llamarl.runtime.journal import Resumed
-from llamarl.runtime.placement import ColocatedGroup, Placement, available_cores, available_cuda_devices
+from llamarl.runtime.placement import ColocatedGroup, Placement
 from llamarl.runtime.processes import ProcessRuntime
-from llamarl.transports.network import Network, TlsFiles, this_space
-from llamarl.transports.run_key import new_key
-from llamarl.transports.segment_wire import client_tls
+from llamarl.transports.network import Network
+from llamarl.transports.run_key import KEY_BYTES
 
-__all__ = ["JobHosts", "key_for", "open_hosts", "pair_lines", "unreachable"]
+if TYPE_CHECKING:
+    from llamarl.runtime.ray.cluster import Cluster
+    from llamarl.runtime.ray.launcher import RayLauncher
+
+__all__ = ["JobHosts", "open_hosts", "pair_lines"]
+
+_TAKE_S = 30.0
+_STAND_IN_S = 5.0
+"""For the cluster to give what a host needs that takes the place of another; it is free, or it is not."""
 
 
 @dataclass
 class JobHosts:
     """Hosts that have said what they are, and the key of the one run that they are for."""
 
-    workers: Workers
-    inventories: Sequence[Inventory]
-    here: str
-    """Address of the controller's machine towards them."""
-    key: WorkerKey
+    cluster: Cluster
     config: RunConfig
     named: Sequence[str]
     """All hosts of the job, as the user calls them; those that are in ``absent`` take no part."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Hosts that the job begins without -> why."""
-    run_key: bytes = field(default_factory=new_key, repr=False)
-    """Of this run alone: its ranks have it from the controller, by connections that have proved the workers' key."""
+    run_key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+    """Of this run alone: its ranks have it from the controller, inside the cluster."""
     where: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Executor -> the host of each rank, once :meth:`place` has been called."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Versions and processors of the machines that hold ranks, once :meth:`place` has been called."""
-    launcher: HostLauncher | None = None
+    taken: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Host -> cores and GPUs that are ours there."""
+    launcher: RayLauncher | None = None
     """Once :meth:`runtime` has been called."""
     machines: Sequence[Machine] = ()
     """The hosts, once :meth:`place` has been called."""
     on_gpus: Collection[str] = ()
     """Executors on GPUs, likewise."""
-    controllers: Machine | None = None
-    """The controller's machine, likewise."""
     placement: Placement | None = None
     """Of its executors, likewise."""
     places: HostPlaces | None = None
@@ -81,8 +79,8 @@ class JobHosts:
         """
         config, named = self.config, list(self.named)
         hosts = [
-            Machine(worker.name, one.cores, one.cuda_devices, one.facts)
-            for worker, one in zip(self.workers.workers, self.inventories, strict=True)
+            Machine(node.name, one.cores, one.cuda_devices, one.facts)
+            for node, one in zip(self.cluster.nodes, self.cluster.inventories, strict=True)
         ]
         on = {executor: self._given_of_all(executor) for executor in config.hosts.on}
         there = {named.index(host.name): host for host in hosts}
@@ -127,32 +125,51 @@ class JobHosts:
         Raises:
             ConfigError: They do not fit there, or the machines differ too much.
         """
-        config = self.config
-        self.controllers = here = Machine(
-            HERE, config.run.cores or available_cores(), available_cuda_devices(), platform_facts()
-        )
-        numbers = {-1: -1, **{self.named.index(host.name): place for place, host in enumerate(hosts)}}
+        numbers = {self.named.index(host.name): place for place, host in enumerate(hosts)}
         self.where = {name: tuple(numbers[host] for host in ranks) for name, ranks in layout.items()}
         used = sorted({host for ranks in self.where.values() for host in ranks})
-        machines = {-1: here, **dict(enumerate(hosts))}
-        self.facts = joint_facts([machines[host].facts for host in used])
+        self.facts = joint_facts([hosts[host].facts for host in used])
+        here = Machine(HERE, 0, 0, platform_facts())
         found = unlike([here, *hosts], allow=True)
-        if not config.hosts.allow_unlike:
-            more = unlike([machines[host] for host in used], allow=False)
+        if not self.config.hosts.allow_unlike:
+            more = unlike([hosts[host] for host in used], allow=False)
             found += [line for line in more if line not in found]
         if found:
             listed = "\n".join(f"  - {line}" for line in found)
             raise ConfigError(
-                "the machines of this job differ in what decides the bits of a run, or whether they understand each other:\n"
-                f"{listed}\nLeave some of them out, or make them alike; other processors and libraries (not another llamarl, nor "
-                "Python 3.11 beside 3.12) are accepted with hosts.allow_unlike = true: to rounding, no longer bit for bit."
+                "the nodes of this job differ in what decides the bits of a run, or whether they understand each other:\n"
+                f"{listed}\nLeave some of them out by --on, or make them alike; other processors and libraries (not another llamarl, "
+                "nor Python 3.11 beside 3.12) are accepted with hosts.allow_unlike = true: to rounding, no longer bit for bit."
             )
-        if trouble := unreachable({machines[host].name: self._address(host) for host in used}):
-            raise ConfigError(trouble)
-        placement = place_on_hosts(executors, here, hosts, self.where, colocated=colocated)
+        placement = place_on_hosts(executors, hosts, self.where, colocated=colocated)
         self.machines, self.placement = hosts, placement
         self.on_gpus = [spec.name for spec in placement.executors if spec.device.startswith("cuda")]
         return placement
+
+    def take(self, where: Mapping[str, Sequence[int]], within_s: float) -> str:
+        """Take what ranks need of their nodes beyond what is ours there, of all nodes at once; why it is not to be had, empty: it is.
+
+        Args:
+            where: Executor -> the host of each rank, as they are to be.
+        """
+        assert self.placement is not None, "take follows place"
+        more: dict[int, tuple[int, int]] = {}
+        for host in sorted({host for ranks in where.values() for host in ranks}):
+            cores, gpus = share_of(host, self.placement.executors, where, self.machines[host])
+            own_cores, own_gpus = self.taken.get(host, (0, 0))
+            if host not in self.taken or cores > own_cores or gpus > own_gpus:
+                more[host] = max(0, cores - own_cores), max(0, gpus - own_gpus)
+        if more and (why_not := self.cluster.take(more, within_s)):
+            return why_not
+        for host, (cores, gpus) in more.items():
+            own_cores, own_gpus = self.taken.get(host, (0, 0))
+            self.taken[host] = own_cores + cores, own_gpus + gpus
+        return ""
+
+    def _take_for(self, other: int, lost: int) -> str:
+        """Take on one host what the ranks of another have that is gone; why not."""
+        moved = {name: [other if at == lost else at for at in ranks] for name, ranks in self.where.items()}
+        return self.take({name: [at for at in ranks if at == other] for name, ranks in moved.items()}, _STAND_IN_S)
 
     def place_again(
         self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
@@ -166,7 +183,7 @@ class JobHosts:
         Raises:
             ConfigError: No host has room.
         """
-        assert self.launcher is not None and self.controllers is not None, "ranks are another number in a job that runs"
+        assert self.launcher is not None, "ranks are another number in a job that runs"
         ranks = respread(
             spec,
             executors,
@@ -178,8 +195,11 @@ class JobHosts:
             allow_unlike=self.config.hosts.allow_unlike,
         )
         wanted = [spec if one.name == spec.name else one for one in executors]
-        placed = place_on_hosts(wanted, self.controllers, self.machines, {**self.where, spec.name: ranks})
-        return next(one for one in placed.executors if one.name == spec.name), ranks
+        placed = place_on_hosts(wanted, self.machines, {**self.where, spec.name: ranks})
+        settled = next(one for one in placed.executors if one.name == spec.name)
+        if why_not := self.take({**self.where, spec.name: ranks}, _STAND_IN_S):
+            raise ConfigError(why_not)
+        return settled, ranks
 
     def why_unreached(self, executor: str, ranks: Sequence[int], sources: Sequence[tuple[str, int]]) -> str:
         """Which hosts that get ranks of an executor for the first time do not reach what these read, in words; takes some seconds
@@ -189,7 +209,7 @@ class JobHosts:
             sources: Addresses and ports.
         """
         assert self.launcher is not None, "ranks are another number in a job that runs"
-        return self.launcher.why_unreached({*ranks} - {*self.where[executor], -1}, sources)
+        return self.launcher.why_unreached({*ranks} - {*self.where[executor]}, sources)
 
     def move(self, executor: str, ranks: tuple[int, ...]) -> None:
         """From now on its ranks, when they are started next, are on these hosts."""
@@ -198,51 +218,37 @@ class JobHosts:
     def settings_again(self, executor: str, hosts: HostsConfig) -> HostsConfig:
         """The section with which a resume finds room for as many ranks of an executor as it has now."""
         given = given_again(self.where[executor], self._given(executor))
-        by_place = self.config.hosts.start == "slurm"  # another allocation has other names
-        named = tuple(str(host) if by_place and host >= 0 else self.names([host]) for host in given)
-        absent = [self.named[host] for host in self._given_of_all(executor) if host >= 0]
+        named = tuple(self.cluster.nodes[host].name for host in given)
+        absent = [self.named[host] for host in self._given_of_all(executor)]
         named += tuple(name for name in absent if named and name in self.absent)
         return replace(hosts, on={**hosts.on, executor: named}) if named else hosts
 
     def names(self, ranks: Sequence[int]) -> str:
         """The machines of ranks, for people."""
-        return ", ".join(HERE if host < 0 else self.workers.workers[host].name for host in ranks)
-
-    def spaces(self) -> dict[str, str]:
-        """Machine -> whose memory is within reach there."""
-        return {HERE: this_space()} | {
-            worker.name: one.space for worker, one in zip(self.workers.workers, self.inventories, strict=True)
-        }
+        return ", ".join(self.cluster.nodes[host].name for host in ranks)
 
     def network(self, host: int) -> Network:
-        """A process on one of the hosts, or on the controller's machine (-1)."""
-        if host >= 0:
-            one = self.inventories[host]
-            return Network(space=one.space, address=one.address, key=self.run_key, ports=one.ports, tls=one.tls)
-        ports = parse_ports(self.config.hosts.port_range) if self.config.hosts.port_range else (0, 0)
-        return Network(
-            space=this_space(), address=self.here, key=self.run_key, ports=ports, tls=_tls_files(self.config)
-        )
+        """A process on one of the hosts."""
+        one = self.cluster.inventories[host]
+        return Network(space=one.space, address=one.address, key=self.run_key, ports=one.ports, tls=one.tls)
+
+    def own_network(self) -> Network:
+        """This process."""
+        return self.network(self.cluster.here)
 
     def open_files(
         self, run_dir: Path, run_id: str, executors: Sequence[ExecutorSpec], load_from: Path | None
     ) -> JobFiles:
-        """Settle how files go between the run's folder and the hosts that :meth:`place` chose, and send what their ranks read.
+        """Take what the job needs of its nodes, settle how files go between the run's folder and them, send what their ranks read.
 
         Raises:
+            ConfigError: The cluster does not give it.
             CheckpointError, TransferError: A file is not as it was written, or a host cannot take it.
         """
-        used = {host for ranks in self.where.values() for host in ranks if host >= 0}
-        if self.config.recovery.max_restarts:  # any of them may have to take the place of another
-            used |= set(range(len(self.workers.workers)))
-        files = open_job_files(
-            run_dir,
-            run_id,
-            {host: self.workers.workers[host] for host in sorted(used)},
-            self.key,
-            self.where,
-            own_folders=self.config.hosts.run_folder == "own",
-        )
+        if why_not := self.take(self.where, _TAKE_S):
+            raise ConfigError(why_not)
+        own = self.config.hosts.run_folder == "own"
+        files = open_job_files(run_dir, run_id, self.cluster, self.where, own_folders=own)
         try:
             files.send_content(executors)
             files.send_saved(load_from)
@@ -252,16 +258,24 @@ class JobHosts:
             raise
         return files
 
-    def folder_lines(self, run_dir: Path) -> list[str]:
-        """Which hosts see the place where the run's folder will be, for people; found out by files that are removed again."""
+    def plan_lines(self, channels: Sequence[ChannelSpec], run_dir: Path) -> str:
+        """What a dry run says of the cluster, for people: security, health, how payloads travel, whose folder is shared."""
+        assert self.placement is not None, "planned before placed"
+        spaces = {node.name: one.space for node, one in zip(self.cluster.nodes, self.cluster.inventories, strict=True)}
+        lines = {
+            "cluster": self.cluster.lines(),
+            "between hosts": pair_lines(channels, self.placement.hosts, spaces),
+            "run folder": self._folder_lines(run_dir),
+        }
+        return "".join(f"\n\n# {title}\n" + "\n".join(text) for title, text in lines.items())
+
+    def _folder_lines(self, run_dir: Path) -> list[str]:
+        """Which hosts see the place where the run's folder will be; found out by files that are removed again."""
         if self.config.hosts.run_folder == "own":
             return ['hosts.run_folder = "own": every host gets a folder of its own, files travel']
         place = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
-        used = [
-            self.workers.workers[host] for host in sorted({h for ranks in self.where.values() for h in ranks if h >= 0})
-        ]
         try:
-            answers = folder_answers(place, used, self.key)
+            answers = folder_answers(place, self.cluster, sorted({h for ranks in self.where.values() for h in ranks}))
         except LlamaRLError as error:
             return [f"whether hosts share it is not known: {error}"]
         return [
@@ -278,27 +292,27 @@ class JobHosts:
             files: As :meth:`open_files` made them.
             restarts: See ``ProcessRuntime``, as for ``resumed``. This process has joined the job's network.
         """
-        on_hosts = {name: ranks for name, ranks in self.where.items() if ranks[0] >= 0}
+        from llamarl.runtime.ray.launcher import RayLauncher
+
         on_lost = files.lose if files is not None else lambda host: None
         specs = self.placement.executors if self.placement is not None else ()
-        self.launcher = launcher = HostLauncher(
-            self.workers.workers, self.where, self.key, on_lost, spares=restarts, specs=specs
-        )
-        self.places = places = HostPlaces(
+        self.launcher = launcher = RayLauncher(self.cluster, self.where, on_lost, specs=specs)
+        self.places = HostPlaces(
             self.where,
             self.machines,
             self.on_gpus,
             launcher,
             files,
             self.network,
+            self._take_for,
             allow_unlike=self.config.hosts.allow_unlike,
-            told_s=2 * self.config.deadlines.host_silence_s,
+            told_s=2 * self.cluster.told_s,
         )
         return ProcessRuntime(
             collective_timeout_s=self.config.deadlines.collective_s,
-            launchers=dict.fromkeys(on_hosts, launcher),
+            launchers=dict.fromkeys(self.where, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
-            places=places,
+            places=self.places,
             restarts=restarts,
             resumed=resumed,
         )
@@ -313,72 +327,52 @@ class JobHosts:
         return "; ".join([*lines, *([f"without {', '.join(self.absent)}"] if self.absent else [])])
 
     def close(self) -> None:
-        """End the workers that this job has started. Idempotent."""
-        self.workers.close()
+        """Leave the cluster; nothing of this job is left there. Idempotent."""
+        self.cluster.close()
         atexit.unregister(self.close)
 
     def _given(self, executor: str) -> tuple[int, ...]:
         """The hosts on which the user wants an executor, of those that take part; empty: any."""
-        numbers = {worker.name: number for number, worker in enumerate(self.workers.workers)}
-        given = [HERE if host < 0 else self.named[host] for host in self._given_of_all(executor)]
-        return tuple(-1 if name == HERE else numbers[name] for name in given if name not in self.absent)
+        numbers = {node.name: number for number, node in enumerate(self.cluster.nodes)}
+        given = [self.named[host] for host in self._given_of_all(executor)]
+        return tuple(numbers[name] for name in given if name not in self.absent)
 
     def _given_of_all(self, executor: str) -> tuple[int, ...]:
         """The same by the numbers of all hosts that are named."""
         words = self.config.hosts.on.get(executor)
         if words is None:
             return ()
+        own = self.cluster.nodes[self.cluster.here].name
+        addresses = {node.address: node.name for node in self.cluster.nodes}
         try:
-            return hosts_named(words, self.named)
+            return hosts_named([own if word == HERE else addresses.get(word, word) for word in words], self.named)
         except ValueError as error:
             raise ConfigError(f"hosts.on.{executor}: {error}") from error
 
-    def _address(self, host: int) -> str:
-        return self.here if host < 0 else self.inventories[host].address
-
 
 def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts | None:
-    """The hosts that a configuration names, asked what they are; None where it names none.
+    """The nodes of the cluster that a configuration names; None where it names none.
 
     Args:
-        begun: Of the run that is gone on with: it may do so without some of the hosts that this names.
+        begun: Of the run that is gone on with: it may do so without some of the nodes that it was given.
 
     Raises:
-        ConfigError: Some cannot take part, and must; each is named with its reason.
+        ConfigError: There is no such cluster, it refuses us, or a node cannot say what it is.
     """
     if not config.hosts.wanted:
         return None
-    same = begun is not None and begun.hosts.start == config.hosts.start
-    found = gather(
-        config.hosts,
-        lambda key: key_for(config, key),
-        begun_with=begun.hosts.workers if begun is not None and same else (),
-        tell=lambda line: print(line, file=sys.stderr),
-    )
-    hosts = JobHosts(found.workers, found.inventories, found.here, found.key, config, found.named, found.absent)
+    from llamarl.runtime.ray.cluster import connect
+
+    ports = parse_ports(config.hosts.port_range) if config.hosts.port_range else (0, 0)
+    cluster = connect(config.hosts.cluster, ports)
+    known = {word for node in cluster.nodes for word in (node.name, node.address)} | {HERE}
+    had = {word for words in begun.hosts.on.values() for word in words} if begun is not None else set()
+    absent = {
+        name: f"{name} is no node of the cluster any more" for name in sorted(had - known) if not name.isdecimal()
+    }
+    hosts = JobHosts(cluster, config, [*(node.name for node in cluster.nodes), *absent], absent)
     atexit.register(hosts.close)
     return hosts
-
-
-def key_for(config: RunConfig, key: bytes) -> WorkerKey:
-    """By which a run's controller may use workers that hold ``key``."""
-    files = _tls_files(config)
-    return WorkerKey(key, client_tls(files) if files is not None else None, config.deadlines.host_silence_s)
-
-
-def unreachable(addresses: Mapping[str, str]) -> str:
-    """Why machines of a job could not reach each other, if that can be known: one has said an address that only it can use.
-
-    Args:
-        addresses: Machine -> its address towards the controller.
-    """
-    alone = [name for name, address in addresses.items() if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
-    if not alone or len(alone) == len(addresses):
-        return ""
-    return (
-        f"{', '.join(alone)}: reached by the loopback, where {', '.join(name for name in addresses if name not in alone)} cannot "
-        "reach it: let its worker listen on its address in the network (--bind ADDRESS) and name that"
-    )
 
 
 def pair_lines(
@@ -400,14 +394,3 @@ def pair_lines(
         ways = (f"{source} to {sink} {way}" for (source, sink), way in pairs.items())
         lines.append(f"{channel.name} ({channel.source} to {channel.sink}): {', '.join(ways)}")
     return lines
-
-
-def _tls_files(config: RunConfig) -> TlsFiles | None:
-    hosts = config.hosts
-    if not hosts.tls_cert:
-        return None
-    return TlsFiles(
-        certificate=Path(hosts.tls_cert).expanduser().resolve(),
-        private_key=Path(hosts.tls_key).expanduser().resolve(),
-        authority=Path(hosts.tls_ca).expanduser().resolve(),
-    )

@@ -60,7 +60,7 @@ def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
         given = {**given, "algorithm": spelled_out(given["algorithm"])}
     merged = settings_on_top(read_settings(run_dir / CONFIG_FILE), given)
     hosts = given.get("hosts")
-    if isinstance(hosts, Mapping) and "workers" in hosts:  # other hosts: what was put on the former ones is forgotten
+    if isinstance(hosts, Mapping) and "cluster" in hosts:  # other hosts: what was put on the former ones is forgotten
         merged["hosts"] = {**merged.get("hosts", {}), "on": hosts.get("on", {})}
     refuse_code_of_a_run(validate(merged), run_dir, given)  # before anything that it names is looked at, and imported
     config = validate(merged, [find_missing])
@@ -83,7 +83,7 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
         given: What the user has set now; a key in it is the user's own.
 
     Raises:
-        ConfigError: Code inside the folder, a program to start on hosts, or consent to a model's own code.
+        ConfigError: Code inside the folder, the address of a cluster, which is sent the user's token, or consent to a model's own code.
         FileError: A pipe or a device in the folder.
     """
     refuse_pipes(run_dir)
@@ -93,7 +93,7 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
             continue
         if kind == "import path":
             _refuse_code_inside(key, value, run_dir)
-        elif kind == "program":
+        elif kind == "address":
             raise ConfigError(
                 f"{key} is {value!r} in {saved}: a run's folder may come from somebody else, so name it yourself: --{key} {value!r}"
             )
@@ -133,7 +133,7 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
             checkpoint = store.load()
             had = checkpoint.run.get("config", {})
             _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
-        return describe_plan(prepared, every_key=every_key, goes_on=True)
+        return describe_plan(prepared, every_key=every_key)
     finally:
         if prepared.hosts is not None:
             prepared.hosts.close()

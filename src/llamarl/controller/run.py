@@ -22,7 +22,7 @@ from llamarl.config import GROUP_BASELINES, RunConfig, changed_keys, save_config
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
 from llamarl.controller.graph import Graph
-from llamarl.controller.job_hosts import JobHosts, open_hosts, pair_lines
+from llamarl.controller.job_hosts import JobHosts, open_hosts
 from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.model_sources import fetch_weights, local, pinned
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, replica_table, what_is_saved
@@ -42,7 +42,6 @@ from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
-from llamarl.controller.standby import Standby, check_standby, open_standby
 from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.environments.code import warning_of_no_box
@@ -113,22 +112,14 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
     return describe_plan(prepare(config), every_key=every_key)
 
 
-def describe_plan(prepared: Prepared, *, every_key: bool = True, goes_on: bool = False) -> str:
-    """See :func:`plan_run`. The run's hosts are let go.
-
-    Args:
-        goes_on: The run has begun before.
-    """
+def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
+    """See :func:`plan_run`. The run's hosts are let go."""
     import tomli_w
 
-    pairs = standby = ""
+    of_cluster = ""
     if prepared.hosts is not None:
-        lines = pair_lines(prepared.graph.channels, prepared.placement.hosts, prepared.hosts.spaces())
-        folders = prepared.hosts.folder_lines(absolute_dir(prepared.config))
+        of_cluster = prepared.hosts.plan_lines(prepared.graph.channels, absolute_dir(prepared.config))
         prepared.hosts.close()
-        pairs = "\n\n# between hosts\n" + "\n".join(lines) + "\n\n# run folder\n" + "\n".join(folders)
-    if prepared.config.hosts.standby:
-        standby = f"\n\n# standby\n{check_standby(prepared.config, prepared.local, goes_on=goes_on)}"
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
     replicas = f"# replicas\n{table}\n\n" if (table := replica_table(prepared.config)) else ""
@@ -138,8 +129,7 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True, goes_on: bool =
         f"{replicas}"
         f"# weight hand-over\n"
         + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
-        + pairs
-        + standby
+        + of_cluster
     )
 
 
@@ -376,9 +366,7 @@ class _Observe:
         events: EventLog,
         folder: RunFolder,
         checkpoints: RunCheckpoints,
-        standby: Standby | None,
     ) -> None:
-        self._standby = standby
         self._recorder = recorder
         self._events = events
         self._folder = folder
@@ -386,8 +374,6 @@ class _Observe:
 
     def on_report(self, report: Report) -> None:
         self._folder.check()
-        if self._standby is not None:
-            self._standby.check()
         self._checkpoints.on_report(report)
         self._events.append(report.events)
         self._recorder.on_report(report)
@@ -402,7 +388,7 @@ def _staleness(config: RunConfig) -> str:
 
 def join_network(prepared: Prepared) -> None:
     """Say where this process is among the hosts of the job, before any memory of it is made."""
-    join(prepared.hosts.network(-1) if prepared.hosts is not None else None)
+    join(prepared.hosts.own_network() if prepared.hosts is not None else None)
 
 
 def execute(
@@ -419,7 +405,7 @@ def execute(
         resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
     config, graph, run_dir = prepared.config, prepared.graph, folder.path
-    goes_on, resumed = resumed is not None, resumed or Resumed()
+    resumed = resumed or Resumed()
     files = None
     if prepared.hosts is not None:
         files = prepared.hosts.open_files(run_dir, folder.identity.run_id, graph.executors, load_from)
@@ -494,10 +480,7 @@ def execute(
     replacing = _replacing(config, rule, recorder)
     remove_partial(run_dir)
     stopped = "by an error"
-    standby = None
     try:
-        run_id = folder.identity.run_id
-        standby = open_standby(config, prepared.local, run_dir, run_id, recorder.message, goes_on=goes_on)
         run_graph(
             graph,
             runtime,
@@ -508,7 +491,7 @@ def execute(
             load_from=load_from,
             deadlines=config.deadlines,
             checkpoints=checkpoints,
-            observers=[_Observe(recorder, events, folder, checkpoints, standby)],
+            observers=[_Observe(recorder, events, folder, checkpoints)],
             needs=needs,
             replacing=replacing,
             journal=journal,
@@ -540,8 +523,6 @@ def execute(
         if files is not None and stopped:
             files.hurry()
         checkpoints.flush()
-        if standby is not None:
-            standby.close()
         if files is not None:
             files.end()
         if prepared.hosts is not None:

@@ -80,7 +80,7 @@ class Scaled:
     spec: ExecutorSpec
     """Of the executor that has other ranks."""
     hosts: tuple[int, ...] = ()
-    """The host of each of its ranks, -1 for the controller's machine; empty: the whole job is on this one."""
+    """The host of each of its ranks; empty: the whole job is on this one."""
     on: str = ""
     """The same for people."""
 

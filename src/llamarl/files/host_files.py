@@ -4,55 +4,54 @@
     BASE/runs/HANDLE/content/   models, data and code that the plan of the run names, by content: links to objects
     BASE/objects/               each file's bytes once, read-only, under its checksum and size; the oldest go beyond a limit
     BASE/incoming/              what is on its way
-    BASE/taken_over/HANDLE/     the folder of a run that this host went on with when its controller was gone; stays
 
-A run's folder goes when its controller says so; when its controller has hung up without a word (``forget_those_left``); and a day
-after it was last used where the controller has said that something in it is still to be fetched, or nobody knows what became of it.
+A run's folder goes when its controller says so, and with this process, however that ends: a shell waits for its end and removes the
+folder. Where the controller has said that something in it is still to be fetched (``leave``), it goes a day later, with the next run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import math
+import itertools
 import os
 import re
 import secrets
 import shutil
+import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from llamarl.checkpoint.shared_folder import FolderAnswer, FolderQuestion, answer
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_file
 from llamarl.errors import TransferError
 from llamarl.files.below import Below
-from llamarl.files.partial import Partial
+from llamarl.files.partial import PIECE_BYTES, Partial
 from llamarl.user_folders import cache_folder
 
-__all__ = ["HostFiles", "StandBy", "default_base", "records_from"]
+__all__ = ["FarFile", "HostFiles", "default_base"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HANDLE = re.compile(r"[A-Za-z0-9_-]{1,64}\.[0-9a-f]{16}")
 _SUM = re.compile(r"[0-9a-f]{32}")
 _UNUSED_S = 86_400.0
+_LEFT = ".left"
+_JANITOR_S = 3.0
 _MOST_OBJECT_BYTES = 200 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandBy:
-    """How to go on with a run whose controller is gone."""
+class FarFile:
+    """One file in a host's run folder."""
 
-    words: tuple[str, ...]
-    """For ``llamarl train --resume``."""
-    after_s: float
+    path: str
+    num_bytes: int
+    mtime_ns: int
 
 
 def default_base() -> Path:
-    """Where a host keeps these things unless told otherwise: ``$XDG_CACHE_HOME/llamarl/worker``."""
-    return cache_folder() / "worker"
+    """Where a host keeps these things unless told otherwise: ``$XDG_CACHE_HOME/llamarl/node``."""
+    return cache_folder() / "node"
 
 
 class HostFiles:
@@ -66,16 +65,12 @@ class HostFiles:
     def __init__(self, base: Path, *, max_object_bytes: int = _MOST_OBJECT_BYTES) -> None:
         self.base = base
         self._max_object_bytes = max_object_bytes
-        self._locks: dict[str, int] = {}
-        self._stand_by: dict[str, StandBy] = {}
-        self._used_s: dict[str, float] = {}
-        """Runs that were opened here, and when their controllers last asked for something of them; without those that they left."""
+        self._janitors: dict[str, subprocess.Popen[bytes]] = {}
+        """Run's handle -> the shell that removes its folder when this process is gone."""
+        self._coming: dict[int, Partial] = {}
+        self._numbers = itertools.count()
 
     # -- a run's folder --
-
-    def share(self, question: FolderQuestion, host: str) -> FolderAnswer:
-        """Whether this host sees the controller's own folder: then none of the rest is needed for the run."""
-        return answer(question, host)
 
     def open_run(self, run_id: str) -> tuple[str, Path]:
         """An empty run folder, and a handle by which the controller calls it from now on.
@@ -86,14 +81,20 @@ class HostFiles:
         """
         if not _RUN_ID.fullmatch(run_id):
             raise TransferError(f"{run_id!r:.100} is no name of a run")
-        self._forget_unused()
+        self._forget_old()
         handle = f"{run_id}.{secrets.token_hex(8)}"
         folder = self._runs / handle
         self._make_base()
         (folder / "run" / "checkpoints").mkdir(parents=True)
         (folder / "run" / ".run_id").write_text(f"{run_id}\n", encoding="utf-8")
-        self._used_s[handle] = time.monotonic()
-        self._use(handle)
+        # Its input ends with this process, whatever ends that; a word first tells it to leave the folder.
+        self._janitors[handle] = subprocess.Popen(
+            ["sh", "-c", 'read -r word || rm -rf -- "$1"', "llamarl-janitor", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         return handle, folder / "run"
 
     def run(self, handle: str) -> Below:
@@ -107,80 +108,54 @@ class HostFiles:
     def forget(self, handle: str) -> None:
         """Remove all that is kept for a run; objects stay."""
         folder = self._folder(handle)
-        self._used_s.pop(handle, None)
-        self._stand_by.pop(handle, None)
-        lock = self._locks.pop(handle, None)
+        self._dismiss(handle)
         shutil.rmtree(folder)
-        if lock is not None:
-            os.close(lock)
-
-    def keeps(self, handle: str) -> bool:
-        """Whether there is such a run."""
-        return bool(_HANDLE.fullmatch(handle)) and (self._runs / handle).is_dir()
-
-    def stand_by(self, handle: str, how: StandBy) -> None:
-        """The run is to be gone on with here, should its controller be gone.
-
-        Raises:
-            TransferError: There is no such run.
-        """
-        self._folder(handle)
-        self._stand_by[handle] = how
-
-    def patience_s(self, handles: Collection[str]) -> float | None:
-        """How long to wait for the controllers of these runs, at most; None where this host stands by for none of them."""
-        waits = [how.after_s for handle, how in self._stand_by.items() if handle in handles]
-        return max(waits, default=None)
-
-    def take_over(self, handles: Collection[str], *, since_s: float) -> list[tuple[Path, StandBy]]:
-        """The folders of those runs for which this host stands by, that nobody has asked for since ``since_s`` on the monotonic clock,
-        and whose controller has not come back under another handle: moved to where they stay."""
-        taken = []
-        for handle, how in list(self._stand_by.items()):
-            used_s = self._used_s.get(handle, math.inf)
-            if handle not in handles or used_s > since_s:
-                continue
-            run_id = handle.rpartition(".")[0]
-            if any(
-                other != handle and other.rpartition(".")[0] == run_id and self._used_s[other] > used_s
-                for other in self._used_s
-            ):
-                continue  # it was started again, and said so
-            place = self.base / "taken_over" / handle
-            place.parent.mkdir(exist_ok=True)
-            os.rename(self._runs / handle / "run", place)
-            self.forget(handle)
-            taken.append((place, how))
-        return taken
 
     def leave(self, handle: str) -> None:
         """Keep what lies in a run's folder for a day: its user has been told to fetch it."""
-        self._folder(handle)
-        self._used_s.pop(handle, None)
-        self.let_go([handle])
+        (self._folder(handle) / _LEFT).touch()
+        self._dismiss(handle)
 
-    def let_go(self, handles: Collection[str]) -> None:
-        """Whoever used these runs may never come back: a day after their last use they may go. Using one again holds it again."""
-        for handle in handles:
-            if (lock := self._locks.pop(handle, None)) is not None:
-                os.close(lock)
+    def list_files(self, handle: str, skip: Sequence[str]) -> list[FarFile]:
+        """What lies in a run's folder, but under the names ``skip``."""
+        return [FarFile(path=path, num_bytes=size, mtime_ns=ns) for path, size, ns in self.run(handle).walk(skip)]
 
-    def forget_those_left(self, handles: Collection[str] | None = None, *, since_s: float = math.inf) -> None:
-        """Forget runs whose controller is gone without a word.
+    def remove(self, handle: str, path: str) -> None:
+        """A file or folder of a run's folder."""
+        self.run(handle).remove(path)
 
-        Args:
-            handles: Of these; None: of all that were opened here.
-            since_s: Those only that nobody has asked for since, on the monotonic clock.
-        """
-        for handle, used_s in list(self._used_s.items()):
-            if used_s <= since_s and (handles is None or handle in handles):
-                with contextlib.suppress(OSError, TransferError):  # a day later it goes all the same
-                    self.forget(handle)
+    def read(self, handle: str, path: str, offset: int) -> tuple[bytes, str, int]:
+        """A piece of a file of a run's folder, the piece's checksum, and the size of the whole file."""
+        descriptor = self.run(handle).open(path)
+        try:
+            data = os.pread(descriptor, PIECE_BYTES, offset)
+            return data, checksum_bytes(data), os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
 
-    def partial(self, record: FileRecord | None) -> Partial:
-        """Take up a file on its way here."""
+    # -- a file on its way here --
+
+    def begin(self, record: FileRecord) -> tuple[int, int]:
+        """Take up a file: a number for it, and the offset from which it is lacking."""
         self._make_base()
-        return Partial(self.base / "incoming", record)
+        number = next(self._numbers)
+        coming = self._coming[number] = Partial(self.base / "incoming", record)
+        return number, coming.offset
+
+    def add(self, number: int, data: bytes, checksum: str) -> None:
+        """The next piece."""
+        if checksum_bytes(data) != checksum:
+            raise TransferError("its bytes changed on the way")
+        self._coming[number].write(data)
+
+    def finish(self, number: int, handle: str | None, record: FileRecord) -> None:
+        """It has come: put it into a run's folder, or with None among the objects."""
+        with self._coming.pop(number) as coming:
+            place, _ = coming.finish()
+            if handle is None:
+                self.keep(place, record)
+            else:
+                self.run(handle).put(place, record.path)
 
     # -- content --
 
@@ -267,30 +242,20 @@ class HostFiles:
         folder = self._runs / handle
         if not _HANDLE.fullmatch(handle) or not folder.is_dir():
             raise TransferError(f"{handle!r:.100} is no run that is kept here")
-        self._use(handle)
         return folder
 
-    def _use(self, handle: str) -> None:
-        """Hold the run's lock, so that nobody forgets it, and note the time."""
-        if handle not in self._locks:
-            lock = os.open(self._runs / handle / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # a file system without locks: the time stamp protects it
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._locks[handle] = lock
-        os.utime(self._runs / handle / ".lock")
-        if handle in self._used_s:
-            self._used_s[handle] = time.monotonic()
+    def _dismiss(self, handle: str) -> None:
+        """Tell the janitor of a run that its folder is not its business any more."""
+        if (janitor := self._janitors.pop(handle, None)) is not None:
+            with contextlib.suppress(OSError):  # it was killed
+                janitor.communicate(b"leave\n", timeout=_JANITOR_S)
 
-    def _forget_unused(self) -> None:
-        """Runs whose controllers never said that they are over."""
-        for folder in self._runs.iterdir() if self._runs.is_dir() else ():
-            lock = folder / ".lock"
+    def _forget_old(self) -> None:
+        """Folders that were left a day ago."""
+        for left in self._runs.glob(f"*/{_LEFT}"):
             with contextlib.suppress(OSError):
-                if not _HANDLE.fullmatch(folder.name) or time.time() - lock.stat().st_mtime < _UNUSED_S:
-                    continue
-                with open(lock, "r+b") as held:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
+                if time.time() - left.stat().st_mtime > _UNUSED_S:
+                    shutil.rmtree(left.parent)
 
     def _proved(self, record: FileRecord) -> bool:
         """Whether an object holds it. Its bytes are read once, and again whenever its time stamp has changed."""
@@ -356,15 +321,3 @@ def _object_name(record: FileRecord) -> str:
 def _stamp_of(path: Path) -> str:
     found = path.stat()
     return f"{found.st_size} {found.st_mtime_ns}"
-
-
-def records_from(plain: Any) -> tuple[FileRecord, ...]:
-    """What came as [[path, bytes, checksum], ..].
-
-    Raises:
-        TransferError: It is something else.
-    """
-    try:
-        return tuple(FileRecord(path=str(p), num_bytes=int(n), xxh3_128=str(x)) for p, n, x in plain)
-    except (TypeError, ValueError) as error:
-        raise TransferError(f"no list of files: {error}") from error

@@ -10,11 +10,10 @@ The controller's folder is the run. A host's is scratch: nothing in it is needed
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +22,10 @@ from llamarl.checkpoint.snapshot import FileRecord, checksum_file
 from llamarl.checkpoint.written import writer_name
 from llamarl.errors import CheckpointError, TransferError
 from llamarl.files.below import Below
-from llamarl.files.client import FarFile, FileClient
+from llamarl.files.host_files import FarFile
+from llamarl.files.over_ray import FileClient
 
-__all__ = ["FarFolder", "HostFolders", "Line", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
+__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
 
 CHECKPOINTS = "checkpoints"
 _OURS = (CHECKPOINTS, ".run_id", ".incoming", ".lock")
@@ -34,33 +34,6 @@ _TOLD_S = 3.0
 """After files could not be had of a host: how long to listen whether it is gone."""
 OF_HOSTS = "hosts"
 """Below it, in ``RUN/hosts/NAME``, lies what a host wrote under a name that is taken in the controller's folder."""
-
-
-@dataclass
-class Line:
-    """A further connection to a host, for who must not wait for others. It lasts as long as the job: a host forgets a run some time
-    after a connection that asked for it has ended."""
-
-    make: Callable[[], FileClient]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _client: FileClient | None = None
-
-    @contextlib.contextmanager
-    def use(self) -> Iterator[FileClient]:
-        """One at a time."""
-        with self._lock:
-            self._client = self._client or self.make()
-            yield self._client
-
-    def hurry(self) -> None:
-        """As that of ``FileClient``."""
-        if (client := self._client) is not None:
-            client.hurry()
-
-    def close(self) -> None:
-        """Hang up."""
-        if self._client is not None:
-            self._client.close()
 
 
 @dataclass
@@ -76,10 +49,6 @@ class FarFolder:
     """Path there -> what it was when it was last brought; None: as its rank had told, and so for good."""
     places: dict[str, str] = field(default_factory=dict)
     """Path there -> path here, of what a sweep has brought."""
-    reports: Line | None = None
-    """For files that come before their report counts."""
-    sends: Line | None = None
-    """For states that are sent while the job goes on."""
     gone: threading.Event = field(default_factory=threading.Event)
     """Set when the host is: nothing more comes from there."""
     told: dict[str, FileRecord] = field(default_factory=dict)
@@ -109,30 +78,21 @@ class HostFolders:
         folder = self.folders.get(self._where[executor][rank])
         return None if folder is None else folder.path
 
-    def send(
-        self, files: Sequence[FileRecord], root: Path, ranks_of: Callable[[int], Sequence[FileRecord]] | None = None
-    ) -> None:
-        """Put files of the run's folder into those of the hosts, before any rank reads them.
+    def send_to(self, folder: FarFolder, files: Sequence[FileRecord], root: Path) -> None:
+        """Put files of the run's folder into that of a host, before any rank there reads them.
 
         Args:
             files: Below ``root``.
             root: In the run's folder, or it.
-            ranks_of: Host's number -> which of ``files`` it needs; None: all.
 
         Raises:
-            CheckpointError: A file is not what its record says, or a host cannot take it; names file and host.
+            TransferError: A file is not what its record says, or the host cannot take it; names file and host.
         """
         below = root.relative_to(self._run_dir)
-
-        def to_host(number: int, folder: FarFolder) -> None:
-            for record in ranks_of(number) if ranks_of is not None else files:
-                path = (below / record.path).as_posix()
-                there = FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
-                folder.client.send(root / record.path, there, run=folder.handle)
-            for found in folder.client.list_files(folder.handle, skip=_OURS):
-                folder.brought[found.path], folder.places[found.path] = found, found.path
-
-        self._on_all(to_host)
+        for record in files:
+            folder.client.send(root / record.path, _at(record, (below / record.path).as_posix()), run=folder.handle)
+        for found in folder.client.list_files(folder.handle, skip=_OURS):
+            folder.brought[found.path], folder.places[found.path] = found, found.path
 
     def send_state(self, checkpoint: Path, files: Sequence[FileRecord]) -> None:
         """Send each rank's saved state to whichever host it is on now.
@@ -143,8 +103,8 @@ class HostFolders:
         Raises:
             CheckpointError: As ``send``.
         """
-        num_ranks = {name: len(hosts) for name, hosts in self._where.items()}
-        self.send(files, checkpoint, lambda number: files_for_ranks(files, self._ranks_on(number), num_ranks))
+        for executor in self._where:
+            self.send_state_of(executor, checkpoint, files)
 
     def send_state_of(self, executor: str, checkpoint: Path, files: Sequence[FileRecord]) -> None:
         """Send one executor's saved state, which had been brought here, to the hosts where its ranks are now; any thread.
@@ -161,13 +121,9 @@ class HostFolders:
         def to_host(number: int, folder: FarFolder) -> None:
             ranks = [(name, rank) for name, rank in self._ranks_on(number) if name == executor]
             wanted = files_for_ranks(files, ranks, num_ranks)
-            if not wanted or folder.sends is None:
-                return
-            with folder.sends.use() as client:
-                for record in wanted:
-                    path = (below / record.path).as_posix()
-                    there = FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
-                    client.send(checkpoint / record.path, there, run=folder.handle)
+            for record in wanted:
+                there = _at(record, (below / record.path).as_posix())
+                folder.client.send(checkpoint / record.path, there, run=folder.handle)
 
         self._on_all(to_host)
 
@@ -187,12 +143,9 @@ class HostFolders:
         if folder is None:
             self._shared |= {record.path: record for record in records}
             return
-        if folder.reports is None or not files:
-            return
-        with folder.reports.use() as client:
-            for record in records:
-                client.fetch(folder.handle, record.path, self._here, record)
-                folder.brought[record.path], folder.told[record.path] = None, record
+        for record in records:
+            folder.client.fetch(folder.handle, record.path, self._here, record)
+            folder.brought[record.path], folder.told[record.path] = None, record
 
     def lose(self, number: int) -> None:
         """A host is gone: nothing of it is waited for. Any thread."""
@@ -282,7 +235,7 @@ class HostFolders:
         if not self.folders:
             return
         with ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool:
-            doing = [pool.submit(work, number, folder) for number, folder in self.folders.items()]
+            doing = [pool.submit(work, number, folder) for number, folder in list(self.folders.items())]
         failed = [error for one in doing if (error := one.exception()) is not None]
         for error in failed:
             if not isinstance(error, TransferError):

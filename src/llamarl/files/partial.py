@@ -18,9 +18,9 @@ import xxhash
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import TransferError
 
-__all__ = ["CHUNK_BYTES", "Partial", "free_bytes", "no_space"]
+__all__ = ["PIECE_BYTES", "Partial", "free_bytes", "no_space"]
 
-CHUNK_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20
 """Most bytes of a file that either end holds at a time."""
 
 
@@ -56,7 +56,7 @@ class Partial:
         """Go on after what an earlier try has left."""
         if os.fstat(self._descriptor).st_size > expected:
             os.ftruncate(self._descriptor, 0)
-        while chunk := os.read(self._descriptor, CHUNK_BYTES):
+        while chunk := os.read(self._descriptor, PIECE_BYTES):
             self._digest.update(chunk)
             self.offset += len(chunk)
 

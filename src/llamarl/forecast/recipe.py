@@ -198,7 +198,7 @@ def write_recipe(
     header = f"{_OURS}{title.format(step=f'{chosen.step_s:.4g} s')}"
     node = chosen.hardware.device.devices_per_node
     if not chosen.hardware.is_cpu and chosen.used > node:
-        header += f"\nIt takes hosts of {node} devices: llamarl train THIS --hosts A,B,... (docs/hosts.md)."
+        header += f"\nIt takes hosts of {node} devices: llamarl train THIS --cluster auto (docs/hosts.md)."
     if len(chosen.generators) > 1:
         names = ", ".join(f"generator_{n} on {c.hardware.device.name}" for n, c in enumerate(chosen.generators))
         header += f"\nPlace the roles: hosts.on, trainer on {chosen.hardware.device.name}, {names}; hosts.allow_unlike."

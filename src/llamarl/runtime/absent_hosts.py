@@ -1,74 +1,20 @@
-"""What becomes of a job when hosts that it names do not answer as it begins. Pure.
+"""What becomes of a run that is gone on with when nodes that it was given are not in the cluster any more. Pure.
 
-    who does not answer, and why ─▶ verdict: go on, wait, refuse ─▶ layouts without them ─▶ the first that fits is taken
+    names that no node has now ─▶ layouts without them ─▶ the first that fits is taken
 
-A host that the user names for the first time may be misspelt, so it must answer. One that the run had before is a host that is gone:
-it is waited for, and then left out, as it would have been in the run (``host_placement.stand_in``). Where ranks are changes no bit.
+They are left out, as they would have been in the run (``host_placement.stand_in``). Where ranks are changes no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.config import HERE
 from llamarl.runtime.host_placement import Machine, Units, spread, stand_in
 
-__all__ = ["Absence", "Verdict", "layouts", "verdict", "what_changed", "why_no_room", "why_refused"]
+__all__ = ["layouts", "what_changed", "why_no_room"]
 
-
-@dataclass(frozen=True)
-class Absence:
-    """A host that takes no part."""
-
-    name: str
-    """As the user calls it."""
-    why: str
-    """Names the host too."""
-    refuses: bool = False
-    """It answers, and takes no orders by this key or certificate: waiting mends nothing."""
-
-
-class Verdict(Enum):
-    """What to do about hosts that do not take part."""
-
-    GO_ON = "go on with the others"
-    WAIT = "ask them again"
-    REFUSE = "the job cannot begin"
-
-
-def verdict(absent: Sequence[Absence], num_hosts: int, *, begun_with: Collection[str], left_s: float) -> Verdict:
-    """Whether a job begins without some of its hosts.
-
-    Args:
-        num_hosts: That it names.
-        begun_with: Names of those that the run had before; empty: it is new.
-        left_s: For which they are waited for yet.
-    """
-    if not absent:
-        return Verdict.GO_ON
-    if any(one.name not in begun_with for one in absent):
-        return Verdict.REFUSE
-    if left_s > 0 and not all(one.refuses for one in absent):
-        return Verdict.WAIT
-    return Verdict.REFUSE if len(absent) >= num_hosts else Verdict.GO_ON
-
-
-def why_refused(absent: Sequence[Absence], *, begun_with: Collection[str], waited_s: float) -> str:
-    """Why a job whose verdict is ``REFUSE`` does not begin, and what to do.
-
-    Args:
-        waited_s: For how long they were waited for.
-    """
-    lines = ["these hosts cannot take part:", *(f"  - {one.why}" for one in absent)]
-    if all(one.name in begun_with for one in absent):
-        lines.append(f"None of the run's hosts is left, after {waited_s:g} s (hosts.absent_after_s). {_ways_out(())}")
-    elif begun_with:
-        names = ", ".join(one.name for one in absent if one.name not in begun_with)
-        lines.append(f"The run has not had {names} before, so the name may be wrong: no resume goes on without it.")
-    return "\n".join(lines)
+_WAYS_OUT = "ray start --address HEAD:PORT; or resume by --cluster here, on this machine."
 
 
 def why_no_room(absent: Mapping[str, str], named: Sequence[str], trouble: str) -> str:
@@ -78,14 +24,10 @@ def why_no_room(absent: Mapping[str, str], named: Sequence[str], trouble: str) -
         absent: Host -> why it takes no part.
         trouble: Why its ranks have no place on the others.
     """
-    lines = ["these hosts do not answer, and the others have no room for their ranks:"]
+    left = ", ".join(name for name in named if name not in absent)
+    lines = ["the run was given nodes that are gone, and the others have no room for their ranks:"]
     lines += [f"  - {why}" for why in absent.values()]
-    return "\n".join([*lines, trouble, _ways_out([name for name in named if name not in absent], spare=True)])
-
-
-def _ways_out(left: Sequence[str], *, spare: bool = False) -> str:
-    others = ",".join([*left, *(["SPARE"] if spare else [])]) or "NAME,NAME"
-    return f"Start them again (`llamarl worker`), or resume on others: --hosts {others}, or --hosts {HERE} for this machine."
+    return "\n".join([*lines, trouble, f"Start them again, or others (left are {left}): {_WAYS_OUT}"])
 
 
 def layouts(
@@ -99,8 +41,7 @@ def layouts(
     together: Sequence[str] = (),
     allow_unlike: bool = False,
 ) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Executor -> the host of each of its ranks, -1 for the controller's machine, without hosts that are not there; those to be tried
-    first come first:
+    """Executor -> the host of each of its ranks, without hosts that are not there; those to be tried first come first:
 
     1. as ``whole``, each absent host's ranks together on another, as when it is lost in the run;
     2. each executor on those of its own hosts that are there, or where fewest ranks are;
@@ -121,11 +62,11 @@ def layouts(
     if moved is not None:
         yield moved
     numbers = sorted(there)
-    kept = {name: [host for host in hosts if host in there or host < 0] for name, hosts in on.items()}
+    kept = {name: [host for host in hosts if host in there] for name, hosts in on.items()}
     for left in ({name: hosts for name, hosts in kept.items() if hosts}, {}):
-        places = {name: [numbers.index(host) if host >= 0 else -1 for host in hosts] for name, hosts in left.items()}
+        places = {name: [numbers.index(host) for host in hosts] for name, hosts in left.items()}
         found = spread(executors, len(numbers), places, tensor_parallel=tensor_parallel, together=together)
-        yield {name: tuple(numbers[at] if at >= 0 else -1 for at in ranks) for name, ranks in found.items()}
+        yield {name: tuple(numbers[at] for at in ranks) for name, ranks in found.items()}
 
 
 def _with_stand_ins(
@@ -165,14 +106,13 @@ def what_changed(
 
     Args:
         absent: Host -> why it takes no part.
-        whole: Where ranks would be were all hosts there; ``now``: where they are; -1 is the controller's machine.
+        whole: Where ranks would be were all hosts there; ``now``: where they are.
         named: All hosts, in the order of their numbers.
     """
     if not absent:
         return ""
-    names = {-1: HERE, **dict(enumerate(named))}
     moved = [
-        f"{name} on {', '.join(dict.fromkeys(names[host] for host in now[name]))}"
+        f"{name} on {', '.join(dict.fromkeys(named[host] for host in now[name]))}"
         for name, ranks in whole.items()
         if tuple(ranks) != tuple(now[name])
     ]

@@ -1,6 +1,6 @@
 """One rank's process on this machine: started with a socket to it, waited for, its end told in words.
 
-Used by the controller (:mod:`llamarl.runtime.local`) and by the daemon of another host (:mod:`llamarl.runtime.hosts.daemon`).
+Used by the controller (:mod:`llamarl.runtime.local`) and by the agent on a node of a cluster (:mod:`llamarl.runtime.ray.host_agent`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ __all__ = [
     "given_again",
     "place_on_hosts",
     "respread",
+    "share_of",
     "spread",
     "stand_in",
     "unlike",
@@ -40,7 +41,7 @@ Units = int | tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Machine:
-    """A host, or the controller's machine (``here``)."""
+    """A host."""
 
     name: str
     cores: int
@@ -57,7 +58,7 @@ def spread(
     tensor_parallel: Mapping[str, Units],
     together: Sequence[str] = (),
 ) -> dict[str, tuple[int, ...]]:
-    """Executor -> the host of each of its ranks, -1 for the controller's machine.
+    """Executor -> the host of each of its ranks.
 
     Args:
         on: Executor, or kind of its replicas (``generator_0``) -> its hosts, in the order in which they fill.
@@ -99,7 +100,7 @@ def spread(
             where[spec.name] = _fill(spec.num_ranks, hosts, units)
         else:
             of_kinds = [on.get(kind) for kind in kinds[spec.name]]
-            where[spec.name] = _fill_kinds(spec.name, units, hosts, of_kinds)
+            where[spec.name] = _fill_kinds(units, hosts, of_kinds)
         used.update(where[spec.name])
     return {name: where[name] for name in names}
 
@@ -116,7 +117,7 @@ def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
 
 
 def _fill_kinds(
-    name: str, units: tuple[tuple[int, int], ...], hosts: Sequence[int], of_kinds: Sequence[Sequence[int] | None]
+    units: tuple[tuple[int, int], ...], hosts: Sequence[int], of_kinds: Sequence[Sequence[int] | None]
 ) -> tuple[int, ...]:
     """Kind after kind: one that is given hosts of its own fills these; the others, if there are any, together those of the executor.
 
@@ -133,10 +134,6 @@ def _fill_kinds(
         for _ in range(number):  # a whole replica, where its middle falls if all hosts get as many ranks
             found += [hosts[(2 * done + size) * len(hosts) // (2 * total)]] * size
             done += size
-    if len({host < 0 for host in found}) > 1:
-        raise ConfigError(
-            f"hosts.on: {name!r} would be partly on this machine and partly on hosts: give all its kinds hosts"
-        )
     return tuple(found)
 
 
@@ -200,8 +197,6 @@ def respread(
         ConfigError: No host has room; says of each why.
     """
     now = where[spec.name]
-    if now[0] < 0:
-        return (-1,) * spec.num_ranks
     ranks = [host for host in now if host not in gone]
     while len(ranks) > spec.num_ranks:
         own = Counter(ranks)
@@ -283,13 +278,12 @@ def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:
 
 def place_on_hosts(
     executors: Sequence[ExecutorSpec],
-    here: Machine,
     hosts: Sequence[Machine],
     where: Mapping[str, Sequence[int]],
     *,
     colocated: ColocatedGroup | None = None,
 ) -> Placement:
-    """Settle threads and devices on every machine.
+    """Settle threads and devices on every host.
 
     Args:
         where: As :func:`spread` gives it.
@@ -297,12 +291,11 @@ def place_on_hosts(
     Raises:
         ConfigError: Something cannot be met. Every mistake is named, with its machine.
     """
-    machines = {-1: here, **dict(enumerate(hosts))}
     used = sorted({host for ranks in where.values() for host in ranks})
     settled: dict[int, dict[str, ExecutorSpec]] = {}
     mistakes: list[str] = []
     for host in used:
-        machine = machines[host]
+        machine = hosts[host]
         local = [part for spec in executors if (part := _part(spec, where[spec.name], host)) is not None]
         try:
             placed = place(
@@ -320,15 +313,25 @@ def place_on_hosts(
     if mistakes:
         raise ConfigError("this job cannot be placed on these hosts:\n" + "\n".join(f"  - {one}" for one in mistakes))
     whole = tuple(_whole(spec, where[spec.name], settled) for spec in executors)
-    names = {spec.name: tuple(machines[host].name for host in where[spec.name]) for spec in executors}
-    return Placement(
-        whole,
-        here.cores,
-        here.cuda_devices,
-        colocated,
-        hosts=names,
-        cores_of={machines[host].name: machines[host].cores for host in used},
-    )
+    names = {spec.name: tuple(hosts[host].name for host in where[spec.name]) for spec in executors}
+    cores_of = {hosts[host].name: hosts[host].cores for host in used}
+    num_gpus = sum(hosts[host].cuda_devices for host in used)
+    return Placement(whole, sum(cores_of.values()), num_gpus, colocated, hosts=names, cores_of=cores_of)
+
+
+def share_of(
+    host: int, executors: Sequence[ExecutorSpec], where: Mapping[str, Sequence[int]], machine: Machine
+) -> tuple[int, int]:
+    """Cores and GPUs that the ranks on a host take of it: a core a thread, where there are so many, and GPUs up to the last in use."""
+    threads = gpus = 0
+    for spec in executors:
+        threads += spec.threads * list(where[spec.name]).count(host)
+        devices = spec.device.split(",")
+        for device in (devices[rank % len(devices)] for rank, at in enumerate(where[spec.name]) if at == host):
+            kind, _, index = device.partition(":")
+            if kind == "cuda":
+                gpus = max(gpus, int(index or 0) + 1)
+    return min(threads, machine.cores), min(gpus, machine.cuda_devices)
 
 
 def _part(spec: ExecutorSpec, ranks: Sequence[int], host: int) -> ExecutorSpec | None:

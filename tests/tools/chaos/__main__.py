@@ -1,18 +1,17 @@
-"""``python -m tools.chaos``: a recipe twice, once left alone and once under random deaths, hangs and lost hosts; do the bits agree?"""
+"""``python -m tools.chaos``: a recipe twice, once left alone and once under random deaths and hangs; do the bits agree?"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.config import load_config
 from llamarl.controller.preflight import find_missing, find_without_effect
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.roles import present_roles
-from tools.chaos.hosts import hosts_for, why_not_these_hosts
 from tools.chaos.trial import Trial, try_recipe
 
 _DESCRIPTION = """\
@@ -22,16 +21,8 @@ by --resume. Then the two are compared: weights, rollouts and metrics (times apa
 
   python -m tools.chaos tiny --kills 10                     ten deaths in one run of the bundled recipe
   python -m tools.chaos my.toml --kills 20 --hangs 5        hangs too: each is taken for dead at deadlines.step_s
-  python -m tools.chaos tiny --hosts 3 --cuts 2             over three workers, started here for the trial; two of them go
-  python -m tools.chaos my.toml --hosts a,b,c --cuts 1      over workers that you run: their links alone are cut
   python -m tools.chaos tiny --only generator,reward        nobody else is struck
   python -m tools.chaos tiny --run.num_ticks 12 --seed 7    keys of the recipe as for llamarl train; other moments
-
-With --hosts both runs go over hosts, each executor to the one that has fewest. --hosts N starts workers on this machine, on the loopback and
-without shared memory, and ends them: --kills and --hangs strike their ranks too, and a host that is cut is killed at once, its worker and
-all below it. Hosts that you name are reached by --cuts alone; --kills strikes what runs here, the controller. Their connections to it go
-through a process of this machine, and a cut ends them and takes no more; that is heard at once, where a cable that is pulled is silence
-(deadlines.host_silence_s). A host that was cut stays so: others take its place, so one must be left.
 
 Exit status 0: every bit is the undisturbed run's, and nothing of the runs is left. 1: not so, or nobody was struck. 2: bad input. A recipe whose rewards are random, or that
 reads the clock, differs from itself undisturbed: --again finds out. docs/survival.md says what is computed after a death, and why."""
@@ -46,14 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("recipe", help="name of a bundled recipe, or a file")
-    parser.add_argument(
-        "--kills", type=int, help="processes that are killed (default 10; 0 with hosts that you name, or with --cuts)"
-    )
+    parser.add_argument("--kills", type=int, default=10, help="processes that are killed (default 10)")
     parser.add_argument("--hangs", type=int, default=0, help="ranks that are stopped for good (default 0)")
-    parser.add_argument(
-        "--hosts", default="", metavar="N|a,b", help="start N workers here, or use those on hosts a and b"
-    )
-    parser.add_argument("--cuts", type=int, default=0, help="hosts that are cut off for good (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default 0)")
     parser.add_argument(
         "--only",
@@ -78,16 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError for bad input, LlamaRLError where the undisturbed run fails."""
-    if args.kills is None:
-        named = args.hosts and not args.hosts.isdecimal()
-        args.kills = 0 if named or args.cuts else 10
-    for name in ("kills", "hangs", "cuts"):
+    for name in ("kills", "hangs"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name} must be 0 or more, got {getattr(args, name)}")
-    if not args.kills + args.hangs + args.cuts:
-        raise ConfigError("--kills 0, --hangs 0 and --cuts 0: nobody would be struck")
-    if why_not := why_not_these_hosts(args.hosts, kills=args.kills, hangs=args.hangs, cuts=args.cuts):
-        raise ConfigError(why_not)
+    if not args.kills + args.hangs:
+        raise ConfigError("--kills 0 and --hangs 0: nobody would be struck")
     if not args.limit > 0:
         raise ConfigError(f"--limit must be above 0 s, got {args.limit:g}")
     only = tuple(name for name in args.only.split(",") if name)
@@ -101,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         overrides=tuple(args.overrides),
         kills=args.kills,
         hangs=args.hangs,
-        cuts=args.cuts,
         seed=args.seed,
         only=only,
         again=args.again,
@@ -116,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"--keep: {folder} is not empty")
         folder.mkdir(parents=True, exist_ok=True)
-        return _try(trial, args.hosts, folder, tell)
+        return try_recipe(trial, folder, tell)
     with tempfile.TemporaryDirectory(prefix="llamarl-chaos-") as name:
-        return _try(trial, args.hosts, Path(name), tell)
+        return try_recipe(trial, Path(name), tell)
 
 
 def _check(recipe: str, overrides: Sequence[str], only: Sequence[str]) -> None:
@@ -127,13 +106,6 @@ def _check(recipe: str, overrides: Sequence[str], only: Sequence[str]) -> None:
     names = [*(role.name for role in present_roles(config)), "controller", "environments"]
     if unknown := [name for name in only if name not in names]:
         raise ConfigError(f"--only: {', '.join(map(repr, unknown))}: this job has {', '.join(names)}")
-
-
-def _try(trial: Trial, hosts: str, folder: Path, tell: Callable[[str], None]) -> int:
-    if not hosts:
-        return try_recipe(trial, folder, tell)
-    with hosts_for(hosts, folder) as reach:
-        return try_recipe(trial, folder, tell, reach)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,21 @@ from typing import Literal
 
 __all__ = ["Blow", "Target", "choose", "plan_blows"]
 
-Kind = Literal["kill", "hang", "cut"]
+Kind = Literal["kill", "hang"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A process of the run, or a host of it."""
+    """A process of the run."""
 
     name: str
-    """``controller``, ``environments`` or a rank's, such as ``generator`` or ``trainer[1]``; or what the host is called."""
+    """``controller``, ``environments`` or a rank's, such as ``generator`` or ``trainer[1]``."""
     pid: int = 0
-    """Of a process."""
-    is_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blow:
-    """SIGKILL or SIGSTOP to one process, or to two at once; or one or two hosts that are cut off."""
+    """SIGKILL or SIGSTOP to one process, or to two at once."""
 
     kind: Kind
     rows: int
@@ -48,12 +46,12 @@ class Blow:
         return self.rows if at_start or found > last else max(self.rows, found + 1)
 
     def describe(self) -> str:
-        what = {"kill": "SIGKILL", "hang": "SIGSTOP", "cut": "cut"}[self.kind]
+        what = {"kill": "SIGKILL", "hang": "SIGSTOP"}[self.kind]
         return f"{what} {self.delay_s:.2f} s after row {self.rows}"
 
 
 def plan_blows(
-    *, num_ticks: int, tick_s: float, kills: int, hangs: int, seed: int, cuts: int = 0, pairs: float = 0.1
+    *, num_ticks: int, tick_s: float, kills: int, hangs: int, seed: int, pairs: float = 0.1
 ) -> tuple[Blow, ...]:
     """Blows spread evenly over a run, in the order in which they fall.
 
@@ -63,12 +61,11 @@ def plan_blows(
             anywhere in a tick.
         kills: Processes that are killed, altogether.
         hangs: Processes that are stopped, altogether.
-        cuts: Hosts that are cut off, altogether.
-        pairs: Share of blows that strike two processes, or hosts, at once.
+        pairs: Share of blows that strike two processes at once.
     """
     rng = random.Random(seed)
     blows: list[Blow] = []
-    totals: tuple[tuple[Kind, int], ...] = (("kill", kills), ("hang", hangs), ("cut", cuts))
+    totals: tuple[tuple[Kind, int], ...] = (("kill", kills), ("hang", hangs))
     for kind, total in totals:
         left = total
         while left > 0:
@@ -88,10 +85,10 @@ def plan_blows(
 def choose(blow: Blow, there: Sequence[Target]) -> tuple[Target, ...]:
     """The victims among ``there``, all of them different; fewer where there are fewer.
 
-    What is cut off is a host, all else strikes a process. A process that hangs is a rank: one of environments is killed by its pool's own deadline, and a controller that is stopped is
+    A process that hangs is a rank: one of environments is killed by its pool's own deadline, and a controller that is stopped is
     nobody's to restart.
     """
-    left = sorted((one for one in there if one.is_host == (blow.kind == "cut")), key=lambda one: (one.name, one.pid))
+    left = sorted(there, key=lambda one: (one.name, one.pid))
     if blow.kind == "hang":
         left = [target for target in left if target.name not in ("controller", "environments")]
     chosen = []

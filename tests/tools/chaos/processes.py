@@ -8,51 +8,17 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tools.chaos.plan import Blow, Target
 
-__all__ = ["Reach", "ThisMachine", "alive", "descendants", "strike_processes", "targets", "wait_for_end"]
+__all__ = ["alive", "descendants", "strike_processes", "targets", "wait_for_end"]
 
 _WORKER, _RANK = "llamarl.environments.worker", "llamarl.runtime.rank_process"
 _POLL_S = 0.02
 
 
-class Reach(Protocol):
-    """Who can be struck, and how."""
-
-    def there(self, controller: int) -> list[Target]:
-        """Who may be struck now; nobody where the controller has ended."""
-        ...
-
-    def strike(self, blow: Blow, victims: Sequence[Target]) -> str:
-        """Do it; what was done, in words that end before the victims' names."""
-        ...
-
-    def words(self, *, resumed: bool) -> list[str]:
-        """Where the run goes, for ``llamarl train``: at its start, or to go on from where it ended."""
-        ...
-
-
-class ThisMachine:
-    """A run whose processes are all below its controller."""
-
-    def there(self, controller: int) -> list[Target]:
-        return targets(controller)
-
-    def strike(self, blow: Blow, victims: Sequence[Target]) -> str:
-        return strike_processes(blow, victims)
-
-    def words(self, *, resumed: bool) -> list[str]:
-        return []
-
-
-def targets(controller: int, above: Sequence[int] = ()) -> list[Target]:
-    """Who may be struck now: the controller, its ranks, and the processes that hold environments; guards are left out.
-
-    Args:
-        above: Processes below which ranks of it are too; whether these run or not.
-    """
+def targets(controller: int) -> list[Target]:
+    """Who may be struck now: the controller, its ranks, and the processes that hold environments; guards are left out."""
     parents, commands = _processes()
     if controller not in parents:
         return []
@@ -60,7 +26,7 @@ def targets(controller: int, above: Sequence[int] = ()) -> list[Target]:
     for pid, words in commands.items():
         program = next((name for name in (_WORKER, _RANK) if name in words), "")
         is_guard = program not in commands.get(parents[pid], [])
-        if program and not is_guard and any(_is_below(pid, one, parents) for one in (controller, *above)):
+        if program and not is_guard and _is_below(pid, controller, parents):
             found.append(Target(name=words[-1] if program == _RANK else "environments", pid=pid))
     return found
 

@@ -14,7 +14,7 @@ from llamarl.errors import LlamaRLError
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.plural import plural
 from tools.chaos.plan import Blow, Target, choose
-from tools.chaos.processes import Reach, ThisMachine, alive, wait_for_end
+from tools.chaos.processes import alive, strike_processes, targets, wait_for_end
 
 __all__ = ["Struck", "StruckRun", "num_rows", "play", "play_struck"]
 
@@ -81,7 +81,6 @@ def play_struck(
     blows: Sequence[Blow],
     *,
     limit_s: float,
-    reach: Reach | None = None,
     only: Collection[str] = (),
     most_failures: int = 3,
     tell: Callable[[str], None] = lambda line: None,
@@ -90,7 +89,6 @@ def play_struck(
 
     Args:
         run_dir: Its folder.
-        reach: Who is struck, and how; None: the processes below its controller.
         limit_s: Of all of it, from the first start.
         only: Names of executors, ``controller`` or ``environments``: nobody else is struck. Empty: anybody.
         most_failures: Ends that should not have been, after which it is given up.
@@ -98,11 +96,10 @@ def play_struck(
     """
     outcome, until = StruckRun(), time.monotonic() + limit_s
     began, ahead, seen = time.monotonic(), list(blows), set[int]()
-    reach = reach or ThisMachine()
-    arguments = [*words, *reach.words(resumed=False)]
+    arguments = list(words)
     while True:
         with _started(arguments, log) as process:
-            controller_struck = _strike_until_end(process, run_dir, reach, ahead, outcome, until, only, seen, tell)
+            controller_struck = _strike_until_end(process, run_dir, ahead, outcome, until, only, seen, tell)
             code = process.returncode
         if code == 0:
             break
@@ -116,7 +113,7 @@ def play_struck(
             break
         wait_for_end(seen, _LEAVE_S)  # the folder's lock is free, but ranks may be on their way out
         if (run_dir / METRICS_FILE).is_file():
-            arguments = ["--resume", str(run_dir), *reach.words(resumed=True)]
+            arguments = ["--resume", str(run_dir)]
         tell("resumed")
     outcome.seconds = time.monotonic() - began
     outcome.left_over = frozenset(wait_for_end(seen, _LEAVE_S))
@@ -126,7 +123,6 @@ def play_struck(
 def _strike_until_end(
     process: subprocess.Popen[bytes],
     run_dir: Path,
-    reach: Reach,
     ahead: list[Blow],
     outcome: StruckRun,
     until: float,
@@ -141,7 +137,7 @@ def _strike_until_end(
     while process.poll() is None:
         now = time.monotonic()
         if now >= look_s:  # those who come after the last blow are to be gone at the end too
-            seen.update(target.pid for target in reach.there(process.pid) if not target.is_host)
+            seen.update(target.pid for target in targets(process.pid))
             look_s = now + _LOOK_S
         if now >= until:
             tell("out of time: ended")
@@ -154,11 +150,11 @@ def _strike_until_end(
             reached.setdefault(earlier, since)
         after = ahead[0].rows_before(found, last) if ahead else 0
         if ahead and rows >= after and now >= reached[after] + ahead[0].delay_s:
-            there = reach.there(process.pid)
-            pids = {target.pid for target in there if not target.is_host}
+            there = targets(process.pid)
+            pids = {target.pid for target in there}
             seen |= pids
-            if len(pids) > 1 or rows:  # its ranks are there, on this machine or on hosts: not at its start
-                hit = _strike(reach, ahead.pop(0), there, rows, only)
+            if len(pids) > 1 or rows:  # its ranks are there: not at its start
+                hit = _strike(ahead.pop(0), there, rows, only)
                 outcome.struck.append(hit)
                 tell(hit.describe())
                 struck = struck or any(target.name == "controller" for target in hit.victims)
@@ -166,10 +162,10 @@ def _strike_until_end(
     return struck
 
 
-def _strike(reach: Reach, blow: Blow, there: Sequence[Target], rows: int, only: Collection[str]) -> Struck:
-    allowed = [one for one in there if not only or one.is_host or one.name.partition("[")[0] in only]
+def _strike(blow: Blow, there: Sequence[Target], rows: int, only: Collection[str]) -> Struck:
+    allowed = [one for one in there if not only or one.name.partition("[")[0] in only]
     victims = choose(blow, allowed)
-    return Struck(blow=blow, victims=victims, rows=rows, how=reach.strike(blow, victims))
+    return Struck(blow=blow, victims=victims, rows=rows, how=strike_processes(blow, victims))
 
 
 def num_rows(run_dir: Path) -> int:

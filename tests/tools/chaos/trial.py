@@ -12,7 +12,6 @@ from llamarl.observability.metrics import read_metrics
 from llamarl.plural import plural
 from tools.chaos.compare import differences
 from tools.chaos.plan import plan_blows
-from tools.chaos.processes import Reach
 from tools.chaos.runs import StruckRun, num_rows, play, play_struck
 
 __all__ = ["Trial", "strike_and_compare", "try_recipe"]
@@ -24,8 +23,6 @@ class Trial:
     overrides: tuple[str, ...] = ()
     kills: int = 10
     hangs: int = 0
-    cuts: int = 0
-    """Of hosts."""
     seed: int = 0
     only: tuple[str, ...] = ()
     again: bool = False
@@ -33,11 +30,8 @@ class Trial:
     limit_s: float = 3600.0
 
 
-def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: Reach | None = None) -> int:
+def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None]) -> int:
     """Both runs below ``folder``.
-
-    Args:
-        reach: Who is struck, and how; None: the processes below its controller. The undisturbed run goes to the same hosts.
 
     Returns:
         0 where the struck run ended by itself with the undisturbed one's bits and left nothing behind, else 1; 1, too, where
@@ -47,7 +41,7 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: R
         LlamaRLError: The undisturbed run failed.
     """
     undisturbed = folder / "undisturbed"
-    words = [trial.recipe, *trial.overrides, *(reach.words(resumed=False) if reach is not None else ())]
+    words = [trial.recipe, *trial.overrides]
     tell(f"undisturbed: llamarl train {' '.join(words)}")
     alone_s = play([*words, "--run.dir", str(undisturbed)], folder / "undisturbed.log", limit_s=trial.limit_s)
     tell(f"undisturbed: {plural(num_rows(undisturbed), 'tick')} in {alone_s:.1f} s")
@@ -58,9 +52,9 @@ def try_recipe(trial: Trial, folder: Path, tell: Callable[[str], None], reach: R
             tell(f"undisturbed, a second time: differs ({', '.join(unlike)}): this recipe does not repeat itself")
             return 1
         tell("undisturbed, a second time: equal")
-    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell, reach)
+    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell)
     tell("")
-    tell(_verdict(outcome, unlike, alone_s, folder / "struck", wanted=trial.kills + trial.hangs + trial.cuts))
+    tell(_verdict(outcome, unlike, alone_s, folder / "struck", wanted=trial.kills + trial.hangs))
     return int(bool(unlike or outcome.failures or outcome.left_over or not outcome.struck))
 
 
@@ -70,21 +64,14 @@ def strike_and_compare(
     alone_s: float,
     run_dir: Path,
     tell: Callable[[str], None],
-    reach: Reach | None = None,
 ) -> tuple[StruckRun, list[str]]:
-    """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``, which took ``alone_s``.
-
-    Args:
-        reach: Who is struck, and how; None: the processes below its controller.
-    """
+    """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``, which took ``alone_s``."""
     rows = read_metrics(undisturbed)
     if not rows:
         raise ConfigError(f"{undisturbed} has no row of metrics: run.num_ticks is 0?")
     tick_s = max(0.05, sum(float(row.get("time/step_s") or 0.0) for row in rows) / len(rows))
-    blows = plan_blows(
-        num_ticks=len(rows), tick_s=tick_s, kills=trial.kills, hangs=trial.hangs, cuts=trial.cuts, seed=trial.seed
-    )
-    struck = trial.kills + trial.hangs + trial.cuts
+    blows = plan_blows(num_ticks=len(rows), tick_s=tick_s, kills=trial.kills, hangs=trial.hangs, seed=trial.seed)
+    struck = trial.kills + trial.hangs
     words = [trial.recipe, *trial.overrides, "--run.dir", str(run_dir)]
     words += ["--recovery.max_restarts", str(10 * struck)]
     if trial.hangs:
@@ -97,7 +84,6 @@ def strike_and_compare(
         log,
         blows,
         limit_s=trial.limit_s,
-        reach=reach,
         only=trial.only,
         tell=lambda line: tell(f"  {line}"),
     )
@@ -106,10 +92,8 @@ def strike_and_compare(
 
 def _verdict(outcome: StruckRun, unlike: list[str], alone_s: float, run_dir: Path, *, wanted: int) -> str:
     victims = [target for hit in outcome.struck for target in hit.victims]
-    hosts = sum(target.is_host for target in victims)
-    cut = f" and {plural(hosts, 'host')} cut off" if hosts else ""
     lines = [
-        f"{plural(len(victims) - hosts, 'process')} struck{cut}, {outcome.resumes} times resumed; {outcome.seconds:.1f} s instead of {alone_s:.1f} s"
+        f"{plural(len(victims), 'process')} struck, {outcome.resumes} times resumed; {outcome.seconds:.1f} s instead of {alone_s:.1f} s"
     ]
     if len(victims) < wanted:
         lines.append(f"{wanted - len(victims)} were still to be struck: the run had ended, or nobody was left")

@@ -13,16 +13,6 @@ from tools.chaos.__main__ import main
     [
         (["--kills", "-1"], "--kills must be 0 or more, got -1"),
         (["--kills", "0"], "nobody would be struck"),
-        (["--cuts", "1"], "there is nothing to cut off on one machine"),
-        (
-            ["--hosts", "3", "--cuts", "3"],
-            "--cuts 3 with 3 hosts: one must be left to take the place of the others; add 1",
-        ),
-        (["--hosts", "1", "--cuts", "1"], "--hosts 1: expected 2 or more"),
-        (["--hosts", "a,a", "--cuts", "1"], "--hosts: 'a' is named twice"),
-        (["--hosts", "a,b"], "nobody would be struck"),
-        (["--hosts", "a,b", "--hangs", "1"], "ranks on hosts of your own cannot be stopped from here"),
-        (["--hosts", "127.0.0.1:9,127.0.0.1:10", "--cuts", "1"], "host 127.0.0.1:9: nothing answers at 127.0.0.1:9"),
         (["--run.dir", "here"], "--keep DIR says where"),
         (
             ["--only", "generator,foo"],

@@ -41,20 +41,6 @@ def test_only_a_rank_hangs() -> None:
     assert names == {"generator", "trainer"}
 
 
-def test_only_a_host_is_cut_off_and_nothing_else_strikes_one() -> None:
-    there = [*THERE, Target(name="a", is_host=True), Target(name="b", is_host=True)]
-    assert {choose(blow(draw / 100, kind="cut"), there)[0].name for draw in range(100)} == {"a", "b"}
-    assert {t.name for t in choose(blow(*[0.5] * 9), there)} == {t.name for t in THERE}
-    assert choose(blow(0.5, kind="cut"), THERE) == ()
-
-
-def test_cuts_leave_the_moments_of_a_seed_s_kills_as_they_are() -> None:
-    few = plan_blows(num_ticks=20, tick_s=0.5, kills=20, hangs=5, seed=3)
-    more = plan_blows(num_ticks=20, tick_s=0.5, kills=20, hangs=5, cuts=7, seed=3)
-    assert [b for b in more if b.kind != "cut"] == list(few)
-    assert sum(len(b.draws) for b in more if b.kind == "cut") == 7
-
-
 def test_after_a_resume_half_of_the_blows_wait_for_a_row_of_the_new_process() -> None:
     blows = plan_blows(num_ticks=20, tick_s=1.0, kills=200, hangs=0, seed=3)
     last = max(blow.rows for blow in blows)

@@ -40,16 +40,16 @@ def own_signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("hosts", ["", " "])
-def test_hosts_of_nothing_do_not_mean_this_machine(capsys: pytest.CaptureFixture[str], hosts: str) -> None:
-    assert refused(capsys, "train", RECIPE, "--hosts", hosts, "--dry-run") == [
-        "llamarl train: --hosts names no host; --hosts here runs on this machine alone"
+def test_a_cluster_of_nothing_does_not_mean_this_machine(capsys: pytest.CaptureFixture[str], hosts: str) -> None:
+    assert refused(capsys, "train", RECIPE, "--cluster", hosts, "--dry-run") == [
+        "llamarl train: --cluster names no cluster; --cluster here runs on this machine alone"
     ]
 
 
-@pytest.mark.parametrize("word", ["--hosts.on.trainer=['a']", '--hosts.workers=["c"]'])
+@pytest.mark.parametrize("word", ["--hosts.on.trainer=['a']", "--hosts.cluster=auto"])
 def test_hosts_named_in_two_ways_are_refused_together(capsys: pytest.CaptureFixture[str], word: str) -> None:
-    (line,) = refused(capsys, "train", RECIPE, "--hosts", "a,b", word, "--dry-run")
-    assert "--hosts and --hosts.on say the same in two ways" in line
+    (line,) = refused(capsys, "train", RECIPE, "--cluster", "auto", word, "--dry-run")
+    assert "--cluster and --hosts.* say the same in two ways" in line
 
 
 TOP_P = "Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all"

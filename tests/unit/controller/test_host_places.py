@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from llamarl.controller.host_places import HostPlaces
 from llamarl.controller.job_hosts import JobHosts
 from llamarl.errors import ConfigError, TransferError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.config import Worker
 from llamarl.runtime.host_placement import Machine
-from llamarl.runtime.hosts.sources import Workers
+from llamarl.runtime.placement import Placement
 
 
 class Launcher:
@@ -45,7 +45,9 @@ def places(
     launcher: Launcher,
     files: Files | None = None,
     told_s: float = 0.0,
+    full: dict[int, str] | None = None,
 ) -> HostPlaces:
+    full = full or {}
     hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
     unchecked: Any = (launcher, files)
     return HostPlaces(
@@ -53,27 +55,41 @@ def places(
         hosts,
         (),
         *unchecked,
-        lambda host: place(("a", "b", "c", "here")[host]),
+        lambda host: place(("a", "b", "c")[host]),
+        lambda other, lost: full.get(other, ""),
         allow_unlike=False,
         told_s=told_s,
     )
 
 
 def test_all_ranks_of_a_host_that_is_gone_move_together_and_others_stay() -> None:
-    where = {"generator": (0, 1), "trainer": (1, 1), "reward": (-1,)}
+    where = {"generator": (0, 1), "trainer": (1, 1), "reward": (0,)}
     launcher = Launcher()
     found = places(where, launcher)
     assert found.relocate("trainer") == [place("b"), place("b")], "nothing is gone"
     launcher.lost.add(1)
     assert all(found.has_place(name) for name in where)
     assert found.relocate("trainer") == [place("c"), place("c")]
-    assert where == {"generator": (0, 2), "trainer": (2, 2), "reward": (-1,)}
+    assert where == {"generator": (0, 2), "trainer": (2, 2), "reward": (0,)}
     assert found.relocate("generator") == [place("a"), place("c")]
 
 
 def test_where_no_host_is_left_only_those_without_ranks_on_it_have_a_place() -> None:
-    found = places({"generator": (0,), "trainer": (1,), "reward": (-1,)}, Launcher(0, 1, 2))
+    found = places({"generator": (0,), "trainer": (1,), "reward": (2,)}, Launcher(0, 1))
+    assert [found.has_place(name) for name in ("generator", "trainer", "reward")] == [True, True, True]
+    found = places({"generator": (0,), "trainer": (1,), "reward": (2,)}, Launcher(0, 1), full={2: "others hold it"})
     assert [found.has_place(name) for name in ("generator", "trainer", "reward")] == [False, False, True]
+
+
+def test_a_host_that_has_no_room_is_passed_over_and_one_that_was_taken_is_kept() -> None:
+    where = {"generator": (0,), "trainer": (0,)}
+    launcher = Launcher(0)
+    found = places(where, launcher, full={1: "others hold it"})
+    assert found.has_place("generator") and found.has_place("trainer")
+    assert found.relocate("trainer") == [place("c")]
+    assert where == {"generator": (2,), "trainer": (2,)}, "all of a host's ranks go to one"
+    launcher.lost.add(2)
+    assert not found.has_place("generator"), "b had no room"
 
 
 def test_a_host_that_goes_while_files_are_sent_to_it_is_gone_like_any_other(tmp_path: Path) -> None:
@@ -107,28 +123,29 @@ def test_a_host_that_goes_after_it_was_asked_whether_there_is_another_keeps_its_
 
 
 def job_hosts(hosts: list[Machine], where: dict[str, tuple[int, ...]], config: RunConfig, *on_gpus: str) -> JobHosts:
-    workers: Any = Workers([Worker(host.name, f"10.0.0.{number}", 1) for number, host in enumerate(hosts)], b"")
-    unasked: Any = None
+    nodes = [SimpleNamespace(name=host.name, address=f"10.0.0.{number}") for number, host in enumerate(hosts)]
+    cluster: Any = SimpleNamespace(nodes=nodes, here=0, take=lambda shares, within_s: "")
     launcher: Any = Launcher()
+    named = ["a", "b", "c"] if len(config.hosts.on) > 1 else ["a", "b"]
+    settled = [
+        ExecutorSpec(name=name, factory="m:f", threads=1, device="cuda:0" if on_gpus else "cpu") for name in where
+    ]
     return JobHosts(
-        workers,
-        unasked,
-        "10.0.0.9",
-        unasked,
+        cluster,
         config,
-        config.hosts.workers,
-        absent={name: "gone" for name in config.hosts.workers if name not in [host.name for host in hosts]},
+        named,
+        absent={name: "gone" for name in named if name not in [host.name for host in hosts]},
+        placement=Placement(tuple(settled), 16, 0),
         where=where,
         launcher=launcher,
         machines=hosts,
         on_gpus=on_gpus,
-        controllers=hosts[0],
     )
 
 
 def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_one() -> None:
     hosts = [Machine(name, 8, 2, {"llamarl": "1"}) for name in "ab"]
-    config = validate({"hosts": {"workers": ["a", "b"], "on": {"generator": ["a", "b"]}}})
+    config = validate({"hosts": {"cluster": "auto", "on": {"generator": ["a", "b"]}}})
     job = job_hosts(hosts, {"trainer": (1,), "generator": (0,)}, config, "trainer", "generator")
     trainer = ExecutorSpec(name="trainer", factory="m:f", device="cuda:0", threads=1)
     before = ExecutorSpec(name="generator", factory="m:f", device="cuda:0", threads=1)
@@ -147,7 +164,7 @@ def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_o
 
 def test_a_host_that_the_job_began_without_stays_in_the_settings_of_the_run() -> None:
     hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "bc"]
-    config = validate({"hosts": {"workers": ["a", "b", "c"], "on": {"generator": ["a", "b"], "trainer": ["c"]}}})
+    config = validate({"hosts": {"cluster": "auto", "on": {"generator": ["a", "b"], "trainer": ["c"]}}})
     job = job_hosts(hosts, {"trainer": (1,), "generator": (0,)}, config)
     assert job.summary() == "trainer on c; generator on b; without a"
     generator, trainer = (

@@ -292,8 +292,7 @@ CODE = {
 """Keys that may hold an import path: each is to be in ``RunConfig.named_code``."""
 NO_CODE = {
     # folders, files and addresses that are read as data
-    "model.path", "critic.path", "judge.path", "reference.path", "reward_model.path", "run.dir", "hosts.key", "hosts.tls_ca",
-    "hosts.tls_cert", "hosts.tls_key", "hosts.workers.*", "hosts.standby", "judge.url", "task.data", "task.eval_data",
+    "model.path", "critic.path", "judge.path", "reference.path", "reward_model.path", "run.dir", "judge.url", "task.data", "task.eval_data",
     "task.train_file", "task.eval_file", "task.mixture.*.data", "task.mixture.*.eval_data", "task.mixture.*.train_file",
     "task.mixture.*.eval_file",
     # names, words and patterns
@@ -308,7 +307,7 @@ NO_CODE_BY_NAME = {
     "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
     "system_prompt", "turn_template",
 }  # fmt: skip
-PROGRAMS = {"hosts.command"}
+ADDRESSES = {"hosts.cluster"}
 
 
 def text_keys(hint: Any, key: str) -> Iterator[str]:
@@ -329,9 +328,11 @@ def test_every_key_that_holds_text_is_known_to_name_code_or_to_name_none() -> No
     """Whoever adds a key decides here, and adds one that names code to ``RunConfig.named_code``."""
     found = set(text_keys(RunConfig, ""))
     options = {key for key in found if "options.*" in key or "columns.*" in key}
-    left = {key for key in found - CODE - NO_CODE - PROGRAMS - options if key.rpartition(".")[2] not in NO_CODE_BY_NAME}
+    left = {
+        key for key in found - CODE - NO_CODE - ADDRESSES - options if key.rpartition(".")[2] not in NO_CODE_BY_NAME
+    }
     assert not left
-    assert found >= CODE | PROGRAMS
+    assert found >= CODE | ADDRESSES
 
 
 @pytest.mark.parametrize("key", sorted(CODE - {"executors.*.settings.*"}))

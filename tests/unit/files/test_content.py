@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from file_server import FarHost, far_host
+from far_files import FarHost, far_host
 
 from llamarl.errors import TransferError
-from llamarl.files.client import FileClient
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
 
 
@@ -68,7 +67,7 @@ def test_other_bytes_under_the_same_path_are_not_taken_for_it(host: FarHost, mod
     file.unlink()
     if damage != "removed":
         file.write_text("[]" if damage == "altered" else "")
-    client: FileClient = host.client()
+    client = host.client()
     assert client.holds(model, content.files) is None
     assert client.holds(model / "nothing", content.files) is None
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from file_server import FarHost, far_host
+from far_files import FarHost, far_host
 
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import record_files, writer_name
 from llamarl.errors import CheckpointError
-from llamarl.files.host_folders import FarFolder, HostFolders, Line, files_for_ranks, is_transient, where_to_put
+from llamarl.files.host_folders import FarFolder, HostFolders, files_for_ranks, is_transient, where_to_put
 
 WHERE = {"generator": (0, 1), "trainer": (0, 1), "reward": (-1,)}
 
@@ -180,7 +179,8 @@ def test_two_hosts_that_use_one_name_do_not_overwrite_each_other_nor_the_control
 
 def test_what_was_sent_for_ranks_to_read_comes_back_under_its_own_name_once_it_has_grown(two: Two) -> None:
     record = put(two.run_dir, "verdicts/judge-0.jsonl", b"one\n")
-    two.far.send([record], two.run_dir)
+    for folder in two.far.folders.values():
+        two.far.send_to(folder, [record], two.run_dir)
     two.far.sweep()
     assert not (two.run_dir / "hosts").exists()
     two.write(1, "verdicts/judge-0.jsonl", b"one\ntwo\n")
@@ -226,8 +226,6 @@ def test_a_name_that_is_taken_gets_a_place_of_its_host() -> None:
 def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_that_is_gone_is_passed_over(
     two: Two,
 ) -> None:
-    for number, host in enumerate(two.hosts):
-        two.far.folders[number].reports = Line(partial(host.client, "ab"[number]))
     record, log = two.write(0, "rollouts/tick_000000.jsonl", b"rows"), two.write(1, "log", b"lines")
     two.far.bring(0, [record])
     assert (two.run_dir / record.path).read_bytes() == b"rows"
@@ -241,7 +239,6 @@ def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_t
 
 
 def test_what_a_host_has_of_an_attempt_that_did_not_count_is_left_there(two: Two) -> None:
-    two.far.folders[1].reports = Line(partial(two.hosts[1].client, "b"))
     first, second = (two.write(number, "rollouts/tick_000000.jsonl", b"rows") for number in (0, 1))
     two.far.bring(1, [second])
     two.far.sweep()
@@ -252,8 +249,6 @@ def test_what_a_host_has_of_an_attempt_that_did_not_count_is_left_there(two: Two
 def test_a_state_that_came_with_its_tick_outlives_its_host_though_the_rank_has_another_one_now(two: Two) -> None:
     where = dict(WHERE)
     far = HostFolders(two.run_dir, two.far.folders, where)
-    for number, host in enumerate(two.hosts):
-        far.folders[number].reports = Line(partial(host.client, "ab"[number]))
     written = _save(two, 9)
     at = "checkpoints/tick_000009.partial"
     for executor in ("generator", "trainer"):
@@ -270,8 +265,6 @@ def test_a_state_that_came_with_its_tick_outlives_its_host_though_the_rank_has_a
 def test_a_state_that_came_with_its_tick_is_there_though_its_rank_is_no_more(two: Two) -> None:
     where = dict(WHERE)
     far = HostFolders(two.run_dir, two.far.folders, where)
-    for number, folder in two.far.folders.items():
-        folder.reports = Line(partial(two.hosts[number].client, "ab"[number]))
     written = _save(two, 3)
     below = two.run_dir / "checkpoints" / "tick_000003.partial"
     far.bring(1, written["generator rank 1"], "checkpoints/tick_000003.partial")
@@ -294,7 +287,6 @@ def test_a_state_of_a_rank_that_shared_the_runs_folder_is_not_asked_of_the_host_
 def test_a_state_goes_to_the_host_where_its_rank_is_now(two: Two) -> None:
     where = dict(WHERE)
     far = HostFolders(two.run_dir, two.far.folders, where)
-    two.far.folders[1].sends = Line(partial(two.hosts[1].client, "b"))
     checkpoint = two.run_dir / "checkpoints" / "tick_000001"
     record = put(checkpoint, "generator/rank_0/state", b"carried")
     far.send_state_of("trainer", checkpoint, [record])

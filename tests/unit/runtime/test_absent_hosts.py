@@ -1,66 +1,15 @@
-"""Hosts that do not answer as a job begins: who is waited for, who is left out, where their ranks go, what is said; by hand."""
+"""Nodes that a run was given and that are gone when it is gone on with: where their ranks go, what is said; by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import pytest
-
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.absent_hosts import (
-    Absence,
-    Verdict,
-    layouts,
-    verdict,
-    what_changed,
-    why_no_room,
-    why_refused,
-)
+from llamarl.runtime.absent_hosts import layouts, what_changed, why_no_room
 from llamarl.runtime.host_placement import Machine, spread
 
 FACTS = {"llamarl": "1", "processor": "x86"}
-B = Absence("b", "host b: nothing answers at b:22222 within 15 s")
-C = Absence("c", "host c: no worker at c:22222: Connection refused")
-LOCKED = Absence("b", "host b: the worker at b:22222 does not take this key", refuses=True)
-
-
-@pytest.mark.parametrize(
-    ("absent", "begun_with", "left_s", "expected"),
-    [
-        ([], "", 0.0, Verdict.GO_ON),
-        ([B], "", 30.0, Verdict.REFUSE),  # a first start: a typing mistake
-        ([B], "ab", 30.0, Verdict.WAIT),
-        ([B], "ab", 0.0, Verdict.GO_ON),
-        ([B], "ab", -1.0, Verdict.GO_ON),
-        ([B, C], "ab", 30.0, Verdict.REFUSE),  # c is named now for the first time
-        ([B, C], "abc", 0.0, Verdict.GO_ON),
-        ([LOCKED], "abc", 30.0, Verdict.GO_ON),  # no wait gives it another key
-        ([LOCKED, C], "abc", 30.0, Verdict.WAIT),
-    ],
-)
-def test_only_hosts_that_the_run_had_are_waited_for_and_then_left_out(
-    absent: list[Absence], begun_with: str, left_s: float, expected: Verdict
-) -> None:
-    assert verdict(absent, 3, begun_with=begun_with, left_s=left_s) is expected
-
-
-def test_a_run_of_which_no_host_is_left_is_refused_after_the_wait() -> None:
-    assert verdict([B, C], 2, begun_with="bc", left_s=1.0) is Verdict.WAIT
-    assert verdict([B, C], 2, begun_with="bc", left_s=0.0) is Verdict.REFUSE
-    assert why_refused([B, C], begun_with="bc", waited_s=45).splitlines() == [
-        "these hosts cannot take part:",
-        "  - host b: nothing answers at b:22222 within 15 s",
-        "  - host c: no worker at c:22222: Connection refused",
-        "None of the run's hosts is left, after 45 s (hosts.absent_after_s). Start them again (`llamarl worker`), or resume on "
-        "others: --hosts NAME,NAME, or --hosts here for this machine.",
-    ]
-
-
-def test_a_host_that_the_run_has_not_had_is_named_as_such() -> None:
-    assert why_refused([B], begun_with="", waited_s=0) == f"these hosts cannot take part:\n  - {B.why}"
-    assert why_refused([B, C], begun_with="ab", waited_s=0).splitlines()[3] == (
-        "The run has not had c before, so the name may be wrong: no resume goes on without it."
-    )
+B, C = "b is no node of the cluster any more", "c is no node of the cluster any more"
 
 
 def spec(name: str, num_ranks: int = 1, device: str = "cpu") -> ExecutorSpec:
@@ -96,10 +45,10 @@ def test_the_spare_one_gets_all_ranks_of_a_host_that_is_absent() -> None:
     assert first == {"g": (0, 0), "r": (2,), "t": (2, 2)}
 
 
-def test_two_absent_hosts_and_no_spare_leave_all_to_the_one_that_answers_but_what_is_here() -> None:
-    executors, on = [spec("g", 2), spec("t"), spec("e")], {"g": (0, 1), "t": (2,), "e": (-1,)}
+def test_two_absent_hosts_and_no_spare_leave_all_to_the_one_that_is_left() -> None:
+    executors, on = [spec("g", 2), spec("t")], {"g": (0, 1), "t": (2,)}
     first, *_ = tried(executors, on, {1: machine()}, 3)
-    assert first == {"g": (1, 1), "t": (1,), "e": (-1,)}
+    assert first == {"g": (1, 1), "t": (1,)}
 
 
 def test_a_spare_unlike_the_others_gets_nothing() -> None:
@@ -129,11 +78,11 @@ def test_executors_that_share_devices_stay_together() -> None:
 
 def test_what_is_told_names_who_is_left_out_and_where_its_ranks_are() -> None:
     whole, now = {"g": (0, 0), "r": (1,), "t": (1, 2)}, {"g": (0, 0), "r": (2,), "t": (2, 2)}
-    assert what_changed({"b": B.why}, whole, now, ["a", "b", "c"]).splitlines() == [
-        "left out: host b: nothing answers at b:22222 within 15 s",
+    assert what_changed({"b": B}, whole, now, ["a", "b", "c"]).splitlines() == [
+        "left out: b is no node of the cluster any more",
         "the run goes on without b: r on c; t on c",
     ]
-    assert what_changed({"c": C.why}, {"g": (0,)}, {"g": (0,)}, "abc").endswith(
+    assert what_changed({"c": C}, {"g": (0,)}, {"g": (0,)}, "abc").endswith(
         "goes on without c: no rank was to be there"
     )
     assert what_changed({}, whole, whole, "abc") == ""
@@ -141,10 +90,10 @@ def test_what_is_told_names_who_is_left_out_and_where_its_ranks_are() -> None:
 
 def test_a_refusal_for_want_of_room_names_hosts_cause_and_what_to_do() -> None:
     assert why_no_room(
-        {"b": B.why}, ["a", "b", "c"], "a: executor 't': 4 ranks need as many CUDA devices"
+        {"b": B}, ["a", "b", "c"], "a: executor 't': 4 ranks need as many CUDA devices"
     ).splitlines() == [
-        "these hosts do not answer, and the others have no room for their ranks:",
-        "  - host b: nothing answers at b:22222 within 15 s",
+        "the run was given nodes that are gone, and the others have no room for their ranks:",
+        "  - b is no node of the cluster any more",
         "a: executor 't': 4 ranks need as many CUDA devices",
-        "Start them again (`llamarl worker`), or resume on others: --hosts a,c,SPARE, or --hosts here for this machine.",
+        "Start them again, or others (left are a, c): ray start --address HEAD:PORT; or resume by --cluster here, on this machine.",
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config
-from llamarl.controller.job_hosts import pair_lines, unreachable
+from llamarl.controller.job_hosts import pair_lines
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import host_settings, hosts_named
@@ -15,6 +15,7 @@ from llamarl.runtime.host_placement import (
     given_again,
     place_on_hosts,
     respread,
+    share_of,
     spread,
     stand_in,
     unlike,
@@ -47,8 +48,6 @@ def test_unlike_replicas_stay_whole_and_each_kind_may_have_hosts_of_its_own() ->
     assert spread(executors, 3, own, tensor_parallel=kinds) == {"g": (2, 2, 0, 0, 1, 1, 1), "t": (0,)}
     # kind 1 alone has hosts: the other goes, whole, where fewest ranks are
     assert spread(executors, 3, {"g_1": (1,), "t": (0,)}, tensor_parallel=kinds)["g"] == (0, 0, 0, 0, 1, 1, 1)
-    with pytest.raises(ConfigError, match="'g' would be partly on this machine and partly on hosts"):
-        spread(executors, 3, {"g_0": (-1,), "g_1": (1,)}, tensor_parallel=kinds)
     with pytest.raises(ConfigError, match="hosts.on.g_2: there is no such executor, there are g, t, g_0, g_1"):
         spread(executors, 3, {"g_2": (1,)}, tensor_parallel=kinds)
 
@@ -75,13 +74,13 @@ def test_an_executor_that_there_is_not_is_refused_with_those_that_there_are() ->
 
 def test_each_host_gives_its_own_cores_and_devices() -> None:
     executors = [spec("g", 4, "cuda", 0), spec("t", 2, "cuda", 0), spec("r", threads=1)]
-    hosts = [machine("a", 4, 2), machine("b", 16, 4)]
-    placement = place_on_hosts(executors, machine("here"), hosts, {"g": (0, 0, 1, 1), "t": (1, 1), "r": (-1,)})
+    hosts = [machine("a", 4, 2), machine("b", 16, 4), machine("c")]
+    placement = place_on_hosts(executors, hosts, {"g": (0, 0, 1, 1), "t": (1, 1), "r": (2,)})
     g, t, r = placement.executors
     assert (g.device, g.threads) == ("cuda:0,cuda:1,cuda:0,cuda:1", 2), "a has least for each: 4 cores for 2 ranks"
     assert (t.device, t.threads) == ("cuda:2,cuda:3", 4)
     assert (r.device, r.threads) == ("cpu", 1)
-    assert placement.hosts == {"g": ("a", "a", "b", "b"), "t": ("b", "b"), "r": ("here",)}
+    assert placement.hosts == {"g": ("a", "a", "b", "b"), "t": ("b", "b"), "r": ("c",)}
     table = placement.table().splitlines()
     assert table[0].split() == ["executor", "rank", "host", "device", "threads"]
     assert table[3].split() == ["g", "2", "of", "4", "b", "cuda:0", "2"]
@@ -92,7 +91,7 @@ def test_all_mistakes_are_told_at_once_with_their_machines() -> None:
     executors = [spec("g", 3, "cuda"), spec("t", 1, "cuda:7")]
     hosts = [machine("a", cuda_devices=1), machine("b", cuda_devices=2)]
     with pytest.raises(ConfigError) as caught:
-        place_on_hosts(executors, machine("here"), hosts, {"g": (0, 0, 1), "t": (1,)})
+        place_on_hosts(executors, hosts, {"g": (0, 0, 1), "t": (1,)})
     message = str(caught.value)
     assert "a: executor 'g': 2 ranks need as many CUDA devices, this machine has 1" in message
     assert "b: executor 't': there is no cuda:7" in message
@@ -101,7 +100,7 @@ def test_all_mistakes_are_told_at_once_with_their_machines() -> None:
 def test_one_kind_of_device_an_executor() -> None:
     hosts = [machine("a"), machine("b", cuda_devices=1)]
     with pytest.raises(ConfigError, match="CUDA on some of its hosts and the CPU on others"):
-        place_on_hosts([spec("g", 2, "auto")], machine("here"), hosts, {"g": (0, 1)})
+        place_on_hosts([spec("g", 2, "auto")], hosts, {"g": (0, 1)})
 
 
 def test_a_colocated_pair_shares_the_devices_of_its_host() -> None:
@@ -109,7 +108,6 @@ def test_a_colocated_pair_shares_the_devices_of_its_host() -> None:
     executors = [spec("g", 1, "cuda", 0), spec("r", threads=1), spec("t", 1, "cuda", 0)]
     placement = place_on_hosts(
         executors,
-        machine("here"),
         [machine("a", 4, 2), machine("b")],
         {"g": (0,), "r": (1,), "t": (0,)},
         colocated=group,
@@ -132,57 +130,50 @@ def test_unlike_machines_are_refused_unless_allowed_but_never_another_llamarl() 
     assert unlike([machine("a"), machine("b", python="3.12.2")], allow=True) != []
 
 
-def test_a_host_reached_by_the_loopback_beside_others_is_refused() -> None:
-    assert unreachable({"a": "127.0.0.1", "b": "127.0.0.1"}) == ""
-    assert unreachable({"a": "10.0.0.1", "b": "fd00::2"}) == ""
-    assert unreachable({"a": "127.0.0.1", "b": "10.0.0.2"}).startswith("a: reached by the loopback, where b cannot")
-
-
 def test_what_shares_memory_is_mapped_and_the_rest_travels() -> None:
     channel = ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer")
     lines = pair_lines([channel], {"reward": ("a",), "trainer": ("a", "b", "b")}, {"a": "one", "b": "two"})
     assert lines == ["scored (reward to trainer): a to a shared memory, a to b tcp"]
 
 
-def test_hosts_go_by_name_by_address_or_by_place() -> None:
-    workers = ["a", "b:7", "10.0.0.3:7", "10.0.0.3:8"]
-    assert hosts_named(["b", "a"], workers) == (1, 0)
-    assert hosts_named(["10.0.0.3:8"], workers) == (3,)
-    assert hosts_named(["0", "2-3"], workers) == (0, 2, 3)
-    assert hosts_named(["here"], workers) == (-1,)
-    for wrong in (["c"], ["10.0.0.3"], ["7"], ["a", "0"], ["a", "here"], []):
-        with pytest.raises(ValueError, match="host|here"):
-            hosts_named(wrong, workers)
+def test_nodes_go_by_name_or_by_place() -> None:
+    nodes = ["a", "10.0.0.3", "n-1", "d"]
+    assert hosts_named(["10.0.0.3", "a"], nodes) == (1, 0)
+    assert hosts_named(["0", "2-3"], nodes) == (0, 2, 3)
+    assert hosts_named(["n-1"], nodes) == (2,)
+    for wrong in (["c"], ["10.0.0.4"], ["7"], ["a", "0"], []):
+        with pytest.raises(ValueError, match="nodes"):
+            hosts_named(wrong, nodes)
 
 
 def test_the_flags_say_what_the_section_says() -> None:
-    assert host_settings("a,b", ["generator=a"]) == {
-        "workers": ["a", "b"],
-        "start": "running",
-        "on": {"generator": ["a"]},
-    }
-    assert host_settings("ssh:a,b") == {"workers": ["a", "b"], "start": "ssh", "on": {}}
-    assert host_settings("slurm", ["trainer=0-2"]) == {"workers": [], "start": "slurm", "on": {"trainer": ["0-2"]}}
-    assert host_settings("ssh:22222") == {"workers": ["ssh:22222"], "start": "running", "on": {}}, "a host of that name"
-    assert host_settings("here") == {"workers": [], "start": "running", "on": {}}
-    assert host_settings("", ["trainer=b"]) == {"on": {"trainer": ["b"]}}
-    assert host_settings("") == {}
-    assert host_settings("a, b", ["trainer=a, b"]) == host_settings("a,b", ["trainer=a,b"])
-    with pytest.raises(ValueError, match="EXECUTOR=HOST,HOST"):
-        host_settings("a", ["trainer"])
+    assert host_settings("auto", ["generator=a"]) == {"cluster": "auto", "on": {"generator": ["a"]}}
+    assert host_settings("10.0.0.1:6379") == {"cluster": "10.0.0.1:6379", "on": {}}
+    assert host_settings("here") == {"cluster": "", "on": {}}
+    assert host_settings(None, ["trainer=b"]) == {"on": {"trainer": ["b"]}}
+    assert host_settings(None) == {}
+    assert host_settings("auto", ["trainer=a, b"]) == host_settings("auto", ["trainer=a,b"])
+    with pytest.raises(ValueError, match="EXECUTOR=NODE,NODE"):
+        host_settings("auto", ["trainer"])
+
+
+def test_ranks_take_a_core_a_thread_up_to_all_and_gpus_up_to_the_last_in_use() -> None:
+    executors = [spec("g", 2, "cuda:0,cuda:1", 3), spec("t", 1, "cuda:2", 4), spec("r", threads=1)]
+    where = {"g": (0, 1), "t": (0,), "r": (1,)}
+    assert share_of(0, executors, where, machine("a", 16, 4)) == (7, 3)
+    assert share_of(1, executors, where, machine("b", 16, 4)) == (4, 2)
+    assert share_of(0, executors, where, machine("a", 4, 4)) == (4, 3), "threads take turns on what there is"
+    assert share_of(2, executors, where, machine("c", 16, 4)) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("given", "key"),
     [
-        ({"hosts.workers": ["-oProxyCommand=x"]}, "hosts.workers"),
-        ({"hosts.workers": ["a"], "hosts.on": {"trainer": ["b"]}}, "hosts.on.trainer"),
         ({"hosts.on": {"trainer": ["b"]}}, "hosts.on"),
-        ({"hosts.start": "ssh"}, "hosts.workers"),
-        ({"hosts.start": "slurm", "hosts.workers": ["a"]}, "hosts.workers"),
-        ({"hosts.workers": ["a"], "hosts.port_range": "9-7"}, "hosts.port_range"),
-        ({"hosts.workers": ["a"], "hosts.tls_cert": "c"}, "hosts.tls_key"),
-        ({"hosts.workers": ["a"], "run.runtime": "inline"}, "run.runtime"),
+        ({"hosts.cluster": "ray://10.0.0.1:10001"}, "hosts.cluster"),
+        ({"hosts.cluster": "gpu-3"}, "hosts.cluster"),
+        ({"hosts.cluster": "auto", "hosts.port_range": "9-7"}, "hosts.port_range"),
+        ({"hosts.cluster": "auto", "run.runtime": "inline"}, "run.runtime"),
     ],
 )
 def test_a_mistake_in_the_hosts_names_its_key(given: dict[str, object], key: str) -> None:
@@ -193,7 +184,7 @@ def test_a_mistake_in_the_hosts_names_its_key(given: dict[str, object], key: str
 
 def test_the_place_of_a_host_that_is_gone_is_taken_by_the_one_with_fewest_ranks() -> None:
     hosts = [machine(name) for name in "abcd"]
-    where = {"g": (0, 1), "t": (1,), "r": (2,), "e": (-1,)}
+    where = {"g": (0, 1), "t": (1,), "r": (2,), "e": (5,)}
     assert stand_in(1, hosts, where, gone={1}) == 3, "d has none"
     assert stand_in(1, hosts, where, gone={1, 3}) == 0, "a and c have one each"
     assert stand_in(1, hosts, where, gone={0, 1, 3}) == 2
@@ -221,7 +212,7 @@ OTHERS = [spec("t", 2), spec("e")]
 
 
 def test_replicas_that_come_fill_the_hosts_they_were_given_evenly_and_those_that_there_are_stay() -> None:
-    where = {"g": (0, 1), "t": (2, 2), "e": (-1,)}
+    where = {"g": (0, 1), "t": (2, 2), "e": (5,)}
     three = respread(spec("g", 3), OTHERS, ABC, where, given=(0, 1))
     assert three == (0, 1, 0)
     four = respread(spec("g", 4), OTHERS, ABC, {**where, "g": three}, given=(0, 1))
@@ -243,10 +234,6 @@ def test_replicas_that_go_leave_the_hosts_even_and_those_on_spare_ones_go_first(
     assert respread(spec("g", 2), OTHERS, ABC, where, given=(0, 1)) == (0, 1)
     assert respread(spec("g", 3), OTHERS, ABC, where) == (0, 1, 2), "a has two"
     assert respread(spec("g", 1), OTHERS, ABC, where, given=(0, 1), gone={0}) == (1,)
-
-
-def test_replicas_on_the_controllers_machine_stay_there() -> None:
-    assert respread(spec("g", 3), OTHERS, ABC, {"g": (-1,), "t": (0, 0), "e": (1,)}) == (-1, -1, -1)
 
 
 def test_each_replica_on_a_gpu_needs_one_that_nobody_uses() -> None:
@@ -276,4 +263,3 @@ def test_a_resume_finds_room_where_the_replicas_are() -> None:
     assert spread([spec("g", 3)], 3, {"g": (2, 0)}, tensor_parallel={})["g"] == (2, 2, 0)
     assert given_again((1,), (0, 1)) == (1, 0)
     assert given_again((1, 1), ()) == () and given_again((1, 2), ()) == (1, 2)
-    assert given_again((-1, -1), ()) == () and given_again((-1, -1), (-1,)) == (-1,)

@@ -1,4 +1,4 @@
-"""One rank of a controller elsewhere, as the daemon of its host holds it: a process, and three streams of bytes that are handed on."""
+"""One rank of a controller elsewhere, as the agent of its node holds it: a process, and three streams of bytes that are handed on."""
 
 from __future__ import annotations
 
@@ -9,27 +9,52 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
 
 from llamarl.runtime.child_process import is_stopped, start_rank
 from llamarl.runtime.children import Child, ForkServer, PlainChild, forked
-from llamarl.runtime.hosts.wire import CHUNK, Word, message
 
-__all__ = ["HostedRank"]
+__all__ = ["HostedRank", "Say", "Word"]
 
+_CHUNK = 1 << 18
 _DRAIN_S = 0.2
 """After a death: how long to read what the rank said before it."""
 _AHEAD = 1 << 18
 """Most bytes of output that the controller has not taken: then the rank waits, as it would for a slow terminal."""
 
 
+class Word(IntEnum):
+    """What passes between controller and agent about one rank."""
+
+    BYTES = 0
+    """Either way: what goes through the rank's socket."""
+    OUTPUT = 1
+    """From the agent: bytes of stdout; none: its end."""
+    ERRORS = 2
+    """The same of stderr."""
+    TAKEN_OUTPUT = 3
+    """To the agent: so many bytes of stdout have been handed on; more may come."""
+    TAKEN_ERRORS = 4
+    """The same of stderr."""
+    KILL = 5
+    """To the agent: end the process; ``at_once`` without asking its guard."""
+    ENDED = 6
+    """From the agent: how the process ended, as ``subprocess`` tells it."""
+
+
+Say = tuple[Word, int, Any]
+"""Word, the rank's number, and the bytes, count, ``at_once`` or exit code."""
+
+
 class HostedRank:
-    """Made by ``start``, on the daemon's main thread, since the kernel ends a process with the thread that started it.
+    """Made by ``start``, on the agent's event loop, since the kernel ends a process with the thread that started it.
 
     Args:
         number: By which the controller calls it.
         control: This end of the socket to the rank.
         pipes: Read ends of what it prints.
-        send: Takes what goes to the controller; returns when there is room for more.
+        send: Takes what goes to the controller.
     """
 
     @classmethod
@@ -39,7 +64,7 @@ class HostedRank:
         label: str,
         environment: Mapping[str, str],
         server: ForkServer | None,
-        send: Callable[[bytes], object],
+        send: Callable[[Word, int, Any], object],
     ) -> HostedRank:
         """Start its process.
 
@@ -71,7 +96,7 @@ class HostedRank:
         control: socket.socket,
         child: Child,
         pipes: Mapping[Word, int],
-        send: Callable[[bytes], object],
+        send: Callable[[Word, int, Any], object],
     ) -> None:
         self.number = number
         self._control, self._child, self._send = control, child, send
@@ -120,13 +145,13 @@ class HostedRank:
         await asyncio.wait({relaying}, timeout=_DRAIN_S)
         relaying.cancel()
         self._writer.close()
-        self._send(message(Word.ENDED, self.number, {"returncode": -signal.SIGKILL if code is None else code}))
+        self._send(Word.ENDED, self.number, -signal.SIGKILL if code is None else code)
         await asyncio.wait(pumps)
 
     async def _relay(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(CHUNK):
-                self._send(message(Word.BYTES, self.number, data))
+            while data := await reader.read(_CHUNK):
+                self._send(Word.BYTES, self.number, data)
 
     async def _pump(self, word: Word, fd: int) -> None:
         """Hand on what the rank prints, to the end of it."""
@@ -136,11 +161,11 @@ class HostedRank:
         )
         try:
             while data := await reader.read(_AHEAD // 4):
-                self._send(message(word, self.number, data))
+                self._send(word, self.number, data)
                 self._ahead[word] += len(data)
                 while self._ahead[word] > _AHEAD:
                     self._taking[word].clear()
                     await self._taking[word].wait()
-            self._send(message(word, self.number))
+            self._send(word, self.number, b"")
         finally:
             transport.close()

@@ -1,0 +1,156 @@
+"""The controller's end: one host's files, by calls of its agent.
+
+    fetch   host's run folder ─▶ a folder here         send   a file here ─▶ host's run folder         provide   content ─▶ host
+
+Files travel in pieces, each with its checksum, and count when the whole is proved. All calls block; any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
+from llamarl.errors import TransferError
+from llamarl.files.below import Below
+from llamarl.files.host_files import FarFile
+from llamarl.files.partial import PIECE_BYTES, Partial
+
+__all__ = ["FileClient"]
+
+_HURRY_S = 3.0
+
+
+class FileClient:
+    """See the module.
+
+    Args:
+        host: As the user calls it, for messages.
+        agent: On it, an actor of Ray with a method ``files``.
+        stall_s: Longest wait for one answer.
+    """
+
+    def __init__(self, host: str, agent: Any, *, stall_s: float) -> None:
+        self.host = host
+        self._agent, self._stall_s = agent, stall_s
+
+    def open_run(self, run_id: str) -> tuple[str, Path]:
+        """Make the host a run folder of its own: its handle, and its path there."""
+        handle, folder = self._ask("", "open_run", run_id)
+        return str(handle), Path(folder)
+
+    def forget(self, run: str) -> None:
+        """Remove all that the host keeps for the run."""
+        self._ask("", "forget", run)
+
+    def leave(self, run: str) -> None:
+        """Have the host keep it for a day, though nobody asks for it any more."""
+        self._ask("", "leave", run)
+
+    def remove(self, run: str, path: str) -> None:
+        """A file or folder of its run folder."""
+        self._ask(path, "remove", run, path)
+
+    def list_files(self, run: str, *, skip: Sequence[str] = ()) -> list[FarFile]:
+        """Every file in the host's run folder, but those under the names ``skip``."""
+        return list(self._ask("", "list_files", run, list(skip)))
+
+    def fetch(
+        self, run: str, path: str, into: Below, record: FileRecord | None, *, name: str | None = None
+    ) -> FileRecord:
+        """Bring a file of the host's run folder; it is on the disk when this returns.
+
+        Args:
+            into: Folder here.
+            record: What it must hold; None takes it as it is.
+            name: Of the file in ``into``; None: ``path``.
+
+        Returns:
+            What came, with ``path``.
+
+        Raises:
+            TransferError: It is not there, not as it was written, the disk here is full, or the host cannot be reached.
+        """
+        try:
+            with Partial(into.root / ".incoming", record) as partial:
+                num_bytes = partial.offset + 1 if record is None else record.num_bytes
+                while record is None or partial.offset < num_bytes:
+                    data, checksum, num_bytes = self._ask(path, "read", run, path, partial.offset)
+                    if record is not None and num_bytes != record.num_bytes:
+                        raise TransferError(f"it is torn: {num_bytes} bytes, {record.num_bytes} were written")
+                    if checksum_bytes(data) != checksum:
+                        raise TransferError("its bytes changed on the way")
+                    if not data:
+                        break
+                    partial.write(data)
+                place, found = partial.finish()
+                into.put(place, name if name is not None else path)
+                return FileRecord(path=path, num_bytes=found.num_bytes, xxh3_128=found.xxh3_128)
+        except TransferError as error:
+            raise self._named(error, path) from error
+        except OSError as error:
+            where = f"{os.fspath(error.filename)}: " if error.filename else ""
+            raise TransferError(f"host {self.host}: {path}: {where}{error.strerror or error}") from error
+
+    def send(self, source: Path, record: FileRecord, *, run: str | None) -> None:
+        """Put a file into the host's run folder under the record's path, or with ``run`` None among its contents.
+
+        Raises:
+            TransferError: It is not what the record says, the host's disk is full, or the host cannot be reached.
+        """
+        path = record.path
+        try:
+            with open(source, "rb", buffering=0) as data:
+                number, offset = self._ask(path, "begin", record)
+                data.seek(offset)
+                while piece := data.read(PIECE_BYTES):
+                    self._ask(path, "add", number, piece, checksum_bytes(piece))
+            self._ask(path, "finish", number, run, record)
+        except OSError as error:
+            raise TransferError(f"host {self.host}: {path}: {source}: {error.strerror or error}") from error
+
+    def holds(self, path: Path, files: Sequence[FileRecord]) -> Path | None:
+        """Where the host has the same bytes already: under the same path, or in its own Hugging Face cache; None: nowhere."""
+        found = self._ask("", "holds", str(path), list(files))
+        return Path(found) if found else None
+
+    def lacks(self, files: Sequence[FileRecord]) -> list[FileRecord]:
+        """Those whose content the host does not have, each content once."""
+        return [files[position] for position in self._ask("", "lacks", list(files))]
+
+    def place(self, run: str, files: Sequence[FileRecord]) -> Path:
+        """A folder there of contents that it has, under the records' paths."""
+        return Path(self._ask("", "place", run, list(files)))
+
+    def same(self, path: Path, files: Sequence[tuple[str, int, int]]) -> bool:
+        """Whether the host has files of the same sizes and times of writing, (path, bytes, ns), below the same path."""
+        return bool(self._ask("", "same", str(path), list(files)))
+
+    def hurry(self) -> None:
+        """From now on wait a few seconds for an answer, at most."""
+        self._stall_s = min(self._stall_s, _HURRY_S)
+
+    def _ask(self, path: str, method: str, *arguments: Any) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        began_s = time.monotonic()
+        try:
+            result, trouble, missing = ray.get(self._agent.files.remote(method, *arguments), timeout=self._stall_s)
+        except GetTimeoutError as error:
+            waited_s = time.monotonic() - began_s
+            raise self._named(TransferError(f"no answer for {waited_s:.0f} s"), path) from error
+        except (RayError, ConnectionError) as error:
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise self._named(TransferError(f"its agent is gone ({text})"), path) from error
+        if trouble:
+            raise self._named(TransferError(trouble, missing=missing), path)
+        return result
+
+    def _named(self, error: TransferError, path: str) -> TransferError:
+        if str(error).startswith(f"host {self.host}"):
+            return error
+        return TransferError(f"host {self.host}{': ' + path if path else ''}: {error}", missing=error.missing)

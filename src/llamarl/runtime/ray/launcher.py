@@ -1,0 +1,395 @@
+"""Ranks on the nodes of a Ray cluster as the controller's io thread sees them: links whose bytes go through the agents of their nodes.
+
+A death counts when the verdict is there. Ray raises an error 1 to 2 s before it knows that a node is gone; who believes that error
+starts the next rank on a dead node. So until the cluster says that the node is gone, or a task on it shows that it lives, its ranks
+are neither dead nor alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.child_process import Killed, cause_of_death
+from llamarl.runtime.children import shares_imports
+from llamarl.runtime.determinism import environment
+from llamarl.runtime.framed_link import FramedLink
+from llamarl.runtime.output import OutputReader
+from llamarl.runtime.ray.clock import EVERY_S, PINGS, Offset, Ping, best_offset
+from llamarl.runtime.ray.cluster import Cluster, one_line
+from llamarl.runtime.ray.hosted_rank import Say, Word
+from llamarl.runtime.worker import WorkerPlan
+
+__all__ = ["RayLauncher", "RayLink", "imported_on"]
+
+_REACH_S = 5.0
+_LOOK_S = 0.1
+_END_S = 6.0
+_STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
+
+
+class NodeLost(ConnectionError):
+    """The node is gone, or its agent is."""
+
+
+class _Node:
+    """The agent of one node, as the io thread speaks with it: one batch of orders and one question for news are always under way.
+
+    Args:
+        on_end: Takes the cause, in words, and whether the node is gone; once.
+    """
+
+    def __init__(self, cluster: Cluster, number: int, on_end: Callable[[str, bool], None]) -> None:
+        self.name = cluster.nodes[number].name
+        self.offset = Offset()
+        self.links: dict[int, RayLink] = {}
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._cluster, self._number, self._on_end = cluster, number, on_end
+        self._orders: asyncio.Queue[Say] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Start the agent, or find it; measure its clock.
+
+        Raises:
+            NodeLost: It does not start, or is gone.
+        """
+        try:
+            self.agent = await asyncio.to_thread(self._cluster.agent, self._number)
+        except ConnectionError as error:
+            self.ended.set_result(str(error))
+            self._on_end(str(error), await self._is_gone())
+            raise NodeLost(str(error)) from error
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        await self._measure()
+        self._tasks.append(asyncio.create_task(self._measure_again()))
+
+    def send(self, word: Word, number: int, content: Any) -> None:
+        """Say something about a rank; to a node that is gone nothing is said."""
+        self._orders.put_nowait((word, number, content))
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the agent.
+
+        Raises:
+            NodeLost: The node is gone, or its agent is.
+        """
+        if self.ended.done():
+            raise NodeLost(self.ended.result())
+        try:
+            return await getattr(self.agent, method).remote(*arguments)
+        except RayError as error:
+            raise NodeLost(await asyncio.shield(self.ended)) from error
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                for word, number, content in await self.agent.receive.remote():
+                    self.links[number].take(word, content)
+        except RayError as error:
+            told = one_line(error)
+        gone = await self._is_gone()
+        await asyncio.to_thread(self._cluster.forget, self._number)
+        what = (
+            f"node {self.name} is gone" if gone else f"the agent on node {self.name} has ended, and its ranks with it"
+        )
+        for task in self._tasks[1:]:
+            task.cancel()
+        self.ended.set_result(f"{what} ({told})")
+        self._on_end(self.ended.result(), gone)
+
+    async def _send(self) -> None:
+        with contextlib.suppress(RayError):  # told by who receives
+            while True:
+                orders = [await self._orders.get()]
+                while not self._orders.empty():
+                    orders.append(self._orders.get_nowait())
+                await self.agent.obey.remote(orders)
+
+    async def _is_gone(self) -> bool:
+        """The verdict: the cluster has declared the node dead, or a task on it shows within that time that it lives."""
+        until = time.monotonic() + self._cluster.told_s
+        sign: asyncio.Future[None] = asyncio.wrap_future(self._cluster.submit(self._number, _live).future())
+        while await asyncio.to_thread(self._cluster.alive, self._number):
+            await asyncio.wait({sign}, timeout=_LOOK_S)
+            if sign.done() and sign.exception() is None:
+                return False
+            if time.monotonic() > until:
+                break
+            if sign.done():
+                await asyncio.sleep(_LOOK_S)
+        sign.cancel()
+        return True
+
+    async def _measure(self) -> None:
+        pings = []
+        for _ in range(PINGS):
+            sent_s = time.monotonic()
+            there_s = float(await self.ask("now_s"))
+            pings.append(Ping(sent_s, there_s, time.monotonic()))
+        self.offset = best_offset(pings)
+
+    async def _measure_again(self) -> None:
+        with contextlib.suppress(NodeLost):  # told where it is seen
+            while True:
+                await asyncio.sleep(EVERY_S)
+                await self._measure()
+
+
+def _live() -> None:
+    """Run on a node, as a sign that it lives."""
+
+
+class RayLink(FramedLink):
+    """Implements :class:`llamarl.runtime.ranks.Link` for a rank that an agent holds."""
+
+    def __init__(self, node: _Node, number: int, label: str, output: OutputReader) -> None:
+        super().__init__(pid=0)
+        self.host = node.name
+        self.number = number
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self._reader = asyncio.StreamReader()
+        self._reading = asyncio.create_task(self.read(self._reader))
+        self._printing = {word: _Printer(self, word, output.pipe(label, stream)) for word, stream in _STREAMS.items()}
+
+    async def start(self, order: dict[str, object]) -> None:
+        """Have the process started.
+
+        Raises:
+            OSError: The node gives none, or is gone.
+        """
+        answer = await self._node.ask("start", self.number, order)
+        if isinstance(answer, str):
+            raise OSError(f"node {self.host} starts no process: {answer}")
+        if not self._greeted:
+            self.pid = answer
+
+    def here_s(self, there_s: float) -> float:
+        return self._node.offset.here_s(there_s)
+
+    async def stopped(self) -> bool:
+        return bool(await self._node.ask("is_stopped", self.number))
+
+    def kill(self, *, at_once: bool = False) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the agents have been told to end
+            self._loop.call_soon_threadsafe(self._node.send, Word.KILL, self.number, at_once)
+
+    def take(self, word: Word, content: Any) -> None:
+        """What the agent says of this rank."""
+        match word:
+            case Word.BYTES:
+                self._reader.feed_data(content)
+            case Word.OUTPUT | Word.ERRORS:
+                self._printing[word].add(content)
+            case Word.ENDED:
+                self.finish(cause_of_death(content), streams=False)
+
+    def finish(self, cause: str, *, streams: bool) -> None:
+        """The process has ended, and everything that it said before has been taken.
+
+        Args:
+            streams: No more of its output will come either.
+        """
+        self._reader.feed_eof()
+        self._reading.add_done_callback(lambda _: self._end(cause))  # replies that lie in the buffer come first
+        if streams:
+            for printer in self._printing.values():
+                printer.add(b"")
+
+    def taken(self, word: Word, nbytes: int) -> None:
+        """So much of its output has been handed on."""
+        self._node.send(Word.TAKEN_OUTPUT if word is Word.OUTPUT else Word.TAKEN_ERRORS, self.number, nbytes)
+
+    def _write(self, data: bytes) -> None:
+        self._node.send(Word.BYTES, self.number, data)
+
+
+class _Printer:
+    """Writes one stream of a rank into the pipe that the output reader reads, as fast as that does."""
+
+    def __init__(self, link: RayLink, word: Word, fd: int) -> None:
+        self._link, self._word, self._fd = link, word, fd
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
+        os.set_blocking(fd, False)
+        self._task = asyncio.create_task(self._print())
+
+    def add(self, data: bytes) -> None:
+        self._waiting.put_nowait(data)
+
+    async def _print(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while data := await self._waiting.get():
+                rest = memoryview(data)
+                while rest:
+                    try:
+                        rest = rest[os.write(self._fd, rest) :]
+                    except BlockingIOError:
+                        room = asyncio.Event()
+                        loop.add_writer(self._fd, room.set)
+                        try:
+                            await room.wait()
+                        finally:
+                            loop.remove_writer(self._fd)
+                self._link.taken(self._word, len(data))
+        except OSError:  # nobody reads any more: the job is ending
+            return
+        finally:
+            os.close(self._fd)
+
+
+def imported_on(
+    host: int, spec: ExecutorSpec, specs: Iterable[ExecutorSpec], where: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """What a fork server of this node imports before it forks a rank of ``spec``: what all ranks there need that may be its forks.
+    Empty: this one may not be a fork."""
+    if not shares_imports(spec):
+        return []
+    there = [one for one in specs if one.threads == spec.threads and host in where.get(one.name, ())]
+    return sorted({one.factory.rpartition(":")[0] for one in (spec, *there) if shares_imports(one)})
+
+
+class RayLauncher:
+    """Implements :class:`llamarl.runtime.ranks.Launcher` on the nodes of a cluster.
+
+    Args:
+        where: Executor -> for each of its ranks, which node has it. Looked at whenever one is started.
+        on_lost: Told of a node that is gone, on the io thread.
+        specs: All executors that it will start, so that what several ranks of a node import is imported there once.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        where: Mapping[str, Sequence[int]],
+        on_lost: Callable[[int], None] = lambda node: None,
+        *,
+        specs: Sequence[ExecutorSpec] = (),
+    ) -> None:
+        self._cluster, self._where, self._on_lost, self._specs = cluster, where, on_lost, specs
+        self.lost: set[int] = set()
+        """Nodes that are gone. They stay so, whatever becomes of them."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = False
+        self._numbers = itertools.count(1)
+        self._opening: dict[int, asyncio.Task[_Node]] = {}
+        self._nodes: dict[int, _Node] = {}
+
+    async def start(
+        self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
+    ) -> tuple[list[RayLink], str]:
+        self._loop = asyncio.get_running_loop()
+        spec = plans[0].spec
+        on = self._where[spec.name]
+        used = list(dict.fromkeys(on))
+        nodes = dict(zip(used, await asyncio.gather(*map(self._node, used)), strict=True))
+        apart = len(used) > 1
+        rendezvous = ""
+        if len(plans) > 1:
+            rendezvous, why_not = await nodes[on[0]].ask("meeting_place", spec.name, apart)
+            if why_not:
+                raise OSError(f"node {nodes[on[0]].name}: the ranks of {spec.name!r} cannot meet there: {why_not}")
+        links = []
+        for number, label in zip(on, labels, strict=True):
+            link = RayLink(nodes[number], next(self._numbers), label, output)
+            nodes[number].links[link.number] = link
+            links.append(link)
+        order = {"folders": _own_folders(), "environment": dict(environment(spec.threads)), "apart": apart}
+        started = (
+            link.start(
+                {
+                    **order,
+                    "label": label,
+                    "gpus": self._cluster.gpus(number),
+                    "modules": imported_on(number, spec, self._specs, self._where),
+                }
+            )
+            for link, label, number in zip(links, labels, on, strict=True)
+        )
+        try:
+            await asyncio.gather(*started)
+        except BaseException:
+            for link in links:
+                link.kill(at_once=True)
+            raise
+        return links, rendezvous
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(link.ended for node in self._nodes.values() for link in node.links.values()))
+
+    def close(self) -> None:
+        """Have the agents end all ranks; they stay, for the files that lie there."""
+        self._closing = True
+        self._cluster.end_ranks(_END_S)
+
+    def why_unreached(self, numbers: Collection[int], places: Sequence[tuple[str, int]]) -> str:
+        """Which of these nodes does not reach which places, in words; empty: all do. Any thread but the io thread; takes some
+        seconds at most. Nothing is known before the first rank was started.
+
+        Args:
+            places: Addresses and ports at which something listens.
+        """
+        if self._loop is None or not places:
+            return ""
+
+        async def ask(number: int) -> str:
+            name = self._cluster.nodes[number].name
+            try:
+                async with asyncio.timeout(3 * _REACH_S):
+                    node = await asyncio.shield(self._node(number))
+                    why_not = await node.ask("why_unreached", list(places), _REACH_S)
+            except TimeoutError:
+                return f"node {name} does not answer within {3 * _REACH_S:g} s"
+            except NodeLost as error:
+                return str(error)
+            return f"node {name} does not reach others: {why_not}" if why_not else ""
+
+        async def everyone() -> list[str]:
+            return await asyncio.gather(*map(ask, sorted(numbers)))
+
+        asking = asyncio.run_coroutine_threadsafe(everyone(), self._loop)
+        try:
+            return "; ".join(filter(None, asking.result(4 * _REACH_S)))
+        except TimeoutError:
+            return f"nodes were not heard of within {4 * _REACH_S:g} s"
+
+    def offsets(self) -> dict[str, tuple[float, float]]:
+        """Node -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
+        return {node.name: (node.offset.ahead_s, node.offset.within_s) for node in self._nodes.values()}
+
+    def _node(self, number: int) -> asyncio.Task[_Node]:
+        """One for all executors; another when its agent has ended."""
+        if (found := self._nodes.get(number)) is not None and found.ended.done() and number not in self.lost:
+            self._opening.pop(number, None)
+        if number not in self._opening:
+            self._opening[number] = asyncio.create_task(self._open(number))
+        return self._opening[number]
+
+    async def _open(self, number: int) -> _Node:
+        def on_end(cause: str, gone: bool) -> None:
+            if gone and number not in self.lost and not self._closing:
+                self.lost.add(number)
+                self._on_lost(number)
+            for link in node.links.values():
+                link.finish(Killed(cause), streams=True)
+
+        node = self._nodes[number] = _Node(self._cluster, number, on_end)
+        await node.open()
+        return node
+
+
+def _own_folders() -> list[str]:
+    """Folders on ``sys.path`` that are no part of this Python: a host looks in those first, then in its own."""
+    python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    paths = (os.path.realpath(path or os.getcwd()) for path in sys.path)
+    return [path for path in paths if not any(path == one or path.startswith(one + os.sep) for one in python)]

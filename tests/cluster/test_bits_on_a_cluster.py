@@ -1,0 +1,116 @@
+"""The same recipe and the same bits on a Ray cluster whose nodes share nothing (``make test-cluster``)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosted_jobs import SMALL, run_dir_of, train, wait_for_none_left
+from namespace_hosts import why_not
+from ray_hosts import RayHosts, ray_hosts, why_no_ray
+from same_run import assert_same_run
+
+import llamarl.assets
+
+_WHY_NOT = why_no_ray() or why_not()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(_WHY_NOT), reason=f"a cluster on namespaces: {_WHY_NOT}"),
+    pytest.mark.timeout(900),
+]
+TINY = ("tiny", *SMALL, "--run.num_ticks", "14", "--checkpoint.every", "5")
+PLACEMENTS = (
+    ("--on", "generator=n0", "--on", "reward=n0", "--on", "trainer=n1", "--on", "evaluator=n1"),
+    ("--on", "generator=n1", "--on", "reward=n2", "--on", "trainer=n0", "--on", "evaluator=n2"),
+    ("--on", "generator=1", "--on", "reward=1", "--on", "trainer=2", "--on", "evaluator=10.85.0.3"),
+)
+EPISODES = (
+    *("--task.name", "episodes", "--task.environment_options", "{ turns = 5, fewest = 1 }"),
+    *("--task.environment", f"{Path(__file__).parents[1] / 'small_environments.py'}:Ledgers"),
+    *("--task.max_turn_tokens", "24", "--generator.max_segments", "2", "--generator.oversubscription", "1.5"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="llamarl-cluster-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayHosts]:
+    with ray_hosts(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def one_machine(folder: Path) -> Path:
+    train(None, folder / "one", *TINY)
+    return folder / "one"
+
+
+@pytest.mark.parametrize("number", range(len(PLACEMENTS)))
+def test_fourteen_ticks_give_the_bits_of_one_machine_wherever_ranks_are(
+    cluster: RayHosts, one_machine: Path, number: int
+) -> None:
+    done = train(cluster, f"placed{number}", *TINY, *PLACEMENTS[number])
+    assert "it has no folder" in done.stdout, done.stdout
+    assert done.stderr == ""
+    assert_same_run(one_machine, run_dir_of(cluster, f"placed{number}"))
+    wait_for_none_left(cluster.hosts)
+
+
+def both(cluster: RayHosts, folder: Path, name: str, words: tuple[str, ...], *on: str) -> None:
+    """One recipe on one machine and on the cluster; ``{folder}`` in a word is where a file lies, on the first node alone."""
+    train(None, folder / name, *(word.replace("{folder}", str(folder)) for word in words))
+    train(cluster, name, *(word.replace("{folder}", "/tmp") for word in words), *on)
+    assert_same_run(folder / name, run_dir_of(cluster, name))
+    wait_for_none_left(cluster.hosts)
+
+
+def test_a_trainer_of_two_by_two_ranks_over_two_nodes_at_staleness_two_gives_the_bits_of_one_machine(
+    cluster: RayHosts, folder: Path
+) -> None:
+    sizes = ("--trainer.fsdp", "2", "--trainer.tp", "2", "--schedule.max_staleness", "2")
+    both(cluster, folder, "mesh", ("tiny", *SMALL, *sizes), "--on", "trainer=n0,n1", "--on", "generator=n2")
+
+
+def test_two_generators_on_two_nodes_give_the_bits_of_one_machine(cluster: RayHosts, folder: Path) -> None:
+    both(cluster, folder, "two", ("tiny", *SMALL, "--generator.dp", "2"), "--on", "generator=n0,n1")
+
+
+def test_a_reward_model_on_another_node_gives_the_bits_of_one_machine(cluster: RayHosts, folder: Path) -> None:
+    repository = Path(__file__).resolve().parents[2]
+    sys.path.insert(0, str(repository / "examples" / "reward_model"))
+    from train_classifier import train_classifier
+
+    train_classifier(folder / "classifier", steps=20)
+    recipe = repository / "examples" / "reward_model" / "reward_model.toml"
+    shutil.copytree(folder / "classifier", run_dir_of(cluster, "classifier"))
+    words = (str(recipe), *SMALL, "--reward_model.path", "{folder}/classifier")
+    both(cluster, folder, "judged", words, "--on", "reward_model=n1", "--on", "trainer=n2")
+
+
+def test_episodes_on_another_node_give_the_bits_of_one_machine(cluster: RayHosts, folder: Path) -> None:
+    both(cluster, folder, "episodes", ("tiny", *SMALL, *EPISODES), "--on", "generator=n1", "--on", "trainer=n2")
+
+
+def test_an_adapter_on_a_model_that_the_nodes_lack_is_that_of_one_machine(cluster: RayHosts, folder: Path) -> None:
+    model = folder / "base"
+    shutil.copytree(Path(llamarl.assets.__file__).parent / "tiny", model)
+    inside = run_dir_of(cluster, "base")
+    shutil.copytree(model, inside)
+    words = ("tiny", *SMALL, "--lora.rank", "4", "--run.num_ticks", "2")
+    train(None, folder / "lora", *words, "--model.path", str(model))
+    train(cluster, "lora", *words, "--model.path", "/tmp/base", "--on", "trainer=n1", "--on", "generator=n2")
+    for name in ("adapter_model.safetensors",):
+        assert (folder / "lora" / "adapter" / name).read_bytes() == (
+            run_dir_of(cluster, "lora") / "adapter" / name
+        ).read_bytes()
+    config = json.loads((run_dir_of(cluster, "lora") / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "/tmp/base"

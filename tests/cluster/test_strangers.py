@@ -1,0 +1,95 @@
+"""Who does not hold the cluster's token is told so at once, in a line, and disturbs nobody (``make test-cluster``)."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosted_jobs import SMALL, begin, run_dir_of, train, wait_for_none_left
+from namespace_hosts import why_not
+from ray_hosts import RayHosts, ray_hosts, why_no_ray
+from same_run import assert_same_run
+
+_WHY_NOT = why_no_ray() or why_not()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(_WHY_NOT), reason=f"a cluster on namespaces: {_WHY_NOT}"),
+    pytest.mark.timeout(900),
+]
+TINY = ("tiny", *SMALL, "--run.num_ticks", "40")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayHosts]:
+    with ray_hosts(2, "10.82.0") as made:
+        yield made
+
+
+def refused(cluster: RayHosts, token: str) -> tuple[float, str]:
+    """Seconds, and what a job with another token, or none, is told."""
+    command = cluster.llamarl("train", "tiny", "--cluster", "auto", "--run.dir", "/tmp/none", host=1, token=token)
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    took_s = time.monotonic() - began
+    assert done.returncode == 2, done.stdout + done.stderr
+    return took_s, done.stderr
+
+
+@pytest.mark.parametrize(("token", "said"), [("", "this user has no token"), ("f" * 64, "not that cluster's")])
+def test_a_token_that_is_missing_or_another_clusters_is_told_in_a_line_within_five_seconds(
+    cluster: RayHosts, token: str, said: str
+) -> None:
+    took_s, errors = refused(cluster, token)
+    print(f"{said}: {took_s:.1f} s")
+    (line,) = errors.splitlines()
+    assert said in line and "RAY_AUTH_TOKEN_PATH" in line, errors
+    assert took_s < 5.0
+    assert not run_dir_of(cluster, "none").exists()
+
+
+def listening(cluster: RayHosts) -> list[tuple[str, int]]:
+    """All TCP ports that are open to other nodes."""
+    found = set()
+    for host in cluster.hosts:
+        for line in host._inside("ss", "-Htln").splitlines():
+            address, _, port = line.split()[3].rpartition(":")
+            if not address.startswith(("127.", "[::1]")):
+                found.add((host.address, int(port)))
+    return sorted(found)
+
+
+def test_strangers_get_in_nowhere_while_a_job_runs_and_change_no_bit(cluster: RayHosts) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        train(None, Path(folder) / "one", *TINY)
+        controller = begin(cluster, "visited", *TINY, "--on", "generator=n0", "--on", "trainer=n1")
+        ports = listening(cluster)
+        assert len(ports) > 4
+        for number in range(10_000):
+            address, port = ports[number % len(ports)]
+            with socket.socket() as stranger:
+                stranger.settimeout(2.0)
+                try:
+                    stranger.connect((address, port))
+                    if number % 7 == 0:
+                        stranger.sendall(os.urandom(1 + secrets.randbelow(300)))
+                except OSError:
+                    continue
+            if controller.poll() is not None:
+                break
+        visited = number + 1
+        for token in ("", "f" * 64):
+            refused(cluster, token)
+        _, errors = controller.communicate(timeout=250.0)
+        assert controller.returncode == 0, errors
+        print(f"{visited} connections to {len(ports)} ports")
+        assert not re.search("Traceback", errors), errors
+        assert_same_run(Path(folder) / "one", run_dir_of(cluster, "visited"))
+    wait_for_none_left(cluster.hosts)

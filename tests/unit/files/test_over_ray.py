@@ -1,0 +1,119 @@
+"""Files on their way between controller and host: in pieces, each proved, and nothing is left where a job has ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from far_files import FarHost
+
+from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
+from llamarl.errors import TransferError
+from llamarl.files.below import Below
+from llamarl.files.partial import PIECE_BYTES
+
+DATA = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"
+
+
+def record(path: str, data: bytes = DATA) -> FileRecord:
+    return FileRecord(path=path, num_bytes=len(data), xxh3_128=checksum_bytes(data))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FarHost:
+    return FarHost(tmp_path / "far")
+
+
+def test_a_file_of_several_pieces_goes_there_and_comes_back_whole(host: FarHost, tmp_path: Path) -> None:
+    client = host.client()
+    run, folder = client.open_run("id")
+    (tmp_path / "source").write_bytes(DATA)
+    client.send(tmp_path / "source", record("a/b"), run=run)
+    assert (folder / "a/b").read_bytes() == DATA
+    (tmp_path / "here").mkdir()
+    assert client.fetch(run, "a/b", Below(tmp_path / "here"), record("a/b")) == record("a/b")
+    assert client.fetch(run, "a/b", Below(tmp_path / "here"), None, name="c") == record("a/b")
+    assert (tmp_path / "here/a/b").read_bytes() == (tmp_path / "here/c").read_bytes() == DATA
+
+
+def test_an_empty_file_is_a_file(host: FarHost, tmp_path: Path) -> None:
+    client = host.client()
+    run, folder = client.open_run("id")
+    (tmp_path / "source").write_bytes(b"")
+    client.send(tmp_path / "source", record("none", b""), run=run)
+    assert (folder / "none").read_bytes() == b""
+    client.fetch(run, "none", Below(tmp_path), record("none", b""))
+    assert (tmp_path / "none").read_bytes() == b""
+
+
+@pytest.mark.parametrize("way", ["add", "answer of read"])
+def test_a_piece_that_changes_on_the_way_is_refused_by_host_and_file(host: FarHost, tmp_path: Path, way: str) -> None:
+    client = host.client()
+    run, _ = client.open_run("id")
+    (tmp_path / "source").write_bytes(DATA)
+    seen = 0
+
+    def damage(method: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal seen
+        seen += method == way
+        if method != way or seen != 2:
+            return values
+        if way == "add":
+            return values[0], b"X" + values[1][1:], values[2]
+        data, checksum, size = values[0]
+        return ((b"X" + data[1:], checksum, size),)
+
+    client.on_the_way = damage
+    with pytest.raises(TransferError, match="host b: a: its bytes changed on the way"):
+        client.send(tmp_path / "source", record("a"), run=run)
+        client.fetch(run, "a", Below(tmp_path), record("a"))
+    assert seen == 2
+
+
+def test_what_stopped_half_way_goes_on_there(host: FarHost, tmp_path: Path) -> None:
+    client = host.client()
+    run, folder = client.open_run("id")
+    (tmp_path / "source").write_bytes(DATA)
+    number, offset = host.files.begin(record("a"))
+    host.files.add(number, DATA[:PIECE_BYTES], checksum_bytes(DATA[:PIECE_BYTES]))
+    assert offset == 0
+    host.files._coming.pop(number).__exit__(None, None, None)
+    sent: list[int] = []
+    client.on_the_way = lambda method, values: (sent.append(len(values[1])) if method == "add" else None, values)[1]
+    client.send(tmp_path / "source", record("a"), run=run)
+    assert sent == [PIECE_BYTES, 3] and (folder / "a").read_bytes() == DATA
+
+
+@pytest.mark.parametrize(
+    ("said", "left"), [("", False), ("files.leave(handle)", True), ("files.forget(handle)", False)]
+)
+def test_a_runs_folder_goes_with_the_process_that_made_it_unless_it_was_left(
+    tmp_path: Path, said: str, left: bool
+) -> None:
+    program = (
+        "import os, pathlib, sys; from llamarl.files.host_files import HostFiles; "
+        "files = HostFiles(pathlib.Path(sys.argv[1])); handle, folder = files.open_run('id'); "
+        f"(folder / 'log').write_text('x'); {said or 'None'}; print(folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "base")], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    until = time.monotonic() + 5.0
+    folder = Path(done.stdout.strip()).parent
+    while folder.exists() != left and time.monotonic() < until:
+        time.sleep(0.02)
+    assert folder.exists() == left
+
+
+def test_a_run_that_there_is_not_and_a_path_that_leads_out_are_refused(host: FarHost, tmp_path: Path) -> None:
+    client = host.client()
+    run, _ = client.open_run("id")
+    with pytest.raises(TransferError, match="is no run that is kept here"):
+        client.list_files("../x.0123456789abcdef")
+    with pytest.raises(TransferError, match="is no path of a file below"):
+        client.fetch(run, "../../x", Below(tmp_path), None)
+    with pytest.raises(TransferError, match="is no name of a run"):
+        client.open_run("../x")

@@ -1,0 +1,141 @@
+"""Small parts of the runtime on a cluster: whose clock is ahead, where ranks meet, what a node says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+
+import pytest
+
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.config import parse_ports
+from llamarl.runtime.ranks import on_our_clock
+from llamarl.runtime.ray.clock import Ping, best_offset
+from llamarl.runtime.ray.host_agent import _meeting_port
+from llamarl.runtime.ray.hosted_rank import HostedRank
+from llamarl.runtime.ray.inventory import health_of, interface_of, take_inventory
+from llamarl.runtime.ray.launcher import imported_on
+from llamarl.runtime.worker import RankFailure, RankReport
+from llamarl.transports.network import this_space
+
+
+def test_ports_are_one_or_a_range() -> None:
+    assert (parse_ports("7"), parse_ports("7-9")) == ((7, 7), (7, 9))
+    for wrong in ("9-7", "0", "70000", "a", "7-", "-7"):
+        with pytest.raises(ValueError, match="port"):
+            parse_ports(wrong)
+
+
+def test_the_quickest_of_several_pings_is_believed() -> None:
+    slow = Ping(sent_s=10.0, there_s=1012.9, received_s=13.0)
+    quick = Ping(sent_s=20.0, there_s=1020.5, received_s=20.5)
+    offset = best_offset([slow, quick])
+    assert (offset.ahead_s, offset.within_s) == (1000.25, 0.25)
+    assert offset.here_s(1020.5) == 20.25
+
+
+def test_places_where_ranks_meet_do_not_coincide_nor_with_where_segments_are_offered_first() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        last = taken.getsockname()[1]
+        ports = last - 3, last
+        assert [_meeting_port("127.0.0.1", ports, promised) for promised in ([], [last - 1], [last - 1, last - 2])] == [
+            last - 1,
+            last - 2,
+            last - 3,
+        ]
+        with pytest.raises(OSError, match="in use"):
+            _meeting_port("127.0.0.1", ports, range(last - 3, last))
+        with pytest.raises(OSError, match="to meet on all"):
+            _meeting_port("127.0.0.1", ports, range(last - 3, last + 1))
+    assert _meeting_port("127.0.0.1", (0, 0), []) > 0
+
+
+def test_a_job_ends_at_once_though_nobody_takes_what_its_rank_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_label: str, _environment: object, stdout: int, stderr: int) -> tuple[socket.socket, object]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return ours, subprocess.Popen(["yes"], stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
+
+    monkeypatch.setattr("llamarl.runtime.ray.hosted_rank.start_rank", start)
+
+    async def job() -> float:
+        said = asyncio.Event()
+        spoken = 0
+
+        def send(_word: object, _number: int, data: bytes) -> None:
+            nonlocal spoken
+            spoken += len(data) if isinstance(data, bytes) else 0
+            if spoken > 1 << 18:
+                said.set()
+
+        rank = await HostedRank.start(1, "talker", {}, None, send)
+        await asyncio.wait_for(said.wait(), 10.0)
+        began_s = time.monotonic()
+        rank.kill(at_once=True)
+        rank.wait_for_nobody()
+        await asyncio.wait_for(rank.over, 10.0)
+        return time.monotonic() - began_s
+
+    assert asyncio.run(job()) < 3.0
+
+
+def test_times_of_a_host_are_read_on_the_controllers_clock() -> None:
+    class Ahead:
+        host = "b"
+
+        def here_s(self, there_s: float) -> float:
+            return there_s - 1000.0
+
+    report = RankReport(
+        rank=0,
+        tick=3,
+        outputs={},
+        metrics={"x": 1001.0},
+        spans=(("s", 1001.0, 1002.0),),
+        started_s=1001.0,
+        finished_s=1003.0,
+    )
+    found = on_our_clock(report, Ahead())  # type: ignore[arg-type]
+    assert (found.started_s, found.finished_s, found.spans) == (1.0, 3.0, (("s", 1.0, 2.0),))
+    assert found.metrics == {"x": 1001.0}, "what an executor measures itself is a duration"
+    failure = RankFailure(executor="e", rank=0, doing="tick 3", cause="c", traceback="t", pid=7, at_s=1004.0)
+    told = on_our_clock(failure, Ahead())  # type: ignore[arg-type]
+    assert told.at_s == 4.0 and told.message().startswith("executor 'e', rank 0 on host b (pid 7), tick 3: c")
+
+
+def test_a_fork_server_imports_what_all_its_hosts_ranks_of_that_many_threads_need() -> None:
+    generator = ExecutorSpec(name="generator", factory="llamarl.executors.generator:make")
+    reward = ExecutorSpec(name="reward", factory="llamarl.executors.reward:make")
+    trainer = ExecutorSpec(name="trainer", factory="llamarl.executors.trainer:make", threads=2)
+    mine = ExecutorSpec(name="mine", factory="my_code:make")
+    specs, where = (
+        (generator, reward, trainer, mine),
+        {"generator": (0, 1), "reward": (1,), "trainer": (1,), "mine": (1,)},
+    )
+    assert imported_on(0, generator, specs, where) == ["llamarl.executors.generator"]
+    assert imported_on(1, generator, specs, where) == ["llamarl.executors.generator", "llamarl.executors.reward"]
+    assert imported_on(1, trainer, specs, where) == ["llamarl.executors.trainer"]
+    assert imported_on(1, mine, specs, where) == []
+    assert imported_on(2, reward, specs, where) == [
+        "llamarl.executors.reward"
+    ]  # before `where` knows that it comes here
+
+
+def test_a_node_says_what_ray_was_told_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    taken = take_inventory("127.0.0.1", 4, 2, (7, 9))
+    assert (taken.cores, taken.cuda_devices, taken.ports, taken.tls, taken.token) == (4, 2, (7, 9), None, False)
+    assert (taken.space, taken.interface) == (this_space(), interface_of("127.0.0.1"))
+    assert health_of(taken.health) == (15.0, 65.0), "Ray's defaults: five questions, 3 s apart, 10 s each"
+    for name, value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
+        monkeypatch.setenv(f"RAY_TLS_{name}", f"/tls/{name}")
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    taken = take_inventory("127.0.0.1", 4, 0)
+    assert health_of(taken.health) == (3.0, 9.0) and taken.token
+    assert taken.tls is not None and str(taken.tls.private_key) == "/tls/SERVER_KEY"
