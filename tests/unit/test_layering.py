@@ -113,6 +113,18 @@ def test_light_modules_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_ray_is_imported_by_the_rooms_of_a_cluster_alone_and_by_nobody_on_one_machine() -> None:
+    rooms = ("runtime/ray/", "files/over_ray.py", "cli/")
+    imports = re.compile(r"^\s*(import ray\b|from ray[ .])", re.MULTILINE)
+    found = {str(path.relative_to(ROOT)) for path in MODULES if imports.search(path.read_text())}
+    assert [name for name in sorted(found) if not name.startswith(rooms)] == []
+    code = (
+        "import sys, llamarl.cli.train, llamarl.controller.run, llamarl.runtime.local; assert 'ray' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_executors_that_only_train_or_score_import_no_engine() -> None:
     roles = ", ".join(f"llamarl.executors.{role}" for role in ("trainer", "critic", "reference"))
     code = f"import sys, {roles}; print(*(m for m in sys.modules if m.startswith('llamarl.engine.')))"

@@ -25,7 +25,7 @@ from llamarl.runtime.determinism import environment
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ray.clock import EVERY_S, PINGS, Offset, Ping, best_offset
-from llamarl.runtime.ray.cluster import Cluster, one_line
+from llamarl.runtime.ray.cluster import Cluster
 from llamarl.runtime.ray.hosted_rank import Say, Word
 from llamarl.runtime.worker import WorkerPlan
 
@@ -96,7 +96,7 @@ class _Node:
                 for word, number, content in await self.agent.receive.remote():
                     self.links[number].take(word, content)
         except RayError as error:
-            told = one_line(error)
+            told = f"Ray: {type(error).__name__}"
         gone = await self._is_gone()
         await asyncio.to_thread(self._cluster.forget, self._number)
         what = (
