@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
-
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.child_process import Killed, cause_of_death
 from llamarl.runtime.children import shares_imports
@@ -83,6 +81,8 @@ class _Node:
         Raises:
             NodeLost: The node is gone, or its agent is.
         """
+        from ray.exceptions import RayError
+
         if self.ended.done():
             raise NodeLost(self.ended.result())
         try:
@@ -91,6 +91,8 @@ class _Node:
             raise NodeLost(await asyncio.shield(self.ended)) from error
 
     async def _receive(self) -> None:
+        from ray.exceptions import RayError
+
         try:
             while True:
                 for word, number, content in await self.agent.receive.remote():
@@ -108,6 +110,8 @@ class _Node:
         self._on_end(self.ended.result(), gone)
 
     async def _send(self) -> None:
+        from ray.exceptions import RayError
+
         with contextlib.suppress(RayError):  # told by who receives
             while True:
                 orders = [await self._orders.get()]
