@@ -87,14 +87,17 @@ class HostFiles:
         self._make_base()
         (folder / "run" / "checkpoints").mkdir(parents=True)
         (folder / "run" / ".run_id").write_text(f"{run_id}\n", encoding="utf-8")
-        # Its input ends with this process, whatever ends that; a word first tells it to leave the folder.
+        # Its input ends with this process, whatever ends that; a word first tells it to leave the folder. It runs behind a shell that
+        # has ended: Ray kills the children of an actor that it ends.
+        janitor = 'exec 3<&0; (read -r word <&3 || rm -rf -- "$1") &'
         self._janitors[handle] = subprocess.Popen(
-            ["sh", "-c", 'read -r word || rm -rf -- "$1"', "llamarl-janitor", str(folder)],
+            ["sh", "-c", janitor, "llamarl-janitor", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._janitors[handle].wait(_JANITOR_S)
         return handle, folder / "run"
 
     def run(self, handle: str) -> Below:
