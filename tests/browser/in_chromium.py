@@ -41,6 +41,7 @@ class Page:
     def open(self, view: str) -> Page:
         """Go to a view, and wait until it is drawn, charts in sight included."""
         self.page.goto(f"{self.address}#/{view}")
+        self.address = self.page.url.partition("#")[0]  # a token in it was taken off: now only the view changes
         name = view.split("/")[0]
         self.page.wait_for_selector(f'main [data-view="{name}"][data-ready="1"]', timeout=30_000)
         return self

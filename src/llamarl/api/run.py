@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from llamarl.config import RunConfig, load_config
 from llamarl.errors import ConfigError
-from llamarl.reading import read_toml, user_path
+from llamarl.reading import user_path
 
 if TYPE_CHECKING:
     from llamarl.api.llm import LLM, Completion
@@ -91,9 +92,8 @@ class Run:
     def rollouts(self, tick: int | None = None) -> list[Rollout] | Iterator[Rollout]:
         """Every sample of a tick, in order: prompt, response with its tokens and log-probs, reward, advantage.
 
-        An advantage is worked out from the rewards of its tick by the run's own estimator; it is
-        None where a response has no reward, and where rewards alone do not tell it (a critic, KL in
-        the reward, a function of your own).
+        An advantage is the one that the trainer used, over a response's tokens the mean; it is None
+        where a response has no reward, and where no optimizer step of the tick has taken it.
 
         Args:
             tick: None: those of all ticks, read one tick after the other as they are asked for.
@@ -101,14 +101,21 @@ class Run:
         Raises:
             DataError: The run wrote none (``observability.rollouts``), or none at this tick.
         """
-        from llamarl.observability.rollouts import read_rollouts, rollout_ticks
-        from llamarl.report.advantages import with_advantages
+        from llamarl.observability.rollouts import rollout_ticks
 
-        config = read_toml(self.dir / _CONFIG_FILE)
         if tick is not None:
-            return with_advantages(list(read_rollouts(self.dir, tick)), config)
-        ticks = rollout_ticks(self.dir)
-        return chain.from_iterable(with_advantages(list(read_rollouts(self.dir, one)), config) for one in ticks)
+            return self._rollouts_of(tick)
+        return chain.from_iterable(map(self._rollouts_of, rollout_ticks(self.dir)))
+
+    def _rollouts_of(self, tick: int) -> list[Rollout]:
+        from llamarl.observability.rollouts import read_rollouts
+        from llamarl.observability.trained_tokens import read_trained
+
+        found = {(one.prompt_index, one.sample_index): one.advantage for one in read_trained(self.dir, tick)}
+        return [
+            replace(sample, advantage=found.get((sample.response.prompt_index, sample.response.sample_index)))
+            for sample in read_rollouts(self.dir, tick)
+        ]
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[Completion]:
         """Responses of its final policy, with its own engine, precision and sampling; see

@@ -53,7 +53,7 @@ class Rollout:
     response: Response
     """Everything that the trainer saw of it."""
     advantage: float | None = None
-    """What its reward gives by the run's estimator (``report.advantages``); None where that does not tell."""
+    """That the trainer used, as ``trained/`` holds it; None where it is not known."""
     prompt_tokens: npt.NDArray[np.int32]
     """[P] token ids."""
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -38,7 +38,8 @@ class TrainedResponse:
     advantage: float
     """Of the response; the mean over its tokens where they differ."""
     policy_logprobs: npt.NDArray[np.float32]
-    """[T] nats, of the weights that the update of the token began from."""
+    """[T] nats, of the weights that the update of the token began from; [0] where the response was not computed
+    (``trainer.skip_zero_advantage``)."""
     clipped: npt.NDArray[np.bool_]
     """[T] whether the loss's own bound acted (``ratio/clipped_fraction``)."""
 

@@ -223,9 +223,8 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         found["pieces"] = texts
         del found["ids"]
     mask = record["loss_mask"]
+    found["advantage"] = None if trained is None else trained.advantage
     if trained is not None and sum(map(bool, mask)) == len(trained.policy_logprobs):
-        found["advantage"] = trained.advantage
-        found["recorded"] = True
         logprobs = iter(trained.policy_logprobs.tolist())
         found["policy_logprobs"] = [round(next(logprobs), 3) + 0.0 if one else None for one in mask]
         clipped = iter(trained.clipped.tolist())

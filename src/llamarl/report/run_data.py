@@ -23,7 +23,6 @@ from llamarl.observability.ledger import imbalance
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, tick_files
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
-from llamarl.report.advantages import advantages_of, why_no_advantages
 from llamarl.report.page import encode_block
 from llamarl.report.rollout_index import (
     TickIndex,
@@ -113,7 +112,6 @@ class RunReader:
                 key = (paths[tick], _state(paths[tick]), beside, tuple(prompts))
                 if key not in self._details:
                     detail = detail_of_tick(tick, paths[tick], prompts, pieces, _trained(self.path, tick))
-                    _add_advantages(detail, index, advantages_of(index, files.config))
                     self._details[key] = encode_block(detail)
                 blocks[f"detail/{tick}"] = self._details[key]
                 used += len(self._details[key])
@@ -133,7 +131,6 @@ class RunReader:
         places = sorted(stale)
         return {
             "flag_names": list(FLAGS),
-            "no_advantages": why_no_advantages(files.config),
             "unreadable": sum(index.unreadable for index in indexes),
             "staleness": {
                 "tick": [tick for tick, _ in places],
@@ -202,15 +199,6 @@ def _state(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise FileError(f"{path} cannot be read ({error.strerror})") from error
     return found.st_mtime_ns, found.st_size
-
-
-def _add_advantages(detail: dict[str, Any], index: TickIndex, advantages: Sequence[float | None]) -> None:
-    if not advantages:
-        return
-    known = dict(zip(zip(index.prompt, index.sample, strict=True), advantages, strict=True))
-    for group in detail["groups"]:
-        for sample in group["samples"]:
-            sample.setdefault("advantage", known.get((group["prompt_index"], sample["sample_index"])))
 
 
 def metrics_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -124,8 +124,8 @@ class Trainer(ShardedModel[Policy]):
         """Of the last tick, also of one that diverged."""
         self.on_tokens: Callable[[Sequence[TrainingSequence], Tensor, Tensor], None] | None = None
         """Told of every micro-batch: its sequences, and of their tokens, end to end, the log-probs
-        (detached) and which were clipped. Tensors are on the device; reading them there and then
-        would wait for it."""
+        (detached) and which were clipped; of sequences that are not worth computing without either.
+        Tensors are on the device; reading them there and then would wait for it."""
         self.has_reference = has_reference or algorithm.kl_coef > 0
         self.loss = find_loss(algorithm.name)
         lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
@@ -250,7 +250,10 @@ class Trainer(ShardedModel[Policy]):
         """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on
         another stage than the last."""
         loss = torch.zeros((), device=self.device)
-        microbatches = self._microbatches(self._worth_computing(sequences), statistics)
+        computed_ones = self._worth_computing(sequences)
+        if self.on_tokens is not None and len(computed_ones) < len(sequences):
+            self.on_tokens([s for s in sequences if not s.has_signal], torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+        microbatches = self._microbatches(computed_ones, statistics)
         if self._links is None:
             through = self._computed(microbatches)
         else:

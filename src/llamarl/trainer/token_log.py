@@ -28,7 +28,8 @@ class TokenLog:
         self._parts: list[tuple[Sequence[TrainingSequence], Tensor, Tensor]] = []
 
     def add(self, part: Sequence[TrainingSequence], policy_logprobs: Tensor, clipped: Tensor) -> None:
-        """Take a micro-batch: its sequences, and of their T tokens end to end log-probs and clipped ones, both [T]."""
+        """Take a micro-batch: its sequences, and of their T tokens end to end log-probs and clipped
+        ones, both [T]; or sequences that were not computed, with none."""
         if part:
             self._parts.append((part, policy_logprobs, clipped))
 

@@ -10,6 +10,7 @@ from made_run import MadeRun
 
 from llamarl.api.run import Metrics, Run
 from llamarl.errors import DataError
+from llamarl.types import Failure
 
 
 def test_metrics_are_columns_that_pandas_reads_as_such() -> None:
@@ -24,17 +25,13 @@ def test_metrics_are_columns_that_pandas_reads_as_such() -> None:
     assert "c" not in metrics and metrics.get("c") is None
 
 
-def test_rollouts_of_a_tick_are_a_list_with_the_advantages_of_their_rewards(tmp_path: Path) -> None:
-    run = Run(MadeRun(ticks=2).write(tmp_path / "run"))  # rewards 0, 1, 0, 1 in each group of tick 0
+def test_rollouts_of_a_tick_are_a_list_with_the_advantages_that_were_trained(tmp_path: Path) -> None:
+    made = MadeRun(ticks=2, outcome=lambda t, g, s: Failure(kind="timeout", detail="2 s") if s == 0 else float(s))
+    run = Run(made.write(tmp_path / "run"))
     samples = run.rollouts(0)
     assert len(samples) == 8 and samples[0].tick == 0
-    assert [sample.advantage for sample in samples] == [-0.5, 0.5] * 4
+    assert [sample.advantage for sample in samples] == [None, 0.75, 0.75, 0.75] * 2
     assert [sample.tick for sample in run.rollouts()] == [0] * 8 + [1] * 8
-    assert next(iter(run.rollouts())).advantage == -0.5
+    assert list(run.rollouts())[-1].advantage == 0.75
     with pytest.raises(DataError, match="holds no rollouts of tick 7"):
         run.rollouts(7)
-
-
-def test_advantages_that_rewards_do_not_tell_stay_untold(tmp_path: Path) -> None:
-    made = MadeRun(ticks=1, settings={"algorithm.kl_coef": "0.1", "algorithm.kl_place": '"reward"'})
-    assert {sample.advantage for sample in Run(made.write(tmp_path / "run")).rollouts(0)} == {None}

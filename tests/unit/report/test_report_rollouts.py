@@ -8,7 +8,6 @@ from pathlib import Path
 from made_run import MadeRun
 
 from llamarl.observability.rollouts import read_rollouts, tick_files
-from llamarl.report.advantages import advantages_of, why_no_advantages
 from llamarl.report.page import decode_block, encode_block
 from llamarl.report.rollout_index import (
     TickIndex,
@@ -138,18 +137,6 @@ def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) 
     ]
     assert columns["oldest"][:4] == [0, 0, 0, 0] and columns["oldest"][-4:] == [1, 2, 2, 2]  # staleness, not version
     assert json.loads(json.dumps(columns)) == columns
-
-
-def test_advantages_are_the_estimators_own_and_none_where_rewards_alone_do_not_tell() -> None:
-    index = _index(0, [[0.0, 1.0, None], [1.0, 1.0, 1.0]])
-    config = {"algorithm": {"name": "aipo", "advantage": "group_mean"}}
-    assert advantages_of(index, config) == [-0.5, 0.5, None, 0.0, 0.0, 0.0]
-    assert (
-        why_no_advantages({"algorithm": {"advantage": "gae"}})
-        and advantages_of(index, {"algorithm": {"advantage": "gae"}}) == []
-    )
-    assert why_no_advantages({"algorithm": {"advantage": "mine.py:f"}}) and why_no_advantages({})
-    assert why_no_advantages({"algorithm": {"advantage": "group_mean", "kl_coef": 0.1, "kl_place": "reward"}})
 
 
 def test_run_lengths() -> None:

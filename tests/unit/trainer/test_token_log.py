@@ -37,10 +37,12 @@ def test_each_response_gets_its_stretch_of_the_packed_tokens_and_its_prompts_own
     )
     log.add([], torch.zeros(0), torch.zeros(0, dtype=torch.bool))  # a rank that only keeps step
     log.add([_sequence(0, 3, 1)], torch.tensor([-4.0]), torch.tensor([False]))
+    log.add([_sequence(1, 0, 5), _sequence(1, 4, 2)], torch.zeros(0), torch.zeros(0, dtype=torch.bool))  # not computed
     found = log.responses()
-    assert [(r.prompt_index, r.sample_index, r.advantage) for r in found] == [(40, 0, 0.0), (40, 3, 1.5), (7, 2, 1.0)]
-    assert [r.policy_logprobs.tolist() for r in found] == [[-2.0, -3.0], [-4.0], [-1.0]]
-    assert [r.clipped.tolist() for r in found] == [[False, True], [False], [True]]
+    places = [(40, 0, 0.0), (40, 3, 1.5), (7, 0, 0.0), (7, 2, 1.0), (7, 4, 2.0)]
+    assert [(r.prompt_index, r.sample_index, r.advantage) for r in found] == places
+    assert [r.policy_logprobs.tolist() for r in found] == [[-2.0, -3.0], [-4.0], [], [-1.0], []]
+    assert [r.clipped.tolist() for r in found] == [[False, True], [False], [], [True], []]
 
 
 def test_a_second_pass_over_a_response_does_not_replace_the_first() -> None:

@@ -19,6 +19,7 @@ from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConf
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
+from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Failure, Group, Prompt, Score
 
 
@@ -402,7 +403,11 @@ def test_skipping_zero_advantages_changes_no_gradient(model_folder: Path) -> Non
     ]  # one group without signal, between two with one
     groups[1] = dataclasses.replace(groups[1], responses=tuple(equal))
     all_computed = _trainer(model_folder, skip_zero_advantage=False).train(groups, 0)
-    skipping = _trainer(model_folder).train(groups, 0)
+    trainer, log = _trainer(model_folder), TokenLog(groups)
+    trainer.on_tokens = log.add
+    skipping = trainer.train(groups, 0)
+    of_equal = [seen for seen in log.responses() if seen.prompt_index == groups[1].prompt.index]
+    assert [(seen.advantage, len(seen.policy_logprobs)) for seen in of_equal] == [(0.0, 0)] * len(equal)
     assert skipping["grad_norm"] == pytest.approx(all_computed["grad_norm"], rel=1e-5)
     assert skipping["loss/policy"] == pytest.approx(all_computed["loss/policy"], rel=1e-5)
     assert skipping["tokens/trained"] == all_computed["tokens/trained"]

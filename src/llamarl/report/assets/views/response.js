@@ -19,7 +19,7 @@ view("response", {
       panel(null, facts([
         ["Reward", sample.failure ? h("span", { class: "tag bad" }, `failed, ${sample.failure.kind}: ${sample.failure.detail}`) : format.number(sample.reward)],
         ...Object.entries(sample.parts).map(([name, value]) => [name, format.number(value)]),
-        ["Advantage", sample.advantage === undefined || sample.advantage === null ? index.no_advantages || "none, without a reward" : `${format.number(sample.advantage)}${sample.recorded ? ", as it was trained" : ", worked out from the rewards"}`],
+        ["Advantage", sample.advantage === null ? "none: without a reward, or in no optimizer step yet" : format.number(sample.advantage)],
         ["Expected answer", answerText(group.answer)],
         ["Ended", finishWords(sample.finish)],
         sample.turns.length && ["Turns", sample.turns.length],

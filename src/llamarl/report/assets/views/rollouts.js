@@ -204,16 +204,13 @@ view("group", {
       return;
     }
     const advantages = group.samples.map((sample) => sample.advantage), largest = Math.max(...advantages.map((value) => Math.abs(value || 0)), 1e-9);
-    const recorded = group.samples.some((sample) => sample.recorded);
-    if (index.no_advantages && !recorded) page.append(note(`No advantages here: ${index.no_advantages}.`));
     page.append(h("div", { class: "group" }, group.samples.map((sample) => h("article", { class: "sample" },
       h("header", {}, h("h3", {}, h("a", { href: link("response", run.number, tick, prompt, sample.sample_index) }, `Response ${sample.sample_index}`)), rewardTag(sample)),
-      sample.advantage !== undefined && sample.advantage !== null ? advantageBar(sample.advantage, largest) : null,
+      sample.advantage !== null ? advantageBar(sample.advantage, largest) : null,
       h("small", { class: "soft" }, [`${sample.logprobs.length} tokens`, finishWords(sample.finish), ...Object.entries(sample.parts).map(([name, value]) => `${name} ${format.number(value)}`)].join(" · ")),
       h("pre", { class: "text", tabindex: 0 }, sample.text || "(empty)"),
       sample.failure && h("small", { class: "tag bad", style: { whiteSpace: "normal" } }, `${sample.failure.kind}: ${sample.failure.detail}`)))));
-    if (recorded) page.append(h("p", { class: "soft" }, "Advantages as they were trained."));
-    else if (!index.no_advantages) page.append(h("p", { class: "soft" }, "Advantages are worked out from the rewards as the trainer does (algorithm.advantage)."));
+    page.append(h("p", { class: "soft" }, advantages.some((value) => value !== null) ? "Advantages as they were trained." : "No advantages yet: the tick is still being trained, or nothing of this group was."));
   },
 });
 
