@@ -32,7 +32,6 @@ from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import write_trained
 from llamarl.observability.writing import Patience
 from llamarl.roles import carries_version
-from llamarl.trainer.narrowing import texts_of
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.token_log import TokenLog
@@ -144,7 +143,7 @@ class TrainerExecutor(BaseExecutor):
         version = self.trainer.policy_version
         self._remember(version)
         if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
-            files.extend(self._export_all(self.context.run_dir, groups))
+            files.extend(self._export_all(self.context.run_dir))
         if self._lease is not None:
             self._wait_for_readers()  # a tick without an update has not waited for them
             self._lease.give_back()
@@ -259,7 +258,7 @@ class TrainerExecutor(BaseExecutor):
             del self._edge_versions[old]
         self._saves = {tick for tick in self._saves if tick >= version}
 
-    def _export_all(self, run_dir: Path, groups: list[Group]) -> tuple[Path, ...]:
+    def _export_all(self, run_dir: Path) -> tuple[Path, ...]:
         """The last version as the recipe wants it: adapters, a whole model, or both. The files that this rank wrote."""
         trainer, served = self.trainer, self.config.generator.served_dtype
         writes = self.context.rank == 0
@@ -271,11 +270,10 @@ class TrainerExecutor(BaseExecutor):
             )
         if self.config.lora.rank and not self.config.lora.export_merged:
             return written
-        texts = texts_of(groups)
         facts: list[ExportFacts | None] = []
         written += self._folder.replace_folder(
             "model",
-            lambda folder: facts.append(trainer.export(folder, served_dtype=served, texts=texts)),
+            lambda folder: facts.append(trainer.export(folder, served_dtype=served)),
             writes=writes,
         )
         if facts[0] is not None and (narrowing := facts[0].narrowing) is not None:

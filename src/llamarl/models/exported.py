@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,13 @@ class Narrowing:
     """Written weights that equal the base model's in that precision, bit for bit: what they learned is gone."""
     num_equal_before: int
     """The same of the weights as they were served, in the precision that they were served in."""
-    kl_per_token: float | None = None
-    """Mean KL(served || written), nats a token, both computed in float32; None where it was not measured."""
-    num_kl_tokens: int = 0
-    """Tokens over which it was measured."""
 
     def sentence(self) -> str:
         """For a person."""
-        text = (
+        return (
             f"{self.num_equal_to_base / self.num_weights:.1%} of {self.num_weights:,} weights equal the base model's bit for bit "
             f"({self.num_equal_before / self.num_weights:.1%} as served)"
         )
-        if self.kl_per_token is None:
-            return f"{text}; KL not measured"
-        return f"{text}; KL {self.kl_per_token:.3g} nats a token over {self.num_kl_tokens:,} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +97,9 @@ def read_export(folder: Path) -> ExportFacts:
             policy_version=body["policy_version"],
             dtype=body["dtype"],
             served_dtype=body["served_dtype"],
-            narrowing=None if narrowing is None else Narrowing(**narrowing),
+            narrowing=None
+            if narrowing is None
+            else Narrowing(**{f.name: narrowing[f.name] for f in fields(Narrowing)}),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{EXPORT_FILE} was altered (entry {error} is missing or of another kind)") from error

@@ -8,7 +8,7 @@ What any layout of ranks wrote is read by its global coordinates, so nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import resolve_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.models.value import value_skeleton
-from llamarl.trainer.narrowing import KLText, export_version
+from llamarl.trainer.narrowing import export_version
 from llamarl.trainer.sharded_state import read_state
 from llamarl.trainer.storage import export_folder, plan_files, resolve_dtype
 
@@ -41,7 +41,6 @@ def export_checkpoint(
     *,
     export_dtype: str | None = None,
     adapter: bool = False,
-    texts: Sequence[KLText] = (),
 ) -> ExportFacts:
     """Write the policy of a checkpoint as the run's last tick would have written it.
 
@@ -51,7 +50,6 @@ def export_checkpoint(
         out: An empty folder, or one to be made.
         export_dtype: As ``trainer.export_dtype``, or ``float16``; None: what the run's says.
         adapter: Write the adapters of a LoRA run alone.
-        texts: Where fewer bits than served are written, the KL is measured on these.
 
     Raises:
         CheckpointError: The trainer's state cannot be read, or is of another model.
@@ -78,11 +76,9 @@ def export_checkpoint(
     with ExitStack() as stack:
         base_weight = stack.enter_context(stored_weights(config.model.path, shapes))
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            if lora.rank:
-                return _merged(config, shapes, dict(_stored(state, trained)), base_weight)
-            return _stored(state, shapes)
-
+        weights = _stored(state, shapes)
+        if lora.rank:
+            weights = _merged(config, shapes, dict(_stored(state, trained)), base_weight)
         return export_version(
             out,
             model,
@@ -92,7 +88,6 @@ def export_checkpoint(
             dtype=dtype,
             served_dtype=served,
             version=version,
-            texts=texts,
         )
 
 

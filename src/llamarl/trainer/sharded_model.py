@@ -12,7 +12,7 @@ lies, and its ways out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Generic
 
@@ -35,7 +35,7 @@ from llamarl.models.parallel import (
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
-from llamarl.trainer.narrowing import KLText, export_version
+from llamarl.trainer.narrowing import export_version
 from llamarl.trainer.optimizer import MasterWeights, TiedStages
 from llamarl.trainer.parking import Parking
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
@@ -263,16 +263,12 @@ class ShardedModel(Generic[Module]):
         facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served_dtype)
         write_export(Path(folder), facts)
 
-    def write_model(
-        self, folder: Path, *, dtype: torch.dtype, served_dtype: str, version: int, texts: Sequence[KLText] = ()
-    ) -> ExportFacts | None:
+    def write_model(self, folder: Path, *, dtype: torch.dtype, served_dtype: str, version: int) -> ExportFacts | None:
         """Write the weights as a Hugging Face folder, adapters merged. All ranks call it; rank 0 writes, file by file.
 
         Args:
             served_dtype: Precision in which whoever serves the model computes.
             version: Of the weights.
-            texts: Where fewer bits than ``served_dtype`` has are written, the KL is measured on
-                these; on one rank only.
 
         Returns:
             What was written; None on other ranks than 0.
@@ -286,13 +282,12 @@ class ShardedModel(Generic[Module]):
         return export_version(
             Path(folder),
             self.module.model,
-            lambda: gather_parameters(tensors, shards, self.layout),
+            gather_parameters(tensors, shards, self.layout),
             {name: shard.shape for name, shard in shards.items()},
             source=self.model_path,
             dtype=dtype,
             served_dtype=served_dtype,
             version=version,
-            texts=texts if self.layout.num_ranks == 1 else (),  # no rank of a mesh has memory for the whole
         )
 
     def _exported(self) -> dict[str, Tensor]:

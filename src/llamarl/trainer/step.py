@@ -44,7 +44,6 @@ from llamarl.trainer.batch import (
 from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
 from llamarl.trainer.context_parallel import ContextRanks
-from llamarl.trainer.narrowing import KLText
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.pipeline import Links, logprobs_of, make_links
@@ -471,20 +470,15 @@ class Trainer(ShardedModel[Policy]):
         ``served_dtype``. For ``base`` see ``write_adapters``."""
         self.write_adapters(folder, served_dtype=served_dtype, version=self.policy_version, base=base)
 
-    def export(
-        self, folder: Path, *, served_dtype: str = "float32", texts: Sequence[KLText] = ()
-    ) -> ExportFacts | None:
+    def export(self, folder: Path, *, served_dtype: str = "float32") -> ExportFacts | None:
         """Write the current version as a Hugging Face folder, adapters merged. All ranks call it;
         rank 0 writes, file by file.
 
         Args:
             served_dtype: Precision in which the generator computes.
-            texts: Where fewer bits than that are written, the KL is measured on these; on one rank only.
 
         Returns:
             What was written; None on other ranks than 0.
         """
         dtype = resolve_dtype(self.config.export_dtype, model_path=self.model_path, served_dtype=served_dtype)
-        return self.write_model(
-            folder, dtype=dtype, served_dtype=served_dtype, version=self.policy_version, texts=texts
-        )
+        return self.write_model(folder, dtype=dtype, served_dtype=served_dtype, version=self.policy_version)
