@@ -12,7 +12,7 @@ VERIFIERS_VENV ?= .venv-verifiers
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster check install clean
+.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -36,6 +36,9 @@ test-browser: install  ## every view of llamarl report in Chromium (Debian: apt-
 
 test-cluster: install  ## jobs on a Ray cluster whose nodes share nothing (namespaces on a bridge): as root, Linux
 	$(BIN)/python -m pytest tests/cluster -m "cluster or not cluster" --durations=0 -s
+
+test-slurm: install  ## the batch script of examples/cluster on a Slurm cluster on such hosts: as root (Debian: apt-get install slurm-wlm munge)
+	$(BIN)/python -m pytest tests/real_slurm -m "slurm or not slurm" --durations=0 -s
 
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm

@@ -1,0 +1,140 @@
+"""``llamarl cluster up a,b,c`` and ``down``: a Ray cluster on machines that ssh reaches, started and ended by Ray itself."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HEALTH", "add_parser", "description_of_cluster", "run"]
+
+_DESCRIPTION = """\
+Starts a Ray cluster on machines of your own, by ssh, and ends it. Ray does the work: this writes its description
+(cluster.yaml, which can be kept and changed), calls `ray up`, and `ray stop` on each.
+
+  llamarl cluster up a,b,c                     a is the head; a token is made and asked for
+  ssh a llamarl train tiny --cluster auto      jobs start on a node of it
+  llamarl cluster down
+
+The machines need ssh without a password, from here and from a to the others, and `pip install 'llamarl[cluster]'` at the same
+place as here (or --bin). On Slurm, Kubernetes and clouds their own ways are shorter: docs/hosts.md."""
+
+HEALTH: Mapping[str, str] = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""For the head: a node that ends is known to be gone after about 3 s, one that is cut off after about 9 s."""
+
+_TOKEN = Path("~/.ray/auth_token")
+_END_S = 120.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
+
+
+def add_parser(verbs: Any, full: bool = True) -> None:
+    parser = verbs.add_parser(
+        "cluster",
+        help="start or end a Ray cluster on machines of your own, by ssh",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=("up", "down"))
+    parser.add_argument("hosts", nargs="?", metavar="a,b,c", help="with up: names or addresses, the head first")
+    parser.add_argument(
+        "--file", default="cluster.yaml", help="Ray's description of the cluster (default: %(default)s)"
+    )
+    parser.add_argument("--user", default="", help="of ssh (default: yours)")
+    parser.add_argument("--key", default="", metavar="FILE", help="private key of ssh (default: what ssh finds itself)")
+    parser.add_argument(
+        "--bin", default="", metavar="DIR", help="where ray and llamarl lie on the hosts (default: as here)"
+    )
+    parser.set_defaults(run=run)
+
+
+def description_of_cluster(hosts: Sequence[str], *, user: str, key: str = "", bin_dir: str) -> dict[str, Any]:
+    """Describe machines in the words of Ray's ``local`` provider.
+
+    Args:
+        hosts: The head first.
+        bin_dir: Where ``ray`` lies on each of them.
+    """
+    head, *workers = hosts
+    health = " ".join(f"{name}={value}" for name, value in HEALTH.items())
+    ray = f"RAY_AUTH_MODE=token {bin_dir}/ray"
+    return {
+        "cluster_name": "llamarl",
+        "provider": {"type": "local", "head_ip": head, "worker_ips": workers},
+        "max_workers": len(workers),
+        "auth": {"ssh_user": user} | ({"ssh_private_key": key} if key else {}),
+        "file_mounts": {str(_TOKEN): str(_TOKEN)},
+        "head_start_ray_commands": [
+            f"{bin_dir}/ray stop",
+            # the second generation of Ray's autoscaler loses machines of this provider (2.60)
+            f"{health} RAY_enable_autoscaler_v2=0 {ray} start --head --node-ip-address={head} --port 6379 "
+            "--disable-usage-stats --autoscaling-config=~/ray_bootstrap_config.yaml",
+        ],
+        "worker_start_ray_commands": [
+            f"{bin_dir}/ray stop",
+            f"{ray} start --address=$RAY_HEAD_IP:6379 --disable-usage-stats",
+        ],
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    from llamarl.errors import ConfigError
+
+    own = Path(sys.executable).parent
+    if not (own / "ray").exists():
+        raise ConfigError("a cluster needs Ray, here and on its machines: pip install 'llamarl[cluster]'")
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    file = Path(args.file)
+    if args.action == "down":
+        if not file.exists():
+            raise ConfigError(f"no file {file}: llamarl cluster up wrote it where it was called; name it by --file")
+        return _end(json.loads(file.read_text()))
+    hosts = [name.strip() for name in (args.hosts or "").split(",") if name.strip()]
+    if not hosts:
+        raise ConfigError("which machines? llamarl cluster up a,b,c, the head first")
+    if wrong := [name for name in hosts if not _NAME.fullmatch(name)]:
+        raise ConfigError(f"{wrong[0]!r} is no name or address of a machine")
+    if twice := [name for name in hosts if hosts.count(name) > 1]:
+        raise ConfigError(f"{twice[0]} is named twice")
+    token = _TOKEN.expanduser()
+    if not token.exists():
+        make = [own / "ray", "get-auth-token", "--generate"]
+        subprocess.run(make, env=environment, check=True, stdout=subprocess.DEVNULL)
+    token.chmod(0o600)  # Ray leaves it to be read by every user of the machine
+    wanted = description_of_cluster(
+        hosts, user=args.user or getpass.getuser(), key=args.key, bin_dir=args.bin or str(own)
+    )
+    file.write_text(json.dumps(wanted, indent=2) + "\n")  # JSON is YAML
+    done = subprocess.run([own / "ray", "up", "--yes", "--no-config-cache", str(file)], env=environment)
+    if done.returncode == 0:
+        print(f"then: ssh {hosts[0]} llamarl train RECIPE --cluster auto; llamarl cluster down --file {file}")
+    return done.returncode
+
+
+def _end(cluster: Mapping[str, Any]) -> int:
+    """Stop Ray on every machine of a description, all at once. ``ray down`` stops the head of such a cluster alone."""
+    provider, auth = cluster["provider"], cluster["auth"]
+    key = ["-i", auth["ssh_private_key"]] if "ssh_private_key" in auth else []
+    ending = {
+        host: subprocess.Popen(
+            ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *key, f"{auth['ssh_user']}@{host}"]
+            + [cluster["head_start_ray_commands"][0]],
+            stdin=subprocess.DEVNULL,
+        )
+        for host in (*provider["worker_ips"], provider["head_ip"])
+    }
+    failed = [host for host, process in ending.items() if process.wait(_END_S)]
+    if failed:
+        print(f"Ray may still run on {', '.join(failed)}: ssh said why", file=sys.stderr)
+    return bool(failed)
