@@ -23,7 +23,7 @@ __all__ = ["PROGRAMS", "SlurmCluster", "slurm_cluster"]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 _NET = "10.88.0"
 _UP_S = 60.0
-_FIRST = "trap 'kill %1; wait; exit' TERM; \"$0\" \"$@\" & wait"
+_FIRST = 'trap \'kill %1; wait; exit\' TERM; "$0" "$@" & wait'
 """As a host's first process does: it reaps orphans, which slurmd would leave as zombies."""
 _PORTS = {"SlurmctldPort": 26817, "SlurmdPort": 26818}
 
@@ -43,7 +43,9 @@ class SlurmCluster:
             environment: Of the submitting shell, which Slurm hands on to the job.
             arguments: Of the script.
         """
-        done = self._command(["sbatch", "--parsable", script.name, *arguments], cwd=script.parent, environment=environment)
+        done = self._command(
+            ["sbatch", "--parsable", script.name, *arguments], cwd=script.parent, environment=environment
+        )
         return int(done.split(";")[0])
 
     def cancel(self, job: int) -> None:

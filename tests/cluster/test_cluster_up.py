@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,15 @@ from namespace_hosts import why_not
 from ray_hosts import why_no_ray
 from ssh_hosts import PROGRAMS, SshHosts, ssh_hosts
 
+from llamarl.cli.cluster import description_of_cluster
+from llamarl.cli.main import main
+
 _WHY_NOT = why_not(*PROGRAMS, "rsync") or why_no_ray()
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(_WHY_NOT), reason=f"ssh on namespaces: {_WHY_NOT}")]
+
+SHORT = (
+    *("--run.num_ticks", "2", "--checkpoint.every", "2", "--evaluation.every", "2", "--evaluation.num_prompts", "4"),
+    *("--schedule.prompts_per_step", "4", "--generator.sampling.max_new_tokens", "8"),
+)
 
 
 def llamarl(hosts: SshHosts, folder: Path, *words: str, limit_s: float = 300.0) -> subprocess.CompletedProcess[str]:
@@ -26,6 +34,49 @@ def raylets(hosts: SshHosts) -> list[int]:
     return [sum("raylet/raylet" in words for words in host.commands().values()) for host in hosts.hosts]
 
 
+def test_the_description_is_one_that_ray_takes() -> None:
+    import ray
+    from jsonschema import Draft7Validator
+
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    made = description_of_cluster(["a", "10.0.0.2", "c"], user="me", key="/k", bin_dir="/venv/bin")
+    assert [error.message for error in Draft7Validator(schema).iter_errors(made)] == []
+    assert made["provider"] == {"type": "local", "head_ip": "a", "worker_ips": ["10.0.0.2", "c"]}
+    head, worker = made["head_start_ray_commands"][-1], made["worker_start_ray_commands"][-1]
+    assert all("RAY_AUTH_MODE=token /venv/bin/ray start" in command for command in (head, worker))
+    health = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+    assert {f"RAY_health_check_{name}={value}" for name, value in health.items()} <= set(head.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["up"], "which machines?"),
+        (["up", "a,a"], "a is named twice"),
+        (["up", "a,-oProxyCommand=x"], "is no name or address"),
+        (["down", "--file", "nowhere.yaml"], "no file nowhere.yaml"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_started(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cluster", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_ray_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert main(["cluster", "up", "a,b"]) == 2
+    assert "pip install 'llamarl[cluster]'" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(_WHY_NOT), reason=f"ssh on namespaces: {_WHY_NOT}")
 def test_a_cluster_comes_up_over_ssh_runs_a_job_and_ends() -> None:
     with tempfile.TemporaryDirectory(prefix="llamarl-ssh-", dir="/var/tmp") as made:
         folder = Path(made)
@@ -34,12 +85,23 @@ def test_a_cluster_comes_up_over_ssh_runs_a_job_and_ends() -> None:
             head, worker = (host.address for host in hosts.hosts)
             up = llamarl(hosts, folder, "cluster", "up", f"{head},{worker}", "--key", str(folder / "login"))
             assert up.returncode == 0, up.stdout + up.stderr
-            assert f"ssh {head} llamarl train RECIPE --cluster auto" in up.stdout
             assert (hosts.home / ".ray" / "auth_token").stat().st_mode & 0o77 == 0
             until = time.monotonic() + 90
             while raylets(hosts) != [1, 1]:
                 assert time.monotonic() < until, (raylets(hosts), up.stdout[-2000:])
                 time.sleep(0.5)
+            command = f"RAY_AUTH_MODE=token {Path(sys.executable).parent}/llamarl train RECIPE --cluster auto"
+            assert f"then: ssh {head} {command}" in up.stdout
+            more = [*SHORT, "--run.dir", "/tmp/run", "--on", "trainer=1"]
+            job = ["ssh", "-i", str(folder / "login"), head, command.replace("RECIPE", "tiny"), *more]
+            done = subprocess.run(
+                hosts.as_user(job),
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert f"trainer on {worker}" in done.stdout
             down = llamarl(hosts, folder, "cluster", "down")
             assert down.returncode == 0, down.stdout + down.stderr
             until = time.monotonic() + 30

@@ -95,9 +95,7 @@ def test_two_jobs_at_once_give_the_bits_of_one_machine_and_leave_nothing(
         assert_same_run(folder / "runs" / "one", folder / "runs" / str(job))
 
 
-def test_a_job_that_llamarl_refuses_fails(
-    cluster: SlurmCluster, folder: Path, environment: Mapping[str, str]
-) -> None:
+def test_a_job_that_llamarl_refuses_fails(cluster: SlurmCluster, folder: Path, environment: Mapping[str, str]) -> None:
     job = cluster.submit(folder / "job.sbatch", environment, *SHORT, "--run.num_tick", "4")
     state = cluster.wait(job, RUN_S)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0"), output(folder, job)

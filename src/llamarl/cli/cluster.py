@@ -19,8 +19,8 @@ _DESCRIPTION = """\
 Starts a Ray cluster on machines of your own, by ssh, and ends it. Ray does the work: this writes its description
 (cluster.yaml, which can be kept and changed), calls `ray up`, and `ray stop` on each.
 
-  llamarl cluster up a,b,c                     a is the head; a token is made and asked for
-  ssh a llamarl train tiny --cluster auto      jobs start on a node of it
+  llamarl cluster up a,b,c                                      a is the head; a token is made and asked for
+  ssh a RAY_AUTH_MODE=token llamarl train tiny --cluster auto   jobs start on a node of it
   llamarl cluster down
 
 The machines need ssh without a password, from here and from a to the others, and `pip install 'llamarl[cluster]'` at the same
@@ -112,13 +112,13 @@ def run(args: argparse.Namespace) -> int:
         make = [own / "ray", "get-auth-token", "--generate"]
         subprocess.run(make, env=environment, check=True, stdout=subprocess.DEVNULL)
     token.chmod(0o600)  # Ray leaves it to be read by every user of the machine
-    wanted = description_of_cluster(
-        hosts, user=args.user or getpass.getuser(), key=args.key, bin_dir=args.bin or str(own)
-    )
+    bin_dir = args.bin or str(own)
+    wanted = description_of_cluster(hosts, user=args.user or getpass.getuser(), key=args.key, bin_dir=bin_dir)
     file.write_text(json.dumps(wanted, indent=2) + "\n")  # JSON is YAML
     done = subprocess.run([own / "ray", "up", "--yes", "--no-config-cache", str(file)], env=environment)
     if done.returncode == 0:
-        print(f"then: ssh {hosts[0]} llamarl train RECIPE --cluster auto; llamarl cluster down --file {file}")
+        print(f"then: ssh {hosts[0]} RAY_AUTH_MODE=token {bin_dir}/llamarl train RECIPE --cluster auto")
+        print(f"and:  llamarl cluster down --file {file}")
     return done.returncode
 
 
