@@ -1,0 +1,67 @@
+"""examples/cluster, as far as it can be judged without Kubernetes: what its parts say of each other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import llamarl
+
+FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, dict[str, Any]]:
+    return {document["kind"]: document for document in yaml.safe_load_all((FOLDER / "rayjob.yaml").read_text())}
+
+
+def test_the_job_asks_for_a_token_and_is_started_again_on_a_volume_that_outlives_its_cluster(
+    manifest: dict[str, dict[str, Any]],
+) -> None:
+    job = manifest["RayJob"]["spec"]
+    assert job["backoffLimit"] > 0
+    assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (volume,) = head["volumes"]
+    claim = manifest["PersistentVolumeClaim"]["metadata"]["name"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim
+    (mount,) = head["containers"][0]["volumeMounts"]
+    assert mount["name"] == volume["name"]
+    program, run, *train = shlex.split(job["entrypoint"])
+    assert (program, train) == ("begin_or_resume", ["tiny", "--cluster", "auto"])
+    assert Path(run).parent == Path(mount["mountPath"])
+
+
+def test_all_pods_have_the_image_that_the_dockerfile_says_how_to_build(manifest: dict[str, dict[str, Any]]) -> None:
+    cluster = manifest["RayJob"]["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    images = {one["image"] for group in groups for one in group["template"]["spec"]["containers"]}
+    assert images == {f"registry.example/llamarl:{llamarl.__version__}"}
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    assert f"-t {images.pop()} ." in dockerfile and "/usr/local/bin/begin_or_resume" in dockerfile
+    assert dockerfile.index("USER 1000") > dockerfile.rindex("RUN ")
+    assert all(group["template"]["spec"]["securityContext"]["runAsUser"] == 1000 for group in groups)
+
+
+def test_it_begins_a_run_once_and_then_resumes_it(tmp_path: Path) -> None:
+    llamarl_program = tmp_path / "llamarl"
+    llamarl_program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    llamarl_program.chmod(0o755)
+    run = tmp_path / "run"
+    words = ["sh", str(FOLDER / "begin_or_resume.sh"), str(run), "tiny", "--cluster", "auto"]
+
+    def said() -> list[str]:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        done = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert said() == ["train", "tiny", "--cluster", "auto", "--run.dir", str(run)]
+    run.mkdir()
+    (run / "config.toml").touch()
+    assert said() == ["train", "--resume", str(run), "--cluster", "auto"]
