@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{twice[0]} is named twice")
     token = _TOKEN.expanduser()
     if not token.exists():
-        make = [own / "ray", "get-auth-token", "--generate"]
+        make = [str(own / "ray"), "get-auth-token", "--generate"]
         subprocess.run(make, env=environment, check=True, stdout=subprocess.DEVNULL)
     token.chmod(0o600)  # Ray leaves it to be read by every user of the machine
     bin_dir = args.bin or str(own)
     wanted = description_of_cluster(hosts, user=args.user or getpass.getuser(), key=args.key, bin_dir=bin_dir)
     file.write_text(json.dumps(wanted, indent=2) + "\n")  # JSON is YAML
-    done = subprocess.run([own / "ray", "up", "--yes", "--no-config-cache", str(file)], env=environment)
+    done = subprocess.run([str(own / "ray"), "up", "--yes", "--no-config-cache", str(file)], env=environment)
     if done.returncode == 0:
         print(f"then: ssh {hosts[0]} RAY_AUTH_MODE=token {bin_dir}/llamarl train RECIPE --cluster auto")
         print(f"and:  llamarl cluster down --file {file}")
@@ -134,7 +135,12 @@ def _end(cluster: Mapping[str, Any]) -> int:
         )
         for host in (*provider["worker_ips"], provider["head_ip"])
     }
-    failed = [host for host, process in ending.items() if process.wait(_END_S)]
+    until = time.monotonic() + _END_S
+    while any(process.poll() is None for process in ending.values()) and time.monotonic() < until:
+        time.sleep(0.1)
+    failed = [host for host, process in ending.items() if process.poll() != 0]
+    for process in ending.values():
+        process.kill()
     if failed:
         print(f"Ray may still run on {', '.join(failed)}: ssh said why", file=sys.stderr)
     return bool(failed)
