@@ -168,11 +168,13 @@ class RunConfig:
     @property
     def named_code(self) -> list[tuple[str, str, Literal["import path", "address", "consent"]]]:
         """(key, value, kind) of everything by which a configuration makes a run execute what is not llamarl's: the one table of it.
-        ``resume``, ``fork`` and ``replay`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
+        ``resume``, ``fork``, ``replay``, ``eval``, ``generate`` and ``doctor`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
         found: list[tuple[str, str, Literal["import path", "address", "consent"]]] = []
         found += [(key, path, "import path") for key, path in self.own_code]
         if self.hosts.cluster not in ("", "auto"):  # it is sent the user's token
             found.append(("hosts.cluster", self.hosts.cluster, "address"))
+        if self.judge.url and self.judge.api_key_env:  # its server is sent what that variable holds
+            found.append(("judge.api_key_env", self.judge.api_key_env, "address"))
         if self.model.trust_remote_code:
             found.append(("model.trust_remote_code", "true", "consent"))
         for name, own in self.executors.items():

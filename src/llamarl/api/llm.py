@@ -6,9 +6,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.config import Check, DataConfig, RunConfig, load_config
+from llamarl.config import Check, DataConfig, RunConfig, load_config, read_settings
 from llamarl.errors import ConfigError, DataError
 from llamarl.mistakes import list_mistakes
 
@@ -69,6 +70,7 @@ def open_policy(
         ConfigError, ModelError: With every mistake in the caller's names.
     """
     from llamarl.controller.preflight import check_engine
+    from llamarl.controller.resume import refuse_code_of_a_run
     from llamarl.models.exported import find_model
     from llamarl.models.folders import local_model_path
 
@@ -76,6 +78,14 @@ def open_policy(
     given = {"model.path": ("model", named.path), **(settings or {})}
     changes = [f"--{key}={_toml(value)}" for key, (_, value) in given.items() if value is not None]
     try:
+        if recipe is None and named.recipe is not None:
+            words_given = [*words, *changes]
+            refuse_code_of_a_run(
+                load_config(named.recipe, words_given),
+                Path(named.recipe).parent,
+                read_settings(None, words_given),
+                tells=section == "evaluation",
+            )
         config = load_config(recipe or named.recipe, [*words, *changes], checks)
         check_engine(config, sections=[section])
     except ConfigError as error:

@@ -76,14 +76,16 @@ def _is_set(given: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any]) -> None:
+def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any], *, tells: bool = True) -> None:
     """Refuse what a run's folder, which may come from somebody else, names to be run: whatever ``RunConfig.named_code`` lists.
 
     Args:
         given: What the user has set now; a key in it is the user's own.
+        tells: Whether a line names code that lies elsewhere, and is run.
 
     Raises:
-        ConfigError: Code inside the folder, the address of a cluster, which is sent the user's token, or consent to a model's own code.
+        ConfigError: Code inside the folder, the address of a cluster or the variable with a judge's key, which are sent what is the
+            user's own, or consent to a model's own code.
         FileError: A pipe or a device in the folder.
     """
     refuse_pipes(run_dir)
@@ -92,7 +94,7 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
         if _is_set(given, key):
             continue
         if kind == "import path":
-            _refuse_code_inside(key, value, run_dir)
+            _refuse_code_inside(key, value, run_dir.resolve(), tells=tells)
         elif kind == "address":
             raise ConfigError(
                 f"{key} is {value!r} in {saved}: a run's folder may come from somebody else, so name it yourself: --{key} {value!r}"
@@ -103,7 +105,7 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
             )
 
 
-def _refuse_code_inside(key: str, path: str, run_dir: Path) -> None:
+def _refuse_code_inside(key: str, path: str, run_dir: Path, *, tells: bool) -> None:
     """A run's folder may come from somebody else: what lies in it is data, and none of it is run unless the user names it."""
     source = source_file(path, key)
     if source is not None and source.resolve().is_relative_to(run_dir):
@@ -112,7 +114,8 @@ def _refuse_code_inside(key: str, path: str, run_dir: Path) -> None:
             f"if you trust {source}, name it yourself: --{key} {path}"
         )
     where = f" ({source})" if source else ""
-    print(f"{run_dir / CONFIG_FILE} names code to run: {key} {path}{where}", file=sys.stderr)
+    if tells:
+        print(f"{run_dir / CONFIG_FILE} names code to run: {key} {path}{where}", file=sys.stderr)
 
 
 def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:

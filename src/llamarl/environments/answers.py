@@ -78,6 +78,7 @@ _RULES = tuple(
 )  # fmt: skip
 """What surrounds an answer and is no part of it: each rule is applied once, before anything is judged."""
 
+_BLANKS, _BLANK_LINES = re.compile(r"[^\S\n]{3,}"), re.compile(r"(?:[^\S\n]{0,2}\n){4,}")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|,?\s*\b(?:and|or)\b)[\s$]*(?:\\?[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*")
@@ -145,6 +146,7 @@ def tidy(text: str) -> str:
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)
     text = unicodedata.normalize("NFKC", text)
+    text = _BLANK_LINES.sub("\n\n\n", _BLANKS.sub("  ", text))  # rules look on from each blank of a run
     for pattern, new in _RULES:
         text = pattern.sub(new, text)
     return text

@@ -297,7 +297,7 @@ NO_CODE = {
     "task.mixture.*.eval_file",
     # names, words and patterns
     "judge.name", "judge.model", "reward_model.name", "task.rewards.*.name", "task.mixture.*.rewards.*.name",
-    "task.mixture.*.label", "judge.api_key_env", "judge.rubric", "judge.score_pattern", "hosts.on.*", "hosts.on.*.*",
+    "task.mixture.*.label", "judge.rubric", "judge.score_pattern", "hosts.on.*", "hosts.on.*.*",
     "hosts.port_range", "lora.targets.*", "generator.sampling.stop_strings.*", "task.pool.pass_env.*",
     "task.mixture.*.pool.pass_env.*", "executors.*", "executors.*.reads.*", "executors.*.writes.*", "executors.*.delays.*",
     # what an engine, environment or executor of one's own is given, and what built-in ones check
@@ -307,7 +307,7 @@ NO_CODE_BY_NAME = {
     "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
     "system_prompt", "turn_template",
 }  # fmt: skip
-ADDRESSES = {"hosts.cluster"}
+ADDRESSES = {"hosts.cluster", "judge.api_key_env"}
 
 
 def text_keys(hint: Any, key: str) -> Iterator[str]:

@@ -240,3 +240,12 @@ def test_references_that_the_library_cannot_parse_are_told_before_the_run(tmp_pa
 def test_the_library_says_nothing_about_its_time_limits(capfd: pytest.CaptureFixture[str]) -> None:
     assert judge_answer("\\boxed{2x}", "x + x").value == 1.0
     assert "imeout" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("text", ["12{}x", "{}12", "12{}", "a{}12{}b"])
+@pytest.mark.parametrize("blank", [" ", "\n", "\t", " \n", "\u00a0"])
+def test_a_run_of_blanks_costs_no_more_than_its_length(text: str, blank: str) -> None:
+    began = time.process_time()
+    long = judge_answer(text.replace("{}", blank * 20_000), "12")
+    assert time.process_time() - began < 2.0, "a square of the length is 8 s and more"
+    assert long == judge_answer(text.replace("{}", blank * 4), "12")

@@ -1,0 +1,69 @@
+"""What a run's folder names is not run by ``eval``, ``generate`` and ``doctor`` either, and no secret is sent where it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_command import run_llamarl
+
+from llamarl.api.llm import open_policy
+from llamarl.assets import __file__ as assets
+from llamarl.config import load_config, save_config, validate
+from llamarl.controller.resume import refuse_code_of_a_run
+from llamarl.errors import ConfigError
+
+EVIL = "raise SystemExit('it ran')\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder of a finished run, as somebody may send it."""
+    folder = tmp_path / "run"
+    model = folder / "model"
+    model.mkdir(parents=True)
+    for file in (Path(assets).parent / "tiny").iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (folder / "evil.py").write_text(EVIL)
+    return folder
+
+
+def describe(run: Path, changes: dict[str, Any]) -> None:
+    words = [f"--{key}={json.dumps(value)}" for key, value in {"run.dir": str(run), **changes}.items()]
+    save_config(load_config(None, words), run / "config.toml")
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate", "doctor"])
+@pytest.mark.parametrize("key", ["task.reward", "generator.engine.name", "model.trust_remote_code"])
+def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_it(
+    run: Path, verb: str, key: str
+) -> None:
+    describe(run, {key: True if key.endswith("code") else f"{run}/evil.py:Thing"})
+    more = ["--prompt", "a"] if verb == "generate" else []
+    for model in (run, run / "model"):
+        done = run_llamarl([verb, str(model), *more])
+        assert done.returncode == 2 and key in done.stderr, done.stdout + done.stderr
+        assert "it ran" not in done.stdout + done.stderr
+
+
+def test_what_the_user_names_is_the_users_own(run: Path) -> None:
+    describe(run, {"model.trust_remote_code": True})
+    with pytest.raises(ConfigError, match="give your consent yourself: --model.trust_remote_code true"):
+        open_policy(str(run))
+    settings = {"model.trust_remote_code": ("--trust-remote-code", True)}
+    assert open_policy(str(run), settings=settings)[1].model.trust_remote_code
+    describe(run, {"task.reward": f"{run}/evil.py:Thing"})
+    assert open_policy(str(run), words=[f"--task.reward={run}/evil.py:Thing"])[1].task.reward
+
+
+def test_the_variable_whose_value_a_judges_server_is_sent_is_named_by_the_user(tmp_path: Path) -> None:
+    judge = {"url": "http://somewhere/v1", "model": "m", "api_key_env": "HOME"}
+    config = validate({"judge": judge})
+    with pytest.raises(
+        ConfigError, match="judge.api_key_env is 'HOME' .* name it yourself: --judge.api_key_env 'HOME'"
+    ):
+        refuse_code_of_a_run(config, tmp_path, {})
+    refuse_code_of_a_run(config, tmp_path, {"judge": {"api_key_env": "HOME"}})
+    refuse_code_of_a_run(validate({"judge": {**judge, "api_key_env": ""}}), tmp_path, {})
