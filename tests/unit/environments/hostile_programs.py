@@ -77,6 +77,21 @@ for _ in range(20):
         pages.madvise(mmap.MADV_DONTNEED)
 print(held or 'caught')
 """, _caught),
+    "megabytes behind sockets": ("""
+import socket
+held, kept = 0, []
+for _ in range(20):
+    pair = socket.socketpair()
+    kept.append(pair)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33):
+        try: pair[0].setsockopt(socket.SOL_SOCKET, option, 1 << 30)
+        except OSError: pass
+    pair[0].setblocking(False)
+    try:
+        while True: held += pair[0].send(bytes(1 << 16))
+    except BlockingIOError: pass
+print('caught' if held < 20 << 20 else held)
+""", _caught),
     "splice and tee": (_attempt("c = ctypes.CDLL(None, use_errno=True)\na, b, e = os.pipe(), os.pipe(), os.pipe()\nos.write(a[1], b'xx')\n"
                                 "print('caught' if c.tee(a[0], b[1], 1, 0) < 0 and c.splice(a[0], None, e[1], None, 1, 0) < 0 else 'moved')"), _caught),
     "huge pages": ("print('caught' if 'THP_enabled:\\t0' in open('/proc/self/status').read() else 'has them')", _caught),

@@ -222,7 +222,7 @@ def below(number: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["memory", "huge pages pinned in pipes", "huge pages", "fork bomb", "output without end", "a large file", "network", "raw and netlink sockets", "signals the parent",
+    "name", ["memory", "huge pages pinned in pipes", "megabytes behind sockets", "huge pages", "fork bomb", "output without end", "a large file", "network", "raw and netlink sockets", "signals the parent",
              "ptrace", "mounts", "namespaces of its own", "memory behind a file descriptor", "a child that stays behind",
              "writes to every descriptor", "reads the environment of all others", "exits at once", "a fault"],
 )  # fmt: skip

@@ -31,10 +31,10 @@ _PR_SET_THP_DISABLE = 41
 _STARTED = b"started\n"
 
 # Name -> number on x86_64, on aarch64. Refused: memory that no limit counts (``vmsplice`` lets a pipe hold a whole huge page
-# for each byte of it), other processes' limits and schedules, new namespaces and mounts, and doors of the kernel that no
+# for each byte of it, ``setsockopt`` gives a socket megabytes), other processes' limits and schedules, new namespaces and mounts, and doors of the kernel that no
 # program of a unit test needs.
 _REFUSED = {
-    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77),
+    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "setsockopt": (54, 208),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
     "msgget": (68, 186), "mq_open": (240, 180), "userfaultfd": (323, 282), "mlock2": (325, 284),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
