@@ -33,13 +33,13 @@ FAILS_AT = 5
 def main(rank: int, axis: str, folder: Path) -> None:
     """
     Args:
-        axis: Over which the engine lies on two ranks, ``tp``, ``pp`` or ``cp``; empty: it is on one.
+        axis: Over which the engine lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
     """
     torch.set_num_threads(1)
     layout = None
     if axis:
         join_group(rank, 2, f"{folder}/rendezvous-{axis}")
-        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp", "cp"))  # type: ignore[arg-type]
+        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp"))  # type: ignore[arg-type]
     task = TaskConfig(
         name="episodes",
         environment=f"{ENVIRONMENTS}:Ledgers",

@@ -144,7 +144,7 @@ def test_who_is_done_or_holds_what_nobody_else_does_stays_as_it_is(tmp_path: Pat
         ({"generator": {"shards": 0}}, "generator.shards is 0"),
         ({"generator": {"tp": 2}}, "generator.tp is 2"),
         ({"run": {"runtime": "inline"}}, "run.runtime is 'inline'"),
-        ({"hosts": {"workers": ["a:1"]}, "schedule": COLOCATED}, "schedule.colocated puts it on the hosts of others"),
+        ({"hosts": {"cluster": "auto"}, "schedule": COLOCATED}, "schedule.colocated puts it on the hosts of others"),
         ({"recovery": {"max_restarts": 0}}, "recovery.max_restarts is 0"),
         (
             {"executors": {"generator": {"factory": "mine.py:Generator"}}},
@@ -159,7 +159,7 @@ def test_a_run_that_cannot_be_scaled_says_why(changes: dict[str, Any], why: str)
 def test_a_job_on_hosts_is_scaled_where_its_weights_go_by_sockets_and_its_ranks_go_where_the_hosts_say(
     tmp_path: Path,
 ) -> None:
-    assert why_not_scale(config(hosts={"workers": ["a:1"]}), "generator") == ""
+    assert why_not_scale(config(hosts={"cluster": "auto"}), "generator") == ""
     channels = tuple(replace(c, transport="tcp") if c.kind is ChannelKind.WEIGHTS else c for c in GRAPH.channels)
     graph = Graph(GRAPH.executors, channels)
 
