@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -341,6 +342,27 @@ def test_a_plain_box_is_never_taken_in_the_place_of_another(monkeypatch: pytest.
     monkeypatch.setattr(run, "why_no_box", lambda kind: "" if kind == "plain" else f"no {kind} today")
     with pytest.raises(BoxFailed, match="no bwrap today"):
         find_box()
+
+
+def test_a_python_that_the_plain_boxs_user_cannot_reach_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = tmp_path / "home"
+    (hidden / "bin").mkdir(parents=True)
+    os.chmod(tmp_path, 0o755)
+    os.chmod(hidden, 0o700)
+    python = shutil.copy(os.path.realpath(sys.executable), hidden / "bin" / "python3")
+    for folder in tmp_path.parents:
+        if not folder.stat().st_mode & 0o001:
+            hidden = folder  # pytest's own
+    assert run.hidden_folder(["/usr/lib", str(python)]) == hidden
+    assert run.hidden_folder(["/usr/lib"]) is None
+    monkeypatch.setattr(run, "find_installation", lambda: Installation(str(python), (), (), ()))
+    if os.geteuid() == 0:  # an ordinary user's program stays that user
+        with pytest.raises(BoxFailed) as raised:
+            run_in_box("print(1)", kind="plain")
+        assert f"who may not enter {hidden}, where this Python ({python}) lies" in str(raised.value)
+        assert str(raised.value).endswith(f"or chmod o+x {hidden}")
 
 
 def test_files_stay_inside_the_folder(kind: Kind) -> None:

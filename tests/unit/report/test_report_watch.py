@@ -104,6 +104,19 @@ def test_requests_that_never_end_are_ended_and_too_many_are_closed_at_once(
         connection.close()
 
 
+def test_half_open_connections_do_not_keep_the_owner_out(served: WatchServer, get: Get) -> None:
+    half = [socket.create_connection(("127.0.0.1", served.server_port), timeout=5) for _ in range(MAX_CONNECTIONS)]
+    for connection in half:
+        connection.sendall(b"GET /state HTTP/1.0\r\nX: ")
+    assert [get("/state")[0] for _ in range(3)] == [200] * 3
+    assert half[0].recv(1) == b""  # the oldest has given way, and the newest is still there
+    half[-1].settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        half[-1].recv(1)
+    for connection in half:
+        connection.close()
+
+
 def test_every_block_that_the_state_names_is_served(get: Get) -> None:
     status, state = get("/state")
     names = json.loads(state)["blocks"]

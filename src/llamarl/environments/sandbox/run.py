@@ -20,6 +20,7 @@ import os
 import selectors
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -404,10 +405,17 @@ def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int]) -> list[s
         fds: ``inside.main``'s arguments.
 
     Raises:
+        BoxFailed: The user that a plain box's program becomes cannot reach this Python.
         FileNotFoundError: There is no bubblewrap.
     """
     installation, script = find_installation(), Path(__file__).with_name("inside.py")
     if kind == "plain":
+        own = [path for path in installation.readable if path not in installation.packages]
+        if os.geteuid() == 0 and (hidden := hidden_folder([installation.python, *own])):
+            raise BoxFailed(
+                f"the plain box runs programs as a user without rights, who may not enter {hidden}, where this Python "
+                f"({installation.python}) lies: use one outside of it (/usr, /opt), or chmod o+x {hidden}"
+            )
         return [installation.python, "-I", "-S", "-B", str(script), *map(str, fds)]
     found = shutil.which("bwrap")
     if found is None:
@@ -433,6 +441,12 @@ def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int]) -> list[s
     words += ["--perms", "1777", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", installation.python, "-I", "-S", "-B", "-c", script.read_text(encoding="utf-8")]
     return [*words, *map(str, fds)]
+
+
+def hidden_folder(paths: Iterable[str]) -> Path | None:
+    """The first folder on the way to any of them that a stranger may not enter."""
+    folders = (folder for path in paths for folder in reversed(Path(path).parents))
+    return next((folder for folder in folders if not folder.stat().st_mode & stat.S_IXOTH), None)
 
 
 def box_user(uid_map: str, process: int, place: int) -> int:
