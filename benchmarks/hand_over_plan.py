@@ -32,8 +32,8 @@ import harness
 
 import llamarl
 from llamarl.transports.shared_memory import SharedMemorySink
+from llamarl.weight_sync.layout import MeshLayout, box_elements
 from llamarl.weight_sync.manifest import Catalog, build_catalog
-from llamarl.weight_sync.mesh_layout import MeshLayout
 from llamarl.weight_sync.model_layouts import (
     ModelParameters,
     fsdp_tp_placements,
@@ -112,7 +112,7 @@ def of_sink(source: MeshLayout, sink: MeshLayout, rank: int) -> dict[str, float]
         "plan_bytes": plan_bytes,
         "copies": len(copies),
         "sources": len(sources),
-        "received_bytes": sum(copy.nbytes for copy in copies),
+        "received_bytes": sum(2 * box_elements(copy.box) for copy in copies),  # bfloat16
         "catalog_bytes": sum(map(len, said.values())) * len(sources) / len(some),
         "read_catalogs_s": read_s,
         "blocks_s": compile_s,

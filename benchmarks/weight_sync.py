@@ -27,8 +27,7 @@ import torch.distributed as dist
 from harness import claim, spread, write_report
 
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.layout import ParameterSpec, Piece
-from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Piece
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher

@@ -34,7 +34,7 @@ from weight_sync import Processes, free_bytes, llama_parameters, local_tensor
 from llamarl.transports.network import Network, join
 from llamarl.transports.segment_server import server_here
 from llamarl.transports.tcp import TcpSink, TcpSource
-from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.layout import MeshLayout
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher
 

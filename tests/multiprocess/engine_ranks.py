@@ -23,7 +23,7 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.parallel import ParallelLayout, make_layout
-from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.layout import MeshLayout
 from llamarl.weight_sync.model_layouts import model_parameters, tp_placements
 
 WIDE = {"num_attention_heads": 8}

@@ -32,8 +32,7 @@ from llamarl.engine.sequence import Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.parallel import ParallelLayout
-from llamarl.weight_sync.layout import Shard
-from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.layout import MeshLayout, Shard
 from llamarl.weight_sync.model_layouts import adapter_parameters, model_parameters
 
 NUM_KV_TOKENS = 90

@@ -19,8 +19,7 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync import source
-from llamarl.weight_sync.layout import ParameterSpec, Shard
-from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Shard
 
 WAIT_S = 120.0
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=2)

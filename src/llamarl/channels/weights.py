@@ -20,8 +20,8 @@ from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
 from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
+from llamarl.weight_sync.layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.manifest import SlotHandle
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.sink import Puller, WeightVersion
 from llamarl.weight_sync.source import Publisher
 

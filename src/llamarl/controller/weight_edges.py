@@ -20,7 +20,7 @@ from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import Place, choose_transport
-from llamarl.weight_sync.layout import fullest_rank_bytes
+from llamarl.weight_sync.layout import STAGE_AXIS, MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, holding_stages, model_parameters
 
 __all__ = ["WeightEdge", "edge_copies_held", "choose_transports", "versions_held"]
@@ -178,6 +178,7 @@ def _version_bytes(config: RunConfig, dtype: str) -> float:
         adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
         return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))
     trainer = config.trainer
-    mesh = {"pp": trainer.pp, "fsdp": trainer.fsdp * trainer.cp, "tp": trainer.tp}
-    stages = holding_stages(parameters, trainer.pp)
-    return float(fullest_rank_bytes(parameters, mesh, fsdp_tp_placements(parameters), stages))
+    mesh = {STAGE_AXIS: trainer.pp, "fsdp": trainer.fsdp * trainer.cp, "tp": trainer.tp}
+    layout = MeshLayout(parameters, mesh, fsdp_tp_placements(parameters), holding_stages(parameters, trainer.pp))
+    first = range(0, layout.num_ranks, layout.num_ranks // trainer.pp)  # of each stage: later chunks are not larger
+    return float(max(layout.bytes_of(rank) for rank in first))

@@ -18,7 +18,7 @@ from llamarl.config import RunConfig
 from llamarl.executors.generator_ranks import rank_weights
 from llamarl.models.parallel import ParallelLayout, make_layout
 from llamarl.types import Group
-from llamarl.weight_sync.mesh_layout import AnyLayout
+from llamarl.weight_sync.layout import AnyLayout
 
 __all__ = ["EvaluatorRanks", "evaluator_weights", "in_order_of_prompts", "share_of"]
 

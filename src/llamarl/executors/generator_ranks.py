@@ -28,7 +28,7 @@ from llamarl.config import RunConfig
 from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout
-from llamarl.weight_sync.mesh_layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
+from llamarl.weight_sync.layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import (
     adapter_parameters,
     adapter_stages,

@@ -36,7 +36,7 @@ from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Group
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
+from llamarl.weight_sync.layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import layout_of_shards
 
 __all__ = ["TrainerExecutor"]

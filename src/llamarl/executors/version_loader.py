@@ -22,7 +22,7 @@ from pathlib import Path
 from llamarl.engine.base import AdoptsWeights, Engine, KeepsKV
 from llamarl.models.adapters import AdapterReceiver, merge_adapter, read_adapter_folder
 from llamarl.trainer.config import LoraConfig
-from llamarl.weight_sync.mesh_layout import AnyLayout
+from llamarl.weight_sync.layout import AnyLayout
 from llamarl.weight_sync.sink import WeightVersion
 
 __all__ = ["Served", "VersionLoader", "load_adapter", "serve"]

@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from llamarl.transports.base import Address
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind, digest
-from llamarl.weight_sync.layout import Box, ParameterSpec, Piece, box_elements, dtype_bytes
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
+from llamarl.weight_sync.layout import AnyLayout, Box, MeshLayout, ParameterSpec, Piece, box_elements, dtype_bytes
 
 __all__ = ["Block", "Catalog", "Region", "SlotHandle", "build_catalog", "manifest_checksum"]
 
@@ -201,12 +200,13 @@ def _sink_bounds(sink: AnyLayout | None) -> Callable[[Piece], list[set[int]] | N
     known: dict[object, list[set[int]]] = {}
 
     def edges(piece: Piece) -> list[set[int]] | None:
-        if sink is None or piece.parameter not in sink.grids:
+        if sink is None or piece.parameter not in sink.parameters:
             return None
-        key = (sink.grids[piece.parameter], piece.box)  # layers repeat
-        if key not in known:
-            known[key] = sink.edges(piece.parameter, piece.box)
-        return known[key]
+        grids = tuple(part.grids[piece.parameter] for part in sink.parts)
+        if (grids, piece.box) not in known:  # layers repeat
+            boxes = [box for grid in grids for box, _ in grid.meeting(piece.box)]
+            known[grids, piece.box] = [{bound for box in boxes for bound in box[dim]} for dim in range(len(piece.box))]
+        return known[grids, piece.box]
 
     return edges
 

@@ -19,8 +19,7 @@ from llamarl.errors import ModelError
 from llamarl.models.adapters import adapter_shapes
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard
 from llamarl.models.sizes import KEY_VALUE_LAYERS, layers_of_stages
-from llamarl.weight_sync.layout import ParameterSpec, Shard
-from llamarl.weight_sync.mesh_layout import Grid, MeshLayout
+from llamarl.weight_sync.layout import Grid, MeshLayout, ParameterSpec, Shard
 
 __all__ = [
     "ModelParameters",
@@ -30,7 +29,6 @@ __all__ = [
     "holding_stages",
     "layout_of_shards",
     "model_parameters",
-    "stage_parameters",
     "tp_placements",
 ]
 
@@ -149,48 +147,37 @@ def _tp_shard(parameters: ModelParameters, name: str, axis: str) -> Shard:
     return Shard(axis, parameters.tp_dims[name], parameters.at_most.get(name))
 
 
-def stage_parameters(parameters: ModelParameters, num_stages: int) -> list[ModelParameters]:
-    """The parameters of each stage, cut as ``models.stages`` cuts the decoder: what is named before
-    the layers is the first stage's, what is named after them the last one's. With tied ends the
-    embedding, too, is the last one's as well.
+def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Name the stages that hold each parameter, cut as ``models.stages`` cuts the decoder: what is
+    named before the layers is the first stage's, what is named after them the last one's. With tied
+    ends the embedding, too, is the last one's as well.
 
     Args:
         parameters: Of the whole model, in its order.
+
+    Returns:
+        Empty with a single stage: it holds all.
 
     Raises:
         ValueError: There are fewer layers than stages.
     """
     if num_stages == 1:
-        return [parameters]
+        return {}
     names = list(parameters)
     layer = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
-    places = [i for i, name in enumerate(names) if name in layer]
     own = layers_of_stages(max(layer.values(), default=-1) + 1, num_stages)
-    before, after = names[: places[0]], names[places[-1] + 1 :]
-    tied = [] if any(len(parameters[name].shape) > 1 for name in after) else before
-    held = [[name for name in names if name in layer and layer[name] in layers] for layers in own]
-    held[0] = before + held[0]
-    held[-1] = tied + held[-1] + after
-    return [
-        ModelParameters(
-            {name: parameters[name] for name in stage},
-            {name: dim for name, dim in parameters.tp_dims.items() if name in stage},
-            parameters.at_most,
-        )
-        for stage in held
-    ]
-
-
-def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
-    """Parameter -> the stages that hold it; empty with a single stage: it holds all.
-
-    Raises:
-        ValueError: There are fewer layers than stages.
-    """
+    stage_of = {number: stage for stage, layers in enumerate(own) for number in layers}
+    places = [place for place, name in enumerate(names) if name in layer]
+    last = num_stages - 1
+    tied = not any(len(parameters[name].shape) > 1 for name in names[places[-1] + 1 :])
     held: dict[str, tuple[int, ...]] = {}
-    for stage, own in enumerate(stage_parameters(parameters, num_stages) if num_stages > 1 else ()):
-        for name in own:
-            held[name] = (*held.get(name, ()), stage)
+    for place, name in enumerate(names):
+        if name in layer:
+            held[name] = (stage_of[layer[name]],)
+        elif place < places[0]:
+            held[name] = (0, last) if tied else (0,)
+        elif place > places[-1]:
+            held[name] = (last,)
     return held
 
 

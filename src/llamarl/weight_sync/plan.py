@@ -19,27 +19,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamarl.errors import PlanError
-from llamarl.weight_sync.layout import Box, box_elements, dtype_bytes, shift
-from llamarl.weight_sync.mesh_layout import AnyLayout, Grid, JoinedGrid, MeshLayout
+from llamarl.weight_sync.layout import AnyLayout, Box, Grid, MeshLayout, shift
 
 __all__ = ["SliceCopy", "copies_to_sink"]
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """Copy one box of one parameter from a source rank to a sink rank."""
+    """One box of one parameter that a sink rank copies from a source rank."""
 
     parameter: str
     box: Box
     """Global coordinates."""
     source_rank: int
-    source_slice: Box
-    """In the source's local tensor."""
-    sink_rank: int
     sink_slice: Box
     """In the sink's local tensor."""
-    nbytes: int
-    """In the source's dtype."""
 
 
 def copies_to_sink(
@@ -55,38 +49,26 @@ def copies_to_sink(
         PlanError: A parameter is missing on one side, or has another shape.
     """
     _check_names(source, sink, allow_unused)
-    made: dict[tuple[Grid, Grid | JoinedGrid], list[tuple[Box, int, Box, Box]]] = {}
+    mesh, own = sink.part_of(rank)
+    made: dict[tuple[Grid, Grid], list[tuple[Box, int, Box]]] = {}
     copies = []
-    for name, spec in source.parameters.items():
-        if name not in sink.grids:
+    for name, there in source.grids.items():
+        if (here := mesh.grids.get(name)) is None:
             continue
-        key = (source.grids[name], sink.grids[name])
-        if key not in made:
-            made[key] = _boxes(*key, rank)
-        itemsize = dtype_bytes(spec.dtype)
-        for box, source_rank, source_slice, sink_slice in made[key]:
-            nbytes = box_elements(box) * itemsize
-            copies.append(SliceCopy(name, box, source_rank, source_slice, rank, sink_slice, nbytes))
+        if (there, here) not in made:
+            made[there, here] = _boxes(there, here, own)
+        copies += [SliceCopy(name, *box) for box in made[there, here]]
     return tuple(copies)
 
 
-def _boxes(source: Grid, sink: Grid | JoinedGrid, rank: int) -> list[tuple[Box, int, Box, Box]]:
-    """What a sink rank pulls of a parameter: (box, source rank, where it lies there, where it goes
-    here), in order of position."""
+def _boxes(source: Grid, sink: Grid, rank: int) -> list[tuple[Box, int, Box]]:
+    """What a sink rank pulls of a parameter: (box, source rank, where it goes here), in order of position."""
     wanted = sink.held(rank)
     if wanted is None:
         return []
     turn = sink.holders(rank).index(rank)
-    start, origin = [low for low, _ in wanted], (0,) * len(wanted)
-    return [
-        (
-            cell.box,
-            cell.ranks[turn % len(cell.ranks)],
-            shift(cell.box, cell.start, origin),
-            shift(cell.box, start, origin),
-        )
-        for cell in sorted(source.meeting(wanted), key=lambda cell: cell.box)
-    ]
+    start, origin = [low for low, _ in wanted], [0] * len(wanted)
+    return [(box, ranks[turn % len(ranks)], shift(box, start, origin)) for box, ranks in source.meeting(wanted)]
 
 
 def _check_names(source: MeshLayout, sink: AnyLayout, allow_unused: bool) -> None:
@@ -101,7 +83,7 @@ def _check_names(source: MeshLayout, sink: AnyLayout, allow_unused: bool) -> Non
             f"the sink needs {len(missing)} parameters that the source does not send: {_some(missing)}; "
             "tied weights are sent once, under the name the source gives them"
         )
-    unused = sorted(source.parameters.keys() - sink.held_somewhere())
+    unused = sorted(source.parameters.keys() - {name for name, spec in sink.parameters.items() if spec.nbytes})
     if unused and not allow_unused:
         raise PlanError(
             f"the source sends {len(unused)} parameters that no sink rank holds: {_some(unused)}; "

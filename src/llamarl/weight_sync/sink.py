@@ -25,10 +25,9 @@ from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.tcp import TcpRemote
-from llamarl.weight_sync.layout import Box, ParameterSpec, box_elements, intersect, shift
+from llamarl.weight_sync.layout import AnyLayout, Box, MeshLayout, ParameterSpec, box_elements, intersect, shift
 from llamarl.weight_sync.manifest import Block, Catalog, SlotHandle
 from llamarl.weight_sync.mapped import MapPlan, map_slots, plan_mapping, worth_mapping
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
 from llamarl.weight_sync.relay import Relays
 from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog

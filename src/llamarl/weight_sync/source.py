@@ -23,9 +23,8 @@ from llamarl.running_time import wait_for
 from llamarl.transports.base import SourceTransport
 from llamarl.transports.checksum import block_digest, digest, mix64
 from llamarl.transports.slots import SlotState, Word
-from llamarl.weight_sync.layout import ParameterSpec
+from llamarl.weight_sync.layout import AnyLayout, MeshLayout, ParameterSpec
 from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
 
 __all__ = ["Publisher", "own_part", "whole_on_each"]

@@ -16,8 +16,7 @@ from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.executors.version_loader import serve
 from llamarl.transports.slots import SlotState, Word
-from llamarl.weight_sync.layout import ParameterSpec, Shard
-from llamarl.weight_sync.mesh_layout import MeshLayout
+from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Shard
 
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
 ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}

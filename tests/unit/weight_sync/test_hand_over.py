@@ -14,9 +14,8 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.checksum import BLOCK_BYTES
 from llamarl.transports.slots import PAGE, SlotState, Word
-from llamarl.weight_sync.layout import ParameterSpec, Shard
+from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Shard
 from llamarl.weight_sync.mapped import MappedTensor, MapPlan, worth_mapping
-from llamarl.weight_sync.mesh_layout import MeshLayout
 
 
 def ends(sources: int = 1, sinks: int = 1, capacity: int = 1) -> tuple[list[WeightsSender], list[WeightsReceiver]]:

@@ -8,26 +8,16 @@ from collections import Counter, defaultdict
 from itertools import accumulate
 
 import pytest
-from test_random_layouts import check_plan, full_values
+from test_random_layouts import Copied, check_plan, full_values, plan
 
 from llamarl.errors import PlanError
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
-from llamarl.weight_sync.layout import ParameterSpec, Shard, chunk_bounds
+from llamarl.weight_sync.layout import AnyLayout, JoinedLayout, MeshLayout, ParameterSpec, Shard, chunk_bounds
 from llamarl.weight_sync.manifest import Catalog, build_catalog
-from llamarl.weight_sync.mesh_layout import AnyLayout, JoinedLayout, MeshLayout, RankSet
 from llamarl.weight_sync.model_layouts import layout_of_shards
-from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
+from llamarl.weight_sync.plan import copies_to_sink
 
 W = {"w": ParameterSpec((8, 4), "float32")}
-
-
-def plan(source: MeshLayout, sink: AnyLayout) -> list[SliceCopy]:
-    """What all sink ranks pull."""
-    return [copy for rank in range(sink.num_ranks) for copy in copies_to_sink(source, sink, rank)]
-
-
-def sent_bytes(copies: list[SliceCopy], num_sources: int) -> list[int]:
-    return [sum(copy.nbytes for copy in copies if copy.source_rank == rank) for rank in range(num_sources)]
 
 
 def test_rows_of_two_shards_to_three() -> None:
@@ -166,9 +156,9 @@ def test_each_element_is_written_once_with_its_value_by_ranks_that_take_turns(bl
         check_turns(source, sink, copies, seed)
 
 
-def check_turns(source: MeshLayout, sink: AnyLayout, copies: list[SliceCopy], seed: int) -> None:
+def check_turns(source: MeshLayout, sink: AnyLayout, copies: list[Copied], seed: int) -> None:
     """Of one box of a parameter, the sink ranks of a mesh that want it ask the source ranks that hold it in turn."""
-    asked: dict[object, list[SliceCopy]] = defaultdict(list)
+    asked: dict[object, list[Copied]] = defaultdict(list)
     for copy in copies:
         meshes = sink.parts if isinstance(sink, JoinedLayout) else (sink,)
         ends = accumulate(mesh.num_ranks for mesh in meshes)
@@ -229,13 +219,11 @@ def test_a_layout_travels_as_plain_values() -> None:
 
 
 def test_ranks_of_a_cell_count_row_by_row() -> None:
-    ranks = RankSet(((0, 2), range(1, 2), range(4)), (3, 2, 4))
-    assert [ranks[i] for i in range(len(ranks))] == [4, 5, 6, 7, 20, 21, 22, 23]
-    assert [ranks.index(rank) for rank in (4, 7, 22)] == [0, 3, 6]
-    with pytest.raises(IndexError):
-        ranks[8]
-    further = RankSet(ranks.places, ranks.sizes, first=10)
-    assert [further[0], further.index(33)] == [14, 7]
+    """Stages 0 and 2 of three, the second half of the columns, all of four replicas."""
+    layout = MeshLayout(W, {"pp": 3, "tp": 2, "dp": 4}, {"w": (Shard("tp", 1),)}, {"w": (0, 2)})
+    holders = (4, 5, 6, 7, 20, 21, 22, 23)
+    assert layout.grids["w"].meeting(((0, 3), (2, 4))) == [(((0, 3), (2, 4)), holders)]
+    assert all(layout.grids["w"].holders(rank) == holders for rank in holders)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.weight_sync.layout import Box, ParameterSpec, Shard, dtype_bytes
-from llamarl.weight_sync.mesh_layout import AnyLayout, MeshLayout
-from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
+from llamarl.weight_sync.layout import AnyLayout, Box, MeshLayout, ParameterSpec, Shard, dtype_bytes
+from llamarl.weight_sync.plan import copies_to_sink
 
 NUM_LAYOUTS = 1200
 NUM_HAND_OVERS = 60
@@ -64,14 +64,40 @@ def slice_of_gathered(layout: AnyLayout, rank: int, full: dict[str, np.ndarray])
     return {p.parameter: np.array(full[p.parameter][slices(p.box)]) for p in layout.pieces_of(rank)}
 
 
-def check_plan(source: MeshLayout, sink: AnyLayout, full: dict[str, np.ndarray], seed: int) -> list[SliceCopy]:
+@dataclass(frozen=True)
+class Copied:
+    """A copy of the plan, who makes it, and where it is taken from."""
+
+    parameter: str
+    box: Box
+    source_rank: int
+    source_slice: Box
+    sink_rank: int
+    sink_slice: Box
+    nbytes: int
+
+
+def plan(source: MeshLayout, sink: AnyLayout) -> list[Copied]:
+    """What all sink ranks pull."""
+    held = [{p.parameter: p.box for p in source.pieces_of(rank)} for rank in range(source.num_ranks)]
+    found = []
+    for rank in range(sink.num_ranks):
+        for copy in copies_to_sink(source, sink, rank):
+            corner = [low for low, _ in held[copy.source_rank][copy.parameter]]
+            there = tuple((a - low, b - low) for (a, b), low in zip(copy.box, corner, strict=True))
+            size = math.prod(b - a for a, b in copy.box) * dtype_bytes(source.parameters[copy.parameter].dtype)
+            found.append(Copied(copy.parameter, copy.box, copy.source_rank, there, rank, copy.sink_slice, size))
+    return found
+
+
+def check_plan(source: MeshLayout, sink: AnyLayout, full: dict[str, np.ndarray], seed: int) -> list[Copied]:
     """Every sink element is written exactly once, with the gathered value; returns all copies."""
     held = [slice_of_gathered(source, rank, full) for rank in range(source.num_ranks)]
-    found = []
+    found = plan(source, sink)
     for rank in range(sink.num_ranks):
         expected = slice_of_gathered(sink, rank, full)
         got = {name: np.zeros_like(value) for name, value in expected.items()}
-        copies = copies_to_sink(source, sink, rank)
+        copies = [copy for copy in found if copy.sink_rank == rank]
         for c in copies:  # += so that a second copy of an element is seen
             got[c.parameter][slices(c.sink_slice)] += held[c.source_rank][c.parameter][slices(c.source_slice)]
         for name, value in expected.items():
@@ -80,7 +106,6 @@ def check_plan(source: MeshLayout, sink: AnyLayout, full: dict[str, np.ndarray],
         assert sum(c.nbytes for c in copies) == sum(
             dtype_bytes(source.parameters[name].dtype) * size for name, size in sizes.items()
         )
-        found += copies
     return found
 
 

@@ -6,27 +6,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_random_layouts import plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import tiny_config, tiny_model
 
 from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, shard_box
 from llamarl.models.stages import cut_into_stage
-from llamarl.weight_sync.layout import Shard
-from llamarl.weight_sync.mesh_layout import MeshLayout
-from llamarl.weight_sync.model_layouts import layout_of_shards, model_parameters, stage_parameters
-from llamarl.weight_sync.plan import copies_to_sink
+from llamarl.weight_sync.layout import MeshLayout, Shard
+from llamarl.weight_sync.model_layouts import holding_stages, layout_of_shards, model_parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])  # tied, not tied, tied with norms on both sides
 def test_names_of_each_stage_are_those_of_the_model_cut(family: str) -> None:
     parameters = model_parameters({**tiny_config(family).to_dict()})
     for num_stages in (1, 2, 3):
-        for index, stage in enumerate(stage_parameters(parameters, num_stages)):
+        holding = holding_stages(parameters, num_stages)
+        for index in range(num_stages):
             model = tiny_model(family, "llamarl_packed")
             cut_into_stage(model, index, num_stages)
-            assert set(stage) == {name for name, _ in model.named_parameters()}
-            assert set(stage.tp_dims) == set(parameters.tp_dims) & set(stage)
+            names = {name for name in parameters if index in holding.get(name, (0,))}
+            assert names == {name for name, _ in model.named_parameters()}
 
 
 def test_each_part_travels_once_from_a_stage_that_holds_it() -> None:
@@ -39,7 +39,7 @@ def test_each_part_travels_once_from_a_stage_that_holds_it() -> None:
     }
     source = layout_of_shards(shards, trainer)
     sink = MeshLayout(source.parameters, {"tp": 2}, {"q0": (Shard("tp", 0),), "q1": (Shard("tp", 0),)})
-    copies = [copy for rank in (0, 1) for copy in copies_to_sink(source, sink, rank)]
+    copies = plan(source, sink)
     assert {(c.parameter, c.box, c.source_rank, c.sink_rank) for c in copies if c.parameter != "embed"} == {
         (name, ((2 * tp, 2 * tp + 2), (0, 4)), 2 * stage + tp, tp)
         for stage, name in enumerate(["q0", "q1"])
