@@ -18,6 +18,7 @@ from typing import Any
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
 from llamarl.executors.base import BaseExecutor, ExecutorSpec, StepResult
 from llamarl.runtime.base import Report
 from llamarl.runtime.make_runtime import make_runtime
@@ -79,7 +80,7 @@ def main(runtime_name: str = "local") -> None:
     print(graph.describe())
     runtime = make_runtime(runtime_name)
     try:
-        run_graph(graph, runtime, num_ticks=5, seed=0, observers=[Printer()])
+        run_graph(Marking(graph, num_ticks=5), runtime, seed=0, observers=[Printer()])
     finally:
         runtime.close()
 

@@ -13,6 +13,7 @@ from runtime_fakes import HERE, Config, job
 from llamarl.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
 from llamarl.errors import LlamaRLError
 from llamarl.runtime.make_runtime import make_runtime
 
@@ -28,9 +29,8 @@ runtime = make_runtime("local", channel_factory=str(HERE))
 code = 0
 try:
     run_graph(
-        Graph(tuple(executors), tuple(channels)),
+        Marking(Graph(tuple(executors), tuple(channels)), num_ticks=arguments["num_ticks"]),
         runtime,
-        num_ticks=arguments["num_ticks"],
         seed=0,
         run_dir=Path(arguments["run_dir"]),
         observers=[Pids()],

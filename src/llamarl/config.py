@@ -271,6 +271,23 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "is 'demonstrations', rows to imitate without a judge: set algorithm.name to 'sft'",
             ("algorithm.name",),
         )
+    yield from _group_checks(config)
+    yield from _engine_checks(config)
+    if config.generator.engine.name == "vllm":
+        yield from _vllm_checks(config)
+    yield from _batch_checks(config)
+    yield from judging_mistakes(config)
+    yield from wiring_mistakes(config)
+    if config.task.has_environment:
+        yield from _environment_checks(config)
+    if config.schedule.colocated:
+        yield from _colocation_checks(config)
+    if config.run.runtime == "inline":
+        yield from _inline_checks(config)
+
+
+def _group_checks(config: RunConfig) -> Iterator[Mistake]:
+    """Groups of a tick, among replicas, shards and data-parallel ranks."""
     group_size, advantage = config.generator.group_size, config.algorithm.advantage
     if group_size == 1 and advantage in GROUP_BASELINES:
         yield Mistake(
@@ -318,6 +335,9 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false",
             ("algorithm.advantage",),
         )
+
+
+def _engine_checks(config: RunConfig) -> Iterator[Mistake]:
     if config.schedule.weights == "latest" and config.generator.shards:
         yield Mistake(
             "schedule.weights",
@@ -340,22 +360,16 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "it to 1 and raise evaluation.dp, or engine.name to 'native'",
             ("generator.engine.name",),
         )
-    if config.generator.engine.name == "vllm":
-        yield from _vllm_checks(config)
-    yield from _batch_checks(config)
-    yield from judging_mistakes(config)
-    yield from wiring_mistakes(config)
-    if config.task.has_environment:
-        yield from _environment_checks(config)
-    if config.schedule.colocated:
-        yield from _colocation_checks(config)
-    if config.recovery.straggler_multiple and config.run.runtime == "inline":
+
+
+def _inline_checks(config: RunConfig) -> Iterator[Mistake]:
+    if config.recovery.straggler_multiple:
         yield Mistake(
             "recovery.straggler_multiple",
             "ends slow processes, but run.runtime is 'inline', which has one: set it to 0, or run.runtime to 'local'",
             ("run.runtime",),
         )
-    if config.hosts.wanted and config.run.runtime == "inline":
+    if config.hosts.wanted:
         yield Mistake(
             "run.runtime",
             "is 'inline', which runs everything in one process, but a cluster is named: set it to 'local', or leave the cluster out",

@@ -12,8 +12,9 @@ from conftest import REPOSITORY, rows
 from transformers import AutoModelForTokenClassification
 
 from llamarl.config import RunConfig, load_config
+from llamarl.controller.prepare import plan_run
 from llamarl.controller.resume import resume_run
-from llamarl.controller.run import plan_run, start_run
+from llamarl.controller.run import start_run
 from llamarl.errors import ConfigError
 from llamarl.observability.keys import is_timing_key
 

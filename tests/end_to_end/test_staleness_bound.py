@@ -10,8 +10,9 @@ import pytest
 from conftest import RECIPE, arguments
 
 from llamarl.config import RunConfig, load_config
-from llamarl.controller import run as controller_run
+from llamarl.controller import prepare as controller_prepare
 from llamarl.controller.graph import Graph
+from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.generator import GeneratorExecutor
 
@@ -34,7 +35,7 @@ def run(folder: Path) -> list[float]:
     }
     config = load_config(RECIPE, arguments(folder, settings))
     assert config.token_staleness_bound == BOUND
-    controller_run.start_run(config)
+    start_run(config)
     return [json.loads(line)["staleness/max"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -55,7 +56,7 @@ def test_a_generator_that_keeps_groups_a_tick_too_long_ends_the_run(
 
 
 def test_a_version_served_one_tick_too_late_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = controller_run.llamarl_graph
+    right = controller_prepare.llamarl_graph
 
     def late(config: RunConfig) -> Graph:
         graph = right(config)
@@ -67,6 +68,6 @@ def test_a_version_served_one_tick_too_late_ends_the_run(tmp_path: Path, monkeyp
             ),
         )
 
-    monkeypatch.setattr(controller_run, "llamarl_graph", late)
+    monkeypatch.setattr(controller_prepare, "llamarl_graph", late)
     with pytest.raises(ExecutorFailed, match="3 versions before the trainer's 3, but no token may be older than 2"):
         run(tmp_path / "run")

@@ -21,13 +21,15 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery
-from llamarl.controller.replacing import Replacing
+from llamarl.controller.saving import Saving
+from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children, local
 from llamarl.runtime.base import Report
 from llamarl.runtime.fork_here import allow_fork_of_this_process
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.rank_environment import rank_environment
 
 DELAY = 2
@@ -84,7 +86,7 @@ def play(seed: int, kills: int, out: Path) -> None:
 
 def _run(seed: int, kills: int) -> tuple[dict[int, int], int]:
     totals, over, struck = _Totals(), threading.Event(), [0]
-    runtime = make_runtime("local", restarts=True)
+    runtime = ProcessRuntime(restarts=True)
 
     def strike() -> None:
         rng = random.Random(seed)
@@ -97,13 +99,12 @@ def _run(seed: int, kills: int) -> tuple[dict[int, int], int]:
                     struck[0] += 1
 
     striking = threading.Thread(target=strike)
-    replacing = Replacing(Recovery(max_restarts=1000, window_s=60.0))
+    marking, saving = Marking(graph(), num_ticks=NUM_TICKS), Saving(graph())
+    surviving = SurvivingRuntime(runtime, marking, Recovery(max_restarts=1000, window_s=60.0), saving)
     deadlines = DeadlineConfig(setup_s=30.0, step_s=30.0)
     striking.start()
     try:
-        run_graph(
-            graph(), runtime, num_ticks=NUM_TICKS, seed=0, observers=[totals], replacing=replacing, deadlines=deadlines
-        )
+        run_graph(marking, surviving, seed=0, observers=[totals], saving=saving, deadlines=deadlines)
     finally:
         over.set()
         striking.join()

@@ -22,11 +22,14 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery
-from llamarl.controller.replacing import Replacing
+from llamarl.controller.saving import Saving
+from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
 from llamarl.runtime.base import Order, Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime, probe_processes
+from llamarl.runtime.processes import ProcessRuntime
 
 NUM_TICKS = 5
 LIMIT_S = 60.0
@@ -70,11 +73,17 @@ def local() -> Iterator[Runtime]:
     made.close()
 
 
-def run(runtime: Runtime, spec: Any, **options: Any) -> Recorder:
+def run(runtime: Any, spec: Any, **options: Any) -> Recorder:
     executors, channels = spec
     recorder = Recorder()
-    options = {"num_ticks": NUM_TICKS, "seed": 0} | options
-    run_graph(Graph(tuple(executors), tuple(channels)), runtime, observers=[recorder], **options)
+    graph = Graph(tuple(executors), tuple(channels))
+    options = {"seed": 0} | options
+    marking = Marking(graph, first_tick=options.pop("first_tick", 0), num_ticks=options.pop("num_ticks", NUM_TICKS))
+    saving = Saving(graph, options.pop("checkpoints", None))
+    if max_restarts := options.pop("max_restarts", 0):
+        recovery = Recovery(max_restarts=max_restarts, window_s=60.0)
+        runtime = SurvivingRuntime(runtime, marking, recovery, saving, tell=options.pop("tell", lambda redo: None))
+    run_graph(marking, runtime, observers=[recorder], saving=saving, **options)
     return recorder
 
 
@@ -157,17 +166,16 @@ def test_a_killed_process_is_named_with_its_signal(local: Runtime, trouble_tick:
 
 
 @pytest.fixture
-def restarting() -> Iterator[Runtime]:
-    made = make_runtime("local", channel_factory=str(HERE), restarts=True)
+def restarting() -> Iterator[ProcessRuntime]:
+    made = ProcessRuntime(channel_factory=str(HERE), restarts=True)
     yield made
     made.close()
 
 
-def test_who_dies_while_the_job_is_set_up_begins_once_more(restarting: Runtime, tmp_path: Path) -> None:
+def test_who_dies_while_the_job_is_set_up_begins_once_more(restarting: ProcessRuntime, tmp_path: Path) -> None:
     told: list[str] = []
     spec = job(num_ranks=2, source=Config("kill once", -1), doubler=Config("kill once", -1, trouble_rank=1))
-    replacing = Replacing(Recovery(max_restarts=2, window_s=60.0), lambda redo: told.append(redo.describe()))
-    recorder = run(restarting, spec, run_dir=tmp_path, replacing=replacing)
+    recorder = run(restarting, spec, run_dir=tmp_path, max_restarts=2, tell=lambda redo: told.append(redo.describe()))
     assert recorder.metric("sink/total") == by_hand(NUM_TICKS, num_ranks=2)
     cause = r"died \(setup\): its process was killed by signal 9 \(SIGKILL.*; brought up again \(restart 1\)"
     assert len(told) == 2
@@ -176,22 +184,20 @@ def test_who_dies_while_the_job_is_set_up_begins_once_more(restarting: Runtime, 
     )
 
 
-def test_who_is_stopped_while_the_job_is_set_up_begins_once_more(restarting: Runtime, tmp_path: Path) -> None:
-    replacing = Replacing(Recovery(max_restarts=1, window_s=60.0))
+def test_who_is_stopped_while_the_job_is_set_up_begins_once_more(restarting: ProcessRuntime, tmp_path: Path) -> None:
     spec = job(doubler=Config("stop once", -1))
-    recorder = run(restarting, spec, run_dir=tmp_path, replacing=replacing, deadlines=DeadlineConfig(setup_s=8.0))
+    recorder = run(restarting, spec, run_dir=tmp_path, max_restarts=1, deadlines=DeadlineConfig(setup_s=8.0))
     assert recorder.metric("sink/total") == by_hand(NUM_TICKS)
 
 
-def test_a_set_up_that_dies_each_time_ends_the_job_with_its_history(restarting: Runtime, tmp_path: Path) -> None:
-    replacing = Replacing(Recovery(max_restarts=8, window_s=60.0))
+def test_a_set_up_that_dies_each_time_ends_the_job_with_its_history(restarting: ProcessRuntime, tmp_path: Path) -> None:
     with pytest.raises(ExecutorFailed, match="the same death at the same tick for the third time") as caught:
-        run(restarting, job(doubler=Config("kill", -1)), run_dir=tmp_path, replacing=replacing)
+        run(restarting, job(doubler=Config("kill", -1)), run_dir=tmp_path, max_restarts=8)
     assert str(caught.value).count("'doubler' rank 0, setup (next tick 0)") == 3
 
 
 def test_who_dies_between_standing_ready_and_the_others_set_up_begins_once_more(
-    restarting: Runtime, tmp_path: Path
+    restarting: ProcessRuntime, tmp_path: Path
 ) -> None:
     executors, channels = job(source=Config(step_s=3.0))
     dead: list[str] = []
@@ -203,7 +209,6 @@ def test_who_dies_between_standing_ready_and_the_others_set_up_begins_once_more(
         os.kill(ranks[0].pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_the_sink)
-    replacing = Replacing(Recovery(max_restarts=1, window_s=60.0), lambda redo: dead.append(redo.death.doing))
     started = restarting.start
 
     def start(*args: Any, **options: Any) -> Any:
@@ -211,7 +216,15 @@ def test_who_dies_between_standing_ready_and_the_others_set_up_begins_once_more(
         return started(*args, **options)
 
     restarting.start = start  # type: ignore[method-assign]
-    run(restarting, (executors, channels), run_dir=tmp_path, replacing=replacing, num_ticks=2)
+    job_here = (executors, channels)
+    run(
+        restarting,
+        job_here,
+        run_dir=tmp_path,
+        num_ticks=2,
+        max_restarts=1,
+        tell=lambda redo: dead.append(redo.death.doing),
+    )
     killer.join(10.0)
     assert dead == ["between two ticks"]
 

@@ -9,11 +9,13 @@ from death_job import NUM_TICKS, by_hand, graph
 
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery, Redo
-from llamarl.controller.replacing import Replacing
+from llamarl.controller.saving import Saving
 from llamarl.controller.stragglers import Stragglers
+from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.runtime.base import Report
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.processes import ProcessRuntime
 
 
 def test_a_rank_that_does_not_come_to_an_end_is_ended_and_its_tick_done_again_to_the_same_numbers() -> None:
@@ -30,17 +32,13 @@ def test_a_rank_that_does_not_come_to_an_end_is_ended_and_its_tick_done_again_to
         def on_report(self, report: Report) -> None:
             reports.append(report)
 
-    runtime = make_runtime("local", restarts=True)
+    runtime = ProcessRuntime(restarts=True)
+    job = Graph(executors, whole.channels)
+    marking, saving = Marking(job, num_ticks=NUM_TICKS), Saving(job)
+    recovery, stragglers = Recovery(max_restarts=2, window_s=60.0), Stragglers(multiple=3.0, least_s=0.5)
+    surviving = SurvivingRuntime(runtime, marking, recovery, saving, tell=redos.append, stragglers=stragglers)
     try:
-        run_graph(
-            Graph(executors, whole.channels),
-            runtime,
-            num_ticks=NUM_TICKS,
-            seed=0,
-            observers=[Observe()],
-            replacing=Replacing(Recovery(max_restarts=2, window_s=60.0), redos.append),
-            stragglers=Stragglers(multiple=3.0, least_s=0.5),
-        )
+        run_graph(marking, surviving, seed=0, observers=[Observe()])
     finally:
         runtime.close()
     totals = [report.metrics["sink/total"] for report in reports if report.executor == "sink"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamarl.config import validate
-from llamarl.controller.run import _staleness
+from llamarl.controller.run_parts import _staleness
 from llamarl.observability import text
 from llamarl.observability.job_description import JobDescription
 from llamarl.plural import plural

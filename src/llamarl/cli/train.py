@@ -108,7 +108,8 @@ def launch(config: RunConfig, *, dry_run: bool, every_key: bool) -> None:
     """Start a new run, or print what it would be."""
     if not dry_run:
         start_fork_servers(config)
-    from llamarl.controller.run import plan_run, start_run
+    from llamarl.controller.prepare import plan_run
+    from llamarl.controller.run import start_run
 
     if dry_run:
         print(plan_run(config, every_key=every_key))
@@ -187,8 +188,8 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     if not args.fork and not args.dry_run:
         refuse_if_held(user_path(args.resume, "--resume"))  # before imports that take seconds
     from llamarl.controller.fork import fork_run
+    from llamarl.controller.prepare import plan_run
     from llamarl.controller.resume import begun_config, plan_resume, resume_run
-    from llamarl.controller.run import plan_run
 
     source = user_path(args.resume, "--resume")
     config = begun_config(source, read_settings(args.recipe, [*overrides, *hosts]))
@@ -208,9 +209,9 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     from llamarl.api.run import Run
     from llamarl.config import load_config, read_settings
     from llamarl.controller.preflight import find_missing
+    from llamarl.controller.prepare import plan_run
     from llamarl.controller.replay import replay_folder, replay_run
     from llamarl.controller.resume import refuse_code_of_a_run
-    from llamarl.controller.run import plan_run
     from llamarl.errors import ConfigError
 
     for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):

@@ -23,8 +23,10 @@ from llamarl.controller.frozen_models import record_models
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
-from llamarl.controller.run import absolute_dir, description, execute, fix_end_of_decay, prepare, save_settings
+from llamarl.controller.prepare import absolute_dir, description, fix_end_of_decay, prepare
+from llamarl.controller.run import execute
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
+from llamarl.controller.run_parts import save_settings
 from llamarl.controller.settings import Difference, differences
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.observability.events import EVENTS_FILE

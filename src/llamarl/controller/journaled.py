@@ -91,8 +91,7 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
         if not told[name] and reads_weights:
             raise ValueError(f"{name!r} keeps no journal and reads weights, which are not in it")
     first = after_tick + 1
-    initial = {c.name: {tick: () for tick in range(first - c.delay, first)} for c in graph.channels}
-    marking = Marking(graph, first_tick=first, num_ticks=num_ticks, initial_tokens=initial)
+    marking = Marking(graph, first_tick=first, num_ticks=num_ticks)
     marking.go_on((record.executor, record.tick, dict.fromkeys(record.header.outputs, ())) for record in records)
 
 

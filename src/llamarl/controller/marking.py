@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.controller.graph import Graph
 
-__all__ = ["Firing", "Marking", "before_the_first_tick"]
+__all__ = ["Firing", "Marking"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Marking:
     """Tokens on the edges of ``graph`` between ``first_tick`` and ``num_ticks``.
 
     Args:
-        initial_tokens: Channel -> source tick -> handles, for the ``delay`` ticks before ``first_tick``.
+        initial_tokens: As of ``begin``; None: they are not made yet.
         needs: For a ``latest`` channel and its sink's tick, the source tick that must lie on the
             edge before the sink may fire: that of the newest token that it will take. None: tick -
             delay, and whatever else is there.
@@ -43,22 +43,27 @@ class Marking:
         self,
         graph: Graph,
         *,
-        first_tick: int,
+        first_tick: int = 0,
         num_ticks: int,
-        initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]],
+        initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]] | None = None,
         needs: Callable[[ChannelSpec, int], int] | None = None,
     ) -> None:
         self.graph = graph
         self._needs = needs
-        self.num_ticks = num_ticks
+        self.first_tick, self.num_ticks = first_tick, num_ticks
         self.done_ticks = {e.name: first_tick for e in graph.executors}
         """Executor -> number of ticks it has finished (its next tick)."""
         self._busy: dict[str, Firing] = {}
         self._tokens: dict[str, dict[int, tuple[Handle, ...]]] = {}
         self._withdrawn: set[tuple[str, int]] = set()
         self._channels = {channel.name: channel for channel in graph.channels}
-        for channel in graph.channels:
-            wanted = range(first_tick - channel.delay, first_tick)
+        none_yet = {c.name: dict.fromkeys(range(first_tick - c.delay, first_tick), ()) for c in graph.channels}
+        self.begin(none_yet if initial_tokens is None else initial_tokens)
+
+    def begin(self, initial_tokens: Mapping[str, Mapping[int, tuple[Handle, ...]]]) -> None:
+        """Lay out what lies on edges before the first tick: channel -> source tick -> handles, for the ``delay`` ticks before."""
+        for channel in self.graph.channels:
+            wanted = range(self.first_tick - channel.delay, self.first_tick)
             given = initial_tokens.get(channel.name, {})
             assert set(given) == set(wanted), (
                 f"channel {channel.name}: initial tokens {sorted(given)}, need {list(wanted)}"
@@ -207,11 +212,3 @@ class Marking:
                     f"  {name}: at tick {self.done_ticks[name]}, waits for {'; '.join(self._blockers(name)) or 'nothing'}"
                 )
         return "\n".join(lines)
-
-
-def before_the_first_tick(graph: Graph, first_tick: int, num_ticks: int) -> Marking:
-    """The marking of a job that is being set up: nobody is at work, and what will lie on edges has not been made."""
-    none_yet = {
-        channel.name: dict.fromkeys(range(first_tick - channel.delay, first_tick), ()) for channel in graph.channels
-    }
-    return Marking(graph, first_tick=first_tick, num_ticks=num_ticks, initial_tokens=none_yet)

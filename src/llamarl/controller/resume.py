@@ -21,18 +21,17 @@ from llamarl.controller.journaled import go_on_from_journal
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.preflight import check_reward, find_missing
-from llamarl.controller.run import (
+from llamarl.controller.prepare import (
     Prepared,
     absolute_dir,
     describe_plan,
-    execute,
     fix_end_of_decay,
     join_network,
-    num_rows,
     prepare,
-    save_settings,
 )
+from llamarl.controller.run import execute
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
+from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve, source_file

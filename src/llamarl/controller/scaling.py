@@ -278,6 +278,7 @@ class Scaling:
         took_effect: Callable[[Scaled, int], None],
         tell: Callable[[str], None],
     ) -> None:
+        self.executor = SCALABLE
         self._run_dir = run_dir
         self._plan = plan
         self._took_effect = took_effect
@@ -286,13 +287,13 @@ class Scaling:
         self._looks = self._remove()
 
     def due(self, marking: Marking, replaceable: Callable[[], Mapping[str, int]]) -> ExecutorSpec | None:
-        """The executor that is to be started anew now, with other ranks: it has been asked for, and it is not at work.
+        """The executor, which is not at work, if it is to be started anew now with other ranks.
 
         Args:
-            replaceable: As of ``runtime.base.Restarts``.
+            replaceable: As of ``runtime.base.RestartingRuntime``.
         """
         self._sources = weight_sources(marking, SCALABLE) or self._sources
-        if not self._looks or SCALABLE in marking.busy or (asked := _asked(self._run_dir)) is None:
+        if not self._looks or (asked := _asked(self._run_dir)) is None:
             return None
         if not self._remove():  # it would be taken again and again
             self._looks = False

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -274,37 +274,14 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     if kind in _OTHER:
         raise PlanError(f"model {name}: a forecast does not count the layers of {kind}; plan with a plain transformer")
     _refuse_unread(config, name)
-
-    def read(key: str, default: int | None = None) -> int:
-        for candidate in (key, *_ALIASES.get(key, ())):
-            value = config.get(candidate)
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 53:
-                    raise PlanError(f"model {name}: config.json {candidate} must be a number >= 0, got {value!r}")
-                return int(value)
-        if default is None:
-            raise PlanError(f"model {name}: config.json has no {key}; is it the config of a decoder language model?")
-        return default
-
+    read = partial(_read_size, config, name)
     hidden, heads = read("hidden_size"), read("num_attention_heads")
     layers, vocab = read("num_hidden_layers"), read("vocab_size")
     for key, value in (("hidden_size", hidden), ("num_attention_heads", heads), ("num_hidden_layers", layers)):
         if value < 1:
             raise PlanError(f"model {name}: config.json {key} must be at least 1, got {value}")
     latent = read("kv_lora_rank", 0)
-    off = any(config.get(key) is False for key in ("is_moe", "enable_moe_block"))
-    experts = 0 if off else read("num_experts", 0)
     intermediate = read("intermediate_size", read("n_inner", 4 * hidden))
-    expert_width = read("moe_intermediate_size", intermediate) if experts else 0
-    shared = read("shared_expert_intermediate_size", read("n_shared_experts", 0) * expert_width) if experts else 0
-    dense = read("first_k_dense_replace", 0) if experts else 0
-    if experts and isinstance(config.get("mlp_only_layers"), list):
-        dense += len(config["mlp_only_layers"])
-    if experts and isinstance(kinds := config.get("mlp_layer_types"), list | tuple):
-        dense = list(kinds).count("dense")
-    stride = max(1, read("decoder_sparse_step", 1))
-    if experts and stride > 1:
-        dense = layers - layers // stride
     return ModelSpec(
         name=name,
         hidden=hidden,
@@ -318,11 +295,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         gated=kind not in _UNGATED,
         qkv_bias=kind in _QKV_BIAS or bool(config.get("attention_bias", False)),
         qk_norm=kind in _QK_NORM,
-        experts=experts,
-        experts_per_token=read("num_experts_per_tok") if experts else 0,
-        expert_intermediate=expert_width,
-        shared_expert_intermediate=shared,
-        dense_layers=min(dense, layers),
+        **_expert_sizes(config, read, layers=layers, intermediate=intermediate),
         q_lora_rank=read("q_lora_rank", 0) if latent else 0,
         kv_lora_rank=latent,
         rope_dim=read("qk_rope_head_dim", 0) if latent else 0,
@@ -335,6 +308,48 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         shares_prompts=_attends_to_all(config, kind),
         unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or _undecided(whole),
     )
+
+
+def _read_size(config: Mapping[str, Any], name: str, key: str, default: int | None = None) -> int:
+    """A number of a ``config.json``, under any of its names.
+
+    Raises:
+        PlanError: It is no number, or it is missing and has no default.
+    """
+    for candidate in (key, *_ALIASES.get(key, ())):
+        value = config.get(candidate)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 53:
+                raise PlanError(f"model {name}: config.json {candidate} must be a number >= 0, got {value!r}")
+            return int(value)
+    if default is None:
+        raise PlanError(f"model {name}: config.json has no {key}; is it the config of a decoder language model?")
+    return default
+
+
+def _expert_sizes(
+    config: Mapping[str, Any], read: Callable[..., int], *, layers: int, intermediate: int
+) -> dict[str, int]:
+    """The fields of ``ModelSpec`` that say what experts a model has; empty for one that has none."""
+    off = any(config.get(key) is False for key in ("is_moe", "enable_moe_block"))
+    experts = 0 if off else read("num_experts", 0)
+    if not experts:
+        return {}
+    width = read("moe_intermediate_size", intermediate)
+    dense = read("first_k_dense_replace", 0)
+    if isinstance(config.get("mlp_only_layers"), list):
+        dense += len(config["mlp_only_layers"])
+    if isinstance(kinds := config.get("mlp_layer_types"), list | tuple):
+        dense = list(kinds).count("dense")
+    if (stride := read("decoder_sparse_step", 1)) > 1:
+        dense = layers - layers // stride
+    return {
+        "experts": experts,
+        "experts_per_token": read("num_experts_per_tok"),
+        "expert_intermediate": width,
+        "shared_expert_intermediate": read("shared_expert_intermediate_size", read("n_shared_experts", 0) * width),
+        "dense_layers": min(dense, layers),
+    }
 
 
 def _follows_length(config: Mapping[str, Any]) -> bool:

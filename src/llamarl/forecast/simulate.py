@@ -18,6 +18,8 @@ import numpy as np
 
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
+from llamarl.controller.marking import Marking
+from llamarl.controller.saving import Saving
 from llamarl.errors import ExecutorFailed, PlanError
 from llamarl.forecast.costed import STALENESS_METRIC
 from llamarl.forecast.scenario import Failures, Scenario
@@ -120,7 +122,7 @@ def simulate(scenario: Scenario) -> SimulationResult:
     if failures is None:
         runtime = _clock(scenario)
         run_graph(
-            scenario.graph, runtime, num_ticks=scenario.num_ticks, seed=scenario.seed, deadlines=_FOREVER,
+            Marking(scenario.graph, num_ticks=scenario.num_ticks), runtime, seed=scenario.seed, deadlines=_FOREVER,
             observers=[collect],
         )  # fmt: skip
         runtime.close()
@@ -146,10 +148,10 @@ def _run_with_failures(scenario: Scenario, failures: Failures, collect: _Collect
         runtime = _clock(scenario, start_s=clock, fail_at_s=clock + float(rng.exponential(mean_s)), snapshots=snapshots)
         try:
             run_graph(
-                scenario.graph, runtime, num_ticks=scenario.num_ticks, seed=scenario.seed, deadlines=_FOREVER,
-                first_tick=0 if before is None else before + 1,
+                Marking(scenario.graph, first_tick=0 if before is None else before + 1, num_ticks=scenario.num_ticks),
+                runtime, seed=scenario.seed, deadlines=_FOREVER,
                 load_from=None if before is None else checkpoints.folder_for(before),
-                checkpoints=checkpoints, observers=[collect],
+                saving=Saving(scenario.graph, checkpoints), observers=[collect],
             )  # fmt: skip
             return count, lost_s
         except ExecutorFailed:

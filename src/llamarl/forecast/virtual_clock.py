@@ -67,6 +67,7 @@ class _Firing:
 
     order: Order
     step: TimedStep
+    fired_s: float
     started_s: float
 
     @property
@@ -132,6 +133,10 @@ class VirtualClockRuntime:
             reports[spec.name] = SetupReport(executor=spec.name, initial_tokens=initial)
         return reports
 
+    def counted(self) -> Sequence[Report]:
+        """Nothing: no journal is kept."""
+        return ()
+
     def fire(self, order: Order) -> None:
         """Begin a tick when the last of its inputs has arrived."""
         tokens = {name: handles[0] for name, handles in order.inputs.items()}
@@ -141,7 +146,7 @@ class VirtualClockRuntime:
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
             self._snapshots[order.save_to, order.executor] = executor.save()
-        self._push(_Firing(order, step, start), self._fired)
+        self._push(_Firing(order, step, self._clock, start), self._fired)
         self._fired += 1
 
     def _push(self, firing: _Firing, number: int) -> None:
@@ -150,18 +155,18 @@ class VirtualClockRuntime:
     def tell(self, news: News) -> None:
         """Ignore a version that arrives inside a tick."""
 
-    def wait(self, deadline_s: float) -> Report:
+    def wait(self, limit_s: float) -> Report:
         """Jump to the earliest finish."""
         assert self._out, "wait without an order out: it could never end"
         finish, _, firing = self._out[0]
         order, step = firing.order, firing.step
-        until = min(self._fail_at_s, self._clock + deadline_s)
+        until = min(self._fail_at_s, min(one.fired_s for *_, one in self._out) + limit_s)
         if finish > until:
             self._clock = max(self._clock, until)
             if until == self._fail_at_s:
                 raise ExecutorFailed(f"a simulated failure at {until:g} s, while {self._describe_out()}")
             raise DeadlineExceeded(
-                f"nobody reported within {deadline_s:g} virtual seconds; out: {self._describe_out()}"
+                f"an order has been out for {limit_s:g} virtual seconds; out: {self._describe_out()}"
             )
         heapq.heappop(self._out)
         self._clock = finish

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.errors import ExecutorFailed
+from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
 __all__ = [
-    "Death", "News", "Order", "ProcessesDied", "Report", "Rescales", "Restarts", "Runtime", "SetupReport",
+    "Death", "News", "Order", "Overdue", "ProcessesDied", "Report", "RestartingRuntime", "Runtime", "SetupReport",
 ]  # fmt: skip
 
 
@@ -126,59 +126,16 @@ class ProcessesDied(ExecutorFailed):
         self.readers = readers
 
 
-@runtime_checkable
-class Restarts(Protocol):
-    """A runtime that can bring an executor up again while the others work."""
+class Overdue(DeadlineExceeded):
+    """An executor has not answered to an order in time."""
 
-    def resumed(self) -> Sequence[Report]:
-        """After ``start``: what had counted since ``load_from`` when an earlier controller died, in order; the job goes on after it."""
-        ...
-
-    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
-        """What ``start`` returns, after it raised ``ProcessesDied`` and those that died were replaced: the others have gone on.
-        Raises what ``start`` does."""
-        ...
-
-    def replaceable(self) -> Mapping[str, int]:
-        """Executors that can be brought up again -> the first tick that each then does again: its next one, or an earlier one
-        where its state lies in a checkpoint alone and what it has read since is held. Every token that somebody may still read
-        outlives them."""
-        ...
-
-    def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
-        """What to say of an executor that does not answer: it is to be brought up again as if it had died."""
-        ...
-
-    def stop(self, executor: str) -> frozenset[tuple[str, int]]:
-        """End what is left of it, within seconds.
-
-        Returns:
-            (channel, tick) of its tokens on edges that are not whole: a version of the weights that was still being copied, or that
-            lay on another host.
+    def __init__(self, message: str, death: Death) -> None:
         """
-        ...
-
-    def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
-        """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may follow. What its earlier
-        processes still say is ignored."""
-        ...
-
-    def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
-        """In-channel -> handles of what an executor read at a tick that has counted, from ``replaceable`` on."""
-        ...
-
-    def saved(self, tick: int, folder: Path) -> None:
-        """A checkpoint of the state after ``tick`` is finished: what is held to do earlier ticks again may go."""
-        ...
-
-
-@runtime_checkable
-class Rescales(Restarts, Protocol):
-    """One that can also give an executor another number of ranks."""
-
-    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
-        """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
-        ...
+        Args:
+            death: What to say of it, where it is ended and brought up again.
+        """
+        super().__init__(message)
+        self.death = death
 
 
 class Runtime(Protocol):
@@ -203,6 +160,10 @@ class Runtime(Protocol):
         """
         ...
 
+    def counted(self) -> Sequence[Report]:
+        """After ``start``: what had counted since ``load_from`` when an earlier controller died, in order; the job goes on after it."""
+        ...
+
     def fire(self, order: Order) -> None:
         """Send an order; returns at once (``inline`` may run it when ``wait`` is called)."""
         ...
@@ -212,12 +173,12 @@ class Runtime(Protocol):
         that has just finished ignores it."""
         ...
 
-    def wait(self, deadline_s: float) -> Report:
+    def wait(self, limit_s: float) -> Report:
         """The next report of any executor.
 
         Raises:
             ExecutorFailed: An executor raised, or a process of it died.
-            DeadlineExceeded: Nobody reported within ``deadline_s``; the message names the orders out and their age.
+            DeadlineExceeded: An order has been out for ``limit_s``; the message names it, and where its executor is.
         """
         ...
 
@@ -227,4 +188,57 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Close every executor and leave no process behind, within a bounded time. Safe after a failure; idempotent."""
+        ...
+
+
+class RestartingRuntime(Runtime, Protocol):
+    """A runtime that can bring an executor up again while the others work, also with other ranks."""
+
+    def wait(self, limit_s: float, limits_s: Mapping[str, float] = {}) -> Report:
+        """As of ``Runtime``.
+
+        Args:
+            limits_s: Executors that have less time than ``limit_s`` for the tick at which they are.
+
+        Raises:
+            ProcessesDied: Processes of executors have ended by themselves.
+            Overdue: An order has been out for too long.
+        """
+        ...
+
+    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
+        """What ``start`` returns, after it raised ``ProcessesDied`` and those that died were replaced: the others have gone on.
+        Raises what ``start`` does."""
+        ...
+
+    def replaceable(self) -> Mapping[str, int]:
+        """Executors that can be brought up again -> the first tick that each then does again: its next one, or an earlier one
+        where its state lies in a checkpoint alone and what it has read since is held. Every token that somebody may still read
+        outlives them."""
+        ...
+
+    def stop(self, executor: str) -> frozenset[tuple[str, int]]:
+        """End what is left of it, within seconds.
+
+        Returns:
+            (channel, tick) of its tokens on edges that are not whole: a version of the weights that was still being copied, or that
+            lay on another host.
+        """
+        ...
+
+    def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
+        """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may follow. What its earlier
+        processes still say is ignored."""
+        ...
+
+    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
+        """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
+        ...
+
+    def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
+        """In-channel -> handles of what an executor read at a tick that has counted, from ``replaceable`` on."""
+        ...
+
+    def saved(self, tick: int, folder: Path) -> None:
+        """A checkpoint of the state after ``tick`` is finished: what is held to do earlier ticks again may go."""
         ...

@@ -95,6 +95,10 @@ class InlineRuntime:
                 )
         return reports
 
+    def counted(self) -> Sequence[Report]:
+        """Nothing: no journal is kept."""
+        return ()
+
     def fire(self, order: Order) -> None:
         """Queue ``order``; ``wait`` runs it."""
         assert order.executor in self._workers, order.executor
@@ -104,7 +108,7 @@ class InlineRuntime:
         """Reaches an order that is still queued: none is ever under way here."""
         self._workers[news.executor].tell(news)
 
-    def wait(self, deadline_s: float) -> Report:
+    def wait(self, limit_s: float) -> Report:
         """Run the oldest order."""
         assert self._orders, "wait without an order out: it could never end"
         order = self._orders.popleft()
@@ -113,10 +117,10 @@ class InlineRuntime:
         began = self.now()
         report = self._guard(order.executor, f"tick {order.tick}", lambda: worker.run(order))
         took = self.now() - began
-        if took > deadline_s:
+        if took > limit_s:
             raise DeadlineExceeded(
                 f"controller waited {took:.1f} s for {order.executor!r} to finish tick {order.tick}, "
-                f"limit {deadline_s:g} s (runtime 'inline' cannot stop a step midway; it has ended since)"
+                f"limit {limit_s:g} s (runtime 'inline' cannot stop a step midway; it has ended since)"
             )
         return combine_reports(order.executor, [report], controller_bytes=0)
 

@@ -32,7 +32,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
-from llamarl.runtime.base import Death, News, Order, ProcessesDied, Report, SetupReport
+from llamarl.runtime.base import Death, News, Order, Overdue, ProcessesDied, Report, SetupReport
 from llamarl.runtime.copy_to_controller import copy_to_controller
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
@@ -310,21 +310,15 @@ class ProcessRuntime:
             if executor == news.executor:
                 out.num_bytes += num_bytes
 
-    def wait(self, deadline_s: float) -> Report:
+    def wait(self, limit_s: float, limits_s: Mapping[str, float] = {}) -> Report:
         """The next report."""
         assert self._ranks is not None and self._out, "wait without an order out: it could never end"
-        began = self.now()
         while True:
-            answer = self._next_answer(began + deadline_s - self.now())
+            limits = {key: min(limit_s, limits_s.get(key[0], limit_s)) for key in self._out}
+            first = min(limits, key=lambda key: self._out[key].sent_s + limits[key])
+            answer = self._next_answer(self._out[first].sent_s + limits[first] - self.now())
             if answer is None:
-                waited = (
-                    f"controller waited {self.now() - began:.1f} s for a report, limit {deadline_s:g} s; orders out:"
-                )
-                late = [
-                    self._late(executor, f"tick {tick}", out.sent_s, [report.rank for report in out.replies])
-                    for (executor, tick), out in self._out.items()
-                ]
-                raise DeadlineExceeded("\n".join([waited, *late]))
+                raise self._overdue_order(*first, limits[first])
             if isinstance(answer.result, RankSetup):  # of one that is brought up again; its order is out, or will be
                 continue
             out = self._out[answer.executor, answer.result.tick]
@@ -340,7 +334,20 @@ class ProcessRuntime:
                     del self._out[answer.executor, answer.result.tick]
                     return report
 
-    def resumed(self) -> Sequence[Report]:
+    def _overdue_order(self, executor: str, tick: int, limit_s: float) -> Overdue:
+        out = self._out[executor, tick]
+        age_s = self.now() - out.sent_s
+        waited = (
+            f"controller waited {age_s:.1f} s for {executor!r} to finish tick {tick}, limit {limit_s:g} s; orders out:"
+        )
+        late = [
+            self._late(name, f"tick {number}", order.sent_s, [report.rank for report in order.replies])
+            for (name, number), order in self._out.items()
+        ]
+        reported = [report.rank for report in out.replies]
+        return Overdue("\n".join([waited, *late]), self._overdue(executor, f"tick {tick}", limit_s, reported))
+
+    def counted(self) -> Sequence[Report]:
         """What counted before this controller began, with tokens that are held."""
         return self._resumed.reports
 
@@ -350,11 +357,6 @@ class ProcessRuntime:
             return {}
         held = self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
         return {name: tick for name, tick in held.items() if self._places is None or self._places.has_place(name)}
-
-    def overdue(self, executor: str, doing: str, limit_s: float) -> Death:
-        """What to say of an executor that has not answered within ``limit_s``."""
-        reported = [report.rank for (name, _), out in self._out.items() if name == executor for report in out.replies]
-        return self._overdue(executor, doing, limit_s, reported)
 
     def _overdue(self, executor: str, doing: str, limit_s: float, reported: Sequence[int]) -> Death:
         assert self._ranks is not None, "nothing is overdue before start"

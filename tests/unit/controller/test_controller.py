@@ -11,8 +11,10 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.controller.config import DeadlineConfig
-from llamarl.controller.controller import _Saves, run_graph
+from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
+from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Order, Report, SetupReport
@@ -51,12 +53,16 @@ class FakeRuntime:
     def fire(self, order: Order) -> None:
         self.out.append((self.clock + self.durations[order.executor], order))
 
-    def wait(self, deadline_s: float) -> Report:
+    def counted(self) -> Sequence[Report]:
+        return ()
+
+    def wait(self, limit_s: float) -> Report:
         self.out.sort(key=lambda item: item[0])
         end, order = self.out[0]
-        if end > self.clock + deadline_s:
-            self.clock += deadline_s
-            raise DeadlineExceeded("nobody reported")
+        late_s, late = min((one_s - self.durations[one.executor] + limit_s, one.executor) for one_s, one in self.out)
+        if end > late_s:
+            self.clock = late_s
+            raise DeadlineExceeded(f"no report of {late!r}")
         self.out.pop(0)
         self.clock = end
         self.log.append((order.executor, order.tick, end))
@@ -130,7 +136,7 @@ def job(max_staleness: int) -> Graph:
 )
 def test_the_period_is_the_maximum_cycle_mean(max_staleness: int, period: float) -> None:
     runtime = FakeRuntime({"generator": 6.0, "reward": 5.0, "trainer": 5.0})
-    run_graph(job(max_staleness), runtime, num_ticks=40, seed=0)
+    run_graph(Marking(job(max_staleness), num_ticks=40), runtime, seed=0)
     ends = [end for name, _, end in runtime.log if name == "trainer"]
     assert (ends[39] - ends[27]) / 12 == pytest.approx(period)
 
@@ -138,7 +144,7 @@ def test_the_period_is_the_maximum_cycle_mean(max_staleness: int, period: float)
 def test_a_checkpoint_is_finished_when_the_last_executor_has_saved_its_tick() -> None:
     runtime = FakeRuntime({"generator": 1.0, "reward": 1.0, "trainer": 3.0})
     checkpoints = FakeCheckpoints(every=2)
-    run_graph(job(2), runtime, num_ticks=6, seed=0, checkpoints=checkpoints)
+    run_graph(Marking(job(2), num_ticks=6), runtime, seed=0, saving=Saving(job(2), checkpoints))
     assert checkpoints.finished_ticks == [1, 3, 5]
     assert sorted(runtime.saved) == sorted((n, t) for n in ("generator", "reward", "trainer") for t in (1, 3, 5))
 
@@ -149,7 +155,7 @@ def test_a_checkpoint_is_not_finished_while_a_state_is_being_written() -> None:
     checkpoints = FakeCheckpoints(every=3)
     finished_at = {}
     checkpoints.on_saved = lambda tick, written: finished_at.update({tick: runtime.log[-1][:2]})  # type: ignore[method-assign]
-    run_graph(job(1), runtime, num_ticks=9, seed=0, checkpoints=checkpoints)
+    run_graph(Marking(job(1), num_ticks=9), runtime, seed=0, saving=Saving(job(1), checkpoints))
     assert finished_at == {2: ("trainer", 4), 5: ("trainer", 7), 8: ("trainer", 8)}  # the last tick waits for its own
 
 
@@ -160,7 +166,7 @@ def test_a_state_that_nobody_could_write_gives_its_checkpoint_up_when_all_have_p
     checkpoints = FakeCheckpoints(every=2)
     given_up_at = {}
     checkpoints.on_unsaved = lambda tick, why: given_up_at.update({tick: (why, *runtime.log[-1][:2])})  # type: ignore[method-assign]
-    run_graph(job(2), runtime, num_ticks=8, seed=0, checkpoints=checkpoints)
+    run_graph(Marking(job(2), num_ticks=8), runtime, seed=0, saving=Saving(job(2), checkpoints))
     assert checkpoints.finished_ticks == [5, 7]
     assert given_up_at == {1: ("full", "trainer", 2), 3: ("slow", "trainer", 4)}
 
@@ -168,27 +174,24 @@ def test_a_state_that_nobody_could_write_gives_its_checkpoint_up_when_all_have_p
 def test_a_state_that_is_still_to_be_written_gives_its_checkpoint_up_where_its_processes_are_replaced_first() -> None:
     """States are written in the background; that of a trainer, which repeats the tick, is written anew."""
     graph = job(1)
-    names = [executor.name for executor in graph.executors]
     for first_tick, why in ((4, "generator ended before its state was written"), (3, "")):
-        saves = _Saves(graph)
-        for name in names:
-            report = Report(executor=name, tick=3, saving=(3,) if name == "generator" else ())
-            saves.begin(report)
-            assert saves.complete(report) == {}
-        saves.again("generator", first_tick)
-        after = Report(executor="generator", tick=first_tick)
-        if first_tick == 3:
-            saves.begin(after)
-        assert list(saves.complete(after)) == [3]
-        assert saves.why_unsaved(3) == why
+        checkpoints = FakeCheckpoints(every=4)
+        saving = Saving(graph, checkpoints)
+        for name in ("generator", "reward", "trainer"):
+            saving.note(Report(executor=name, tick=3, saving=(3,) if name == "generator" else ()))
+        saving.redo("generator", first_tick)
+        assert checkpoints.finished_ticks == [] and checkpoints.given_up == {}
+        saving.note(Report(executor="generator", tick=first_tick))
+        assert checkpoints.given_up == ({3: why} if why else {})
+        assert checkpoints.finished_ticks == ([] if why else [3])
 
 
 def test_a_tick_beyond_its_deadline_is_named_with_who_waits_for_whom() -> None:
     runtime = FakeRuntime({"generator": 1.0, "reward": 100.0, "trainer": 1.0})
     with pytest.raises(DeadlineExceeded) as caught:
-        run_graph(job(0), runtime, num_ticks=2, seed=0, deadlines=DeadlineConfig(step_s=30))
+        run_graph(Marking(job(0), num_ticks=2), runtime, seed=0, deadlines=DeadlineConfig(step_s=30))
     message = str(caught.value)
-    assert "'reward' to finish tick 0" in message and "deadlines.step_s = 30" in message
+    assert "no report of 'reward'" in message and "deadlines.step_s = 30" in message
     assert "trainer: at tick 0, waits for token 0 of channel 'scored' from 'reward'" in message
     assert runtime.clock == pytest.approx(31.0)  # the limit runs from the order, not from the last report
 
@@ -200,7 +203,7 @@ def test_a_stop_is_joined_by_everyone_at_one_tick_whose_state_is_saved() -> None
     )
     checkpoints = FakeCheckpoints(every=1000)
     with pytest.raises(RunStopped, match="loss is NaN"):
-        run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=checkpoints)
+        run_graph(Marking(job(2), num_ticks=50), runtime, seed=0, saving=Saving(job(2), checkpoints))
     (last,) = checkpoints.finished_ticks
     assert {
         name: max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")
@@ -234,7 +237,9 @@ def test_a_checkpoint_by_the_clock_is_one_tick_of_everyone_and_is_told_before_it
         return True
 
     checkpoints.overdue = overdue  # type: ignore[method-assign]
-    run_graph(job(max_staleness), runtime, num_ticks=30, seed=0, checkpoints=checkpoints)
+    run_graph(
+        Marking(job(max_staleness), num_ticks=30), runtime, seed=0, saving=Saving(job(max_staleness), checkpoints)
+    )
     assert len(checkpoints.finished_ticks) == 2 and checkpoints.finished_ticks[0] < checkpoints.finished_ticks[1] < 29
     for tick in checkpoints.finished_ticks:
         assert {name for name, saved in runtime.saved if saved == tick} == {"generator", "reward", "trainer"}
@@ -249,5 +254,5 @@ def test_a_stop_near_the_end_runs_no_tick_beyond_it(asked_at: int) -> None:
         stop_at=lambda order: "loss is NaN" if order.executor == "trainer" and order.tick >= asked_at else "",
     )
     with pytest.raises(RunStopped, match="stopped there"):
-        run_graph(job(2), runtime, num_ticks=50, seed=0, checkpoints=FakeCheckpoints(every=25))
+        run_graph(Marking(job(2), num_ticks=50), runtime, seed=0, saving=Saving(job(2), FakeCheckpoints(every=25)))
     assert {max(t for n, t, _ in runtime.log if n == name) for name in ("generator", "reward", "trainer")} == {49}

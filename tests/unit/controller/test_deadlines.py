@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from llamarl.config import load_config
-from llamarl.controller import run
+from llamarl.controller import run_parts
 from llamarl.controller.config import DeadlineConfig
+from llamarl.controller.run import start_run
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 
@@ -29,8 +30,8 @@ def test_a_run_gives_its_ranks_the_limit_that_its_deadlines_make(
     def make_runtime(name: str, **how: Any) -> None:
         raise Made(name, how["collective_timeout_s"])
 
-    monkeypatch.setattr(run, "make_runtime", make_runtime)
+    monkeypatch.setattr(run_parts, "make_runtime", make_runtime)
     words = ["--run.dir", str(tmp_path / "run"), "--run.runtime", "inline", "--deadlines.step_s", "5000"]
     with pytest.raises(Made) as made:
-        run.start_run(load_config(RECIPE, [*words, "--run.cores", "2"]))
+        start_run(load_config(RECIPE, [*words, "--run.cores", "2"]))
     assert made.value.args == ("inline", 5030.0)

@@ -97,7 +97,10 @@ class Clocked:
     def tell(self, news: News) -> None:
         self.told.append((self.clock, news))
 
-    def wait(self, deadline_s: float) -> Report:
+    def counted(self) -> Sequence[Report]:
+        return ()
+
+    def wait(self, limit_s: float) -> Report:
         self.out.sort(key=lambda item: item[0])
         self.clock, order = self.out.pop(0)
         outputs = {"generator": {"batch": (order.tick,)}, "trainer": {"weights": (f"v{order.tick + 1}",)}}
@@ -111,7 +114,7 @@ class Clocked:
 
 def test_a_sink_at_work_hears_of_each_new_token_at_once() -> None:
     runtime = Clocked({"generator": 10.0, "trainer": 3.0})
-    run_graph(loop(1), runtime, num_ticks=3, seed=0)
+    run_graph(Marking(loop(1), num_ticks=3), runtime, seed=0)
     # ticks of the generator end at 10, 20, 30; of the trainer at 13, 23, 33, the last one after the generator's last tick
     assert [(at, news.executor, news.source_tick, news.handles) for at, news in runtime.told] == [
         (13.0, "generator", 0, ("v1",)),
@@ -121,5 +124,5 @@ def test_a_sink_at_work_hears_of_each_new_token_at_once() -> None:
 
 def test_a_sink_that_is_idle_is_told_by_its_next_order() -> None:
     runtime = Clocked({"generator": 1.0, "trainer": 10.0})
-    run_graph(loop(1), runtime, num_ticks=5, seed=0)
+    run_graph(Marking(loop(1), num_ticks=5), runtime, seed=0)
     assert runtime.told == []

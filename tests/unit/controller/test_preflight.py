@@ -20,7 +20,7 @@ from llamarl.controller.preflight import (
     find_missing,
     find_without_effect,
 )
-from llamarl.controller.run import plan_run
+from llamarl.controller.prepare import plan_run
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.factory import sampling_params
 from llamarl.engine.sequence import SamplingParams, Sequence

@@ -1,7 +1,7 @@
 """Every interleaving of a small job in which processes die at any point, against the code that the controller follows.
 
 The job: generator ─▶ reward or critic ─▶ trainer ─▶ (delay s + 1) generator. What is real here: ``Marking``, ``Recovery``,
-``Replacing``, ``Orders``. What is modelled:
+``SurvivingRuntime``, ``Saving``. What is modelled:
 
     process     setup ─▶ idle ─▶ at work ─▶ has written its tokens ─▶ has reported ─▶ idle ...   ; it may die in each of them
     its words   reports and the news of its death, heard in any order at all
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +25,12 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
-from llamarl.controller.orders import Orders
 from llamarl.controller.recovery import Recovery
-from llamarl.controller.replacing import Replacing
+from llamarl.controller.saving import Saving
+from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Death, Order, Report, SetupReport
+from llamarl.runtime.base import Death, Order, Report
 
 SETUP, IDLE, WORKS, WRITTEN, DEAD = "setup", "idle", "works", "written", "dead"
 JOURNALED = {"generator", "reward"}
@@ -78,8 +77,8 @@ class World:
             graph, first_tick=0, num_ticks=num_ticks, initial_tokens={"weights": {t: (h,) for t, h in first.items()}}
         )
         self.recovery = Recovery(max_restarts=num_deaths, window_s=1e9)
-        self.replacing = Replacing(self.recovery)
-        self.orders = Orders(self, self.marking, None)  # type: ignore[arg-type]
+        self.saving = Saving(graph)
+        self.surviving = self._surviving()
         self.phase = dict.fromkeys(self.names, IDLE)
         self.state = {name: hash(name) for name in self.names}
         self.begins = dict.fromkeys(self.names, 0)
@@ -100,6 +99,9 @@ class World:
         self.moves_left, self.asked = num_moves, False
         self.give()
 
+    def _surviving(self) -> SurvivingRuntime:
+        return SurvivingRuntime(self, self.marking, self.recovery, self.saving, scaling=_Asked(self))  # type: ignore[arg-type]
+
     def branch(self) -> World:
         other = copy(self)
         for name, value in vars(self).items():
@@ -115,10 +117,9 @@ class World:
         for own in ("_given", "_restarts"):
             setattr(other.recovery, own, dict(getattr(self.recovery, own)))
         other.recovery._attempts = list(self.recovery._attempts)
-        other.replacing = Replacing(other.recovery)
-        other.orders = Orders(other, other.marking, None)  # type: ignore[arg-type]
-        other.orders._repeat, other.orders._begins = dict(self.orders._repeat), dict(self.orders._begins)
-        other.orders.since_s = dict(self.orders.since_s)
+        other.surviving = other._surviving()
+        for own in ("_repeat", "_begins", "_since_s"):
+            setattr(other.surviving, own, dict(getattr(self.surviving, own)))
         return other
 
     def key(self) -> tuple[object, ...]:
@@ -129,7 +130,7 @@ class World:
             tuple(self.recovery.incarnation(name) for name in self.names), tuple(self.marking.done_ticks.values()),
             tuple(sorted((n, f.tick, str(f.inputs)) for n, f in self.marking.busy.items())),
             frozenset(self.sent.items()), frozenset(self.slots.items()), frozenset(self.marking._withdrawn),
-            frozenset((name, str(order)) for name, order in self.order.items()), tuple(sorted(self.orders._repeat.items())),
+            frozenset((name, str(order)) for name, order in self.order.items()), tuple(sorted(self.surviving._repeat.items())),
             frozenset(self.states.items()), frozenset(self.saves.items()), frozenset(self.begins.items()),
         )  # fmt: skip
 
@@ -257,14 +258,9 @@ class World:
     # -- the controller's loop --
 
     def give(self) -> None:
-        if self.asked and "generator" not in self.marking.busy:
-            self.asked = False
-            if self.marking.is_needed("generator"):
-                self.met |= {MOVED if self.phase["generator"] != DEAD else MOVED_DEAD}
-                (spec,) = (spec for spec in self.graph.executors if spec.name == "generator")
-                self.replacing.rescale(self, spec, self.marking.done_ticks["generator"])
         for firing in self.marking.ready():
-            self.orders.give(firing)
+            self.surviving.fire(self.saving.order(firing, self.marking.num_ticks))
+        self.surviving.rescale_if_asked()
 
     def hear(self, name: str, number: int) -> None:
         word = self.take_word(name, number)
@@ -275,13 +271,15 @@ class World:
         lives = self.phase[name] != DEAD  # for one of an earlier incarnation the rule must know by itself
         if not self.recovery.counts(name, incarnation, held=lives):
             return
-        if tick < self.marking.done_ticks[name]:
+        again = tick < self.marking.done_ticks[name]
+        lost = {channel for channel, at in self.marking.withdrawn(name) if at == tick}
+        told = {channel: handles for channel, handles in outputs if not again or channel in lost}
+        self.surviving.take(Report(executor=name, tick=tick, outputs=told))
+        if again:
             if tick >= self.begins[name]:
                 self.met |= {"a tick that has counted is repeated"}
-            for channel, handles in outputs:
-                if (channel, tick) in self.marking.withdrawn(name):
-                    self.marking.put_back(channel, tick, handles)
-                    self.met |= {"a version is made again"}
+            if lost:
+                self.met |= {"a version is made again"}
         else:
             assert (name, tick) not in self.counted, "a tick counted twice"
             values = (self.slots[slot][1] for _, handles in outputs for slot, _ in handles)
@@ -294,7 +292,6 @@ class World:
             else:
                 self.past[name, tick] = firing.inputs
         at_start = tick < self.begins[name]
-        self.orders.next_order(name)
         if tick in self.due and not at_start:
             self.saves[tick, name] = state
             self.finish(tick)
@@ -309,12 +306,11 @@ class World:
 
     def hear_deaths(self, words: list[tuple[Any, ...]]) -> None:
         deaths = [Death(executor=n, incarnation=i, doing=doing, cause=cause) for _, n, i, doing, cause in words]
-        redos = self.replacing.bring_back(self, self.marking, ExecutorFailed("they died"), deaths, {})
+        redos = self.surviving.bring_back(ExecutorFailed("they died"), deaths)
         if len(redos) > len(deaths):
             self.met |= {"a reader of a version is brought up again"}
         for redo in redos:
             self.saves = {at: s for at, s in self.saves.items() if at[1] != redo.executor or at[0] < redo.first_tick}
-            self.orders.again(redo.executor, redo.first_tick)
         self.give()
 
     # -- what the runtime does for it --
@@ -358,15 +354,6 @@ class World:
     def inputs_again(self, name: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         return self.past[name, tick]
 
-    def resumed(self) -> tuple[Report, ...]:
-        return ()
-
-    def overdue(self, executor: str, doing: str, limit_s: float) -> Death: ...
-
-    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]: ...
-
-    def saved(self, tick: int, folder: Path) -> None: ...
-
     def _me(self, name: str) -> tuple[str, int]:
         return name, self.recovery.incarnation(name)
 
@@ -376,6 +363,23 @@ class World:
     def _slot(self, name: str, channel: ChannelSpec) -> Slot:
         number = self.sent[name] - 1
         return *self._me(name), channel.name, number % channel.capacity if channel.delay else number
+
+
+class _Asked:
+    """Somebody who has asked for other ranks of the generator, at some time."""
+
+    executor = "generator"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def due(self, marking: Marking, replaceable: object) -> ExecutorSpec | None:
+        world = self.world
+        asked, world.asked = world.asked, False
+        if not asked or not marking.is_needed("generator"):
+            return None
+        world.met |= {MOVED if world.phase["generator"] != DEAD else MOVED_DEAD}
+        return next(spec for spec in world.graph.executors if spec.name == "generator")
 
 
 def explore(first: World) -> tuple[int, list[World], frozenset[str]]:

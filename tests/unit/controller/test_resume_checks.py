@@ -15,7 +15,7 @@ from llamarl.checkpoint import storage
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config
-from llamarl.controller import resume, run
+from llamarl.controller import prepare, resume, run
 from llamarl.controller.preflight import find_without_effect
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
@@ -39,14 +39,14 @@ def config(run_dir: Path, **optimizer: float) -> RunConfig:
 
 
 def checkpointed(run_dir: Path, monkeypatch: pytest.MonkeyPatch, platform: dict[str, str]) -> None:
-    prepared = run.prepare(config(run_dir))
+    prepared = prepare.prepare(config(run_dir))
     run_dir.mkdir()
     save_config(prepared.config, run_dir / "config.toml")
     with monkeypatch.context() as patch:
         patch.setattr(storage, "platform_facts", lambda: platform)
         store = storage.CheckpointStore(run_dir / "checkpoints")
         store.begin(4)
-        store.finish(4, {}, run.description(prepared))
+        store.finish(4, {}, prepare.description(prepared))
 
 
 def test_a_run_without_a_checkpoint_begins_again_under_its_own_configuration_only(
@@ -176,17 +176,17 @@ def test_what_several_checks_find_is_told_at_once() -> None:
         raise ConfigError(text)
 
     with pytest.raises(ConfigError, match="2 mistakes.*\n  - one\n  - two"):
-        run._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
+        prepare._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
     with pytest.raises(ConfigError, match="^one$"):
-        run._raise_all(lambda: refuse("one"), lambda: None)
+        prepare._raise_all(lambda: refuse("one"), lambda: None)
 
 
 def test_a_falling_rate_keeps_its_end_through_a_second_prolonging() -> None:
     asked = config(Path("run"), lr=1e-4)
-    begun = run.fix_end_of_decay(asked, asked)
+    begun = prepare.fix_end_of_decay(asked, asked)
     for num_ticks in (200, 300):
         longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
-        begun = run.fix_end_of_decay(longer, begun)
+        begun = prepare.fix_end_of_decay(longer, begun)
         assert begun.optimizer.decay_ticks == 100
 
 
@@ -220,7 +220,7 @@ def test_micro_batches_at_once_that_the_job_takes_one_by_one_are_told(
     words = ["--run.dir", str(tmp_path), "--run.cores", "2", "--trainer.device", "cpu"]
     for fsdp, at_once in ((2, 2), (2, 1), (1, 2)):
         sizes = ["--trainer.fsdp", str(fsdp), "--trainer.microbatches_at_once", str(at_once), "--trainer.threads", "2"]
-        run.plan_run(load_config(RECIPE, [*words, *sizes]))
+        prepare.plan_run(load_config(RECIPE, [*words, *sizes]))
         told = "microbatches_at_once 2 does nothing, they are computed one at a time: the trainer has 2 ranks"
         assert (told in capsys.readouterr().err) == (fsdp == 2 and at_once == 2)
 

@@ -69,12 +69,11 @@ class Run:
         return None if spec is None else spec.num_ranks
 
 
-def test_a_request_is_taken_once_when_the_generator_is_not_at_work_and_answered_with_the_tick(tmp_path: Path) -> None:
+def test_a_request_is_taken_once_and_answered_with_the_tick(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.due() is None
     run.marking.ready()
     request = ask(tmp_path, "generator", 3)
-    assert run.due() is None and answer_to(tmp_path, request) is None  # it is at work at tick 0
     run.marking.complete("generator", 0, {"completions": ()})
     assert (run.due(), run.effects) == (3, [(3, 1)])
     answer = answer_to(tmp_path, request)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import load_config
-from llamarl.controller.run import prepare
+from llamarl.controller.prepare import prepare
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 

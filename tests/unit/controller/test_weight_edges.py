@@ -11,7 +11,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import Graph
-from llamarl.controller.run import plan_run
+from llamarl.controller.prepare import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports, edge_copies_held, versions_held
 from llamarl.errors import ConfigError

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.preflight import check_parallel_sizes
-from llamarl.controller.run import plan_run
+from llamarl.controller.prepare import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext

@@ -23,7 +23,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.run_identity import RUN_ID_FILE
 from llamarl.config import validate
 from llamarl.controller.preflight import find_missing
-from llamarl.controller.run import plan_run
+from llamarl.controller.prepare import plan_run
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors import asking

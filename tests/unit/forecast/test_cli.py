@@ -125,7 +125,7 @@ def test_a_recipe_that_no_plan_has_written_is_not_replaced(tmp_path: Path, capsy
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_written_recipe_passes_the_dry_run_and_keeps_the_rest(staleness: int, tmp_path: Path) -> None:
-    from llamarl.controller.run import plan_run
+    from llamarl.controller.prepare import plan_run
 
     out = tmp_path / "out.toml"
     assert plan(f"{RECIPE} --response-tokens 40:lognormal:limit=80 --staleness {staleness} --recipe {out}") == 0

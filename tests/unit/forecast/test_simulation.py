@@ -13,6 +13,7 @@ from linear_cost import LinearCost
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
+from llamarl.controller.marking import Marking
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
 from llamarl.forecast.lengths import constant, empirical, lognormal
 from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation, durations_scenario
@@ -69,9 +70,8 @@ def steady_period(durations: dict[str, float], staleness: int, ticks: int) -> fl
     executors = tuple(dataclasses.replace(spec, config=durations[f"{spec.name}_s"]) for spec in graph.executors)
     ends = Ends()
     run_graph(
-        dataclasses.replace(graph, executors=executors),
+        Marking(dataclasses.replace(graph, executors=executors), num_ticks=ticks + 6),
         VirtualClockRuntime(latency_s={"weights": durations["sync_s"]}),
-        num_ticks=ticks + 6,
         seed=0,
         deadlines=DeadlineConfig(step_s=1e9),
         observers=[ends],
@@ -293,6 +293,6 @@ def test_a_schedule_that_no_run_could_have_is_refused() -> None:
 def test_the_controllers_deadline_runs_on_virtual_time() -> None:
     graph = durations_scenario(generator_s=1, reward_s=100, trainer_s=1).graph
     runtime = VirtualClockRuntime()
-    with pytest.raises(DeadlineExceeded, match="'reward' to finish tick 0"):
-        run_graph(graph, runtime, num_ticks=2, seed=0, deadlines=DeadlineConfig(step_s=30))
+    with pytest.raises(DeadlineExceeded, match="out for 30 virtual seconds; out: 'reward' works on tick 0"):
+        run_graph(Marking(graph, num_ticks=2), runtime, seed=0, deadlines=DeadlineConfig(step_s=30))
     assert runtime.now() == pytest.approx(31.0)  # the oldest order is the reward's, sent at 1 s

@@ -28,7 +28,8 @@ from training_fixtures import make_groups
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import RunConfig, validate
 from llamarl.controller.preflight import check_models
-from llamarl.controller.run import plan_run, prepare, start_run
+from llamarl.controller.prepare import plan_run, prepare
+from llamarl.controller.run import start_run
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence

@@ -1,0 +1,277 @@
+"""From a configuration to a run that can start: what cannot run is refused, threads and devices are settled. Starts nothing.
+
+recipe ─▶ preflight (paths, data, first prompts) ─▶ graph ─▶ placement ─▶ transports ─▶ Prepared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import RunConfig, changed_keys, to_plain
+from llamarl.controller.graph import Graph
+from llamarl.controller.job_hosts import JobHosts, open_hosts
+from llamarl.controller.model_sources import local, pinned
+from llamarl.controller.notices import replica_table
+from llamarl.controller.preflight import (
+    check_architectures,
+    check_engine,
+    check_lora,
+    check_models,
+    check_parallel_sizes,
+    check_prompts,
+    check_reward_models,
+)
+from llamarl.controller.standard_graph import colocated_group, llamarl_graph
+from llamarl.controller.weight_edges import WeightEdge, choose_transports
+from llamarl.environments.code import warning_of_no_box
+from llamarl.errors import ConfigError, ModelError
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.precision import resolved_precisions
+from llamarl.reading import user_path
+from llamarl.roles import present_roles, with_settings
+from llamarl.runtime.absent_hosts import why_no_room
+from llamarl.runtime.placement import Placement, place
+from llamarl.trainer.config import TrainerConfig
+from llamarl.transports.network import join
+
+__all__ = [
+    "Prepared",
+    "absolute_dir",
+    "describe_plan",
+    "description",
+    "fix_end_of_decay",
+    "join_network",
+    "plan_run",
+    "prepare",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A run that has passed its checks: thread counts and devices are settled."""
+
+    config: RunConfig
+    """As it is written down: models of the Hub by id and commit."""
+    local: RunConfig
+    """As it is carried out: models by folders."""
+    graph: Graph
+    """Its executors have configurations of the latter kind."""
+    placement: Placement
+    weight_edges: tuple[WeightEdge, ...]
+    hosts: JobHosts | None = None
+    """None: all on this machine."""
+
+
+def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
+    """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing.
+
+    Args:
+        every_key: Whether keys that are at their defaults are printed too.
+    """
+    return describe_plan(prepare(config), every_key=every_key)
+
+
+def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
+    """See :func:`plan_run`. The run's hosts are let go."""
+    import tomli_w
+
+    of_cluster = ""
+    if prepared.hosts is not None:
+        of_cluster = prepared.hosts.plan_lines(prepared.graph.channels, absolute_dir(prepared.config))
+        prepared.hosts.close()
+    shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
+    rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
+    replicas = f"# replicas\n{table}\n\n" if (table := replica_table(prepared.config)) else ""
+    return (
+        f"# configuration\n{tomli_w.dumps(shown)}{rest}\n"
+        f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
+        f"{replicas}"
+        f"# weight hand-over\n"
+        + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
+        + of_cluster
+    )
+
+
+def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
+    """Refuse what cannot run, before any process starts; settle threads and devices.
+
+    Args:
+        begun: Of the run that is gone on with: it may do so without some of its hosts.
+    """
+    if warning := warning_of_no_box(config.task):
+        print(warning, file=sys.stderr)
+    recorded = pinned(fix_end_of_decay(config, config))
+    config = local(recorded)
+    check_models(config)
+    check_reward_models(config)
+    check_architectures(config)
+    folder = resolve_model_path(config.model.path)
+    if not check_prompts(config, folder) and config.evaluation.every:
+        print(
+            "nothing is held out, so this run is not evaluated: raise task.eval_fraction above 0 (two questions or more), or "
+            "give task.eval_data",
+            file=sys.stderr,
+        )
+        config, recorded = (
+            dataclasses.replace(one, evaluation=dataclasses.replace(one.evaluation, every=0))
+            for one in (config, recorded)
+        )
+    _check_vocabularies(config, folder)
+    graph = llamarl_graph(config)
+    hosts = open_hosts(config, begun)
+    try:
+        prepared = _place_executors(recorded, config, folder, graph, hosts)
+    except BaseException:
+        if hosts is not None:
+            hosts.close()
+        raise
+    if hosts is not None and hosts.news:
+        print(hosts.news, file=sys.stderr)
+    return prepared
+
+
+def _place_executors(
+    recorded: RunConfig, config: RunConfig, folder: Path, graph: Graph, hosts: JobHosts | None
+) -> Prepared:
+    """Threads, devices and transports, on this machine or on hosts."""
+    colocated = colocated_group(config, graph)
+    if hosts is None:
+        placement = place(graph.executors, cores=config.run.cores or None, colocated=colocated)
+    else:
+        placement = hosts.place(graph.executors, colocated)
+    settled = {spec.name: spec for spec in placement.executors}
+    used = {
+        role.name: {"threads": settled[role.name].threads, "device": _device_kind(settled[role.name].device)}
+        for role in present_roles(config)
+        if role.section
+    }
+    config, recorded = with_settings(config, used), with_settings(recorded, used)
+    processor = hosts.facts["processor"] if hosts is not None else ""
+    precisions = resolved_precisions(config, processor)
+    config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
+    if config.lora.rank and not config.lora.targets:
+        from llamarl.models.adapters import with_targets
+
+        lora = with_targets(config.lora, folder)
+        config, recorded = dataclasses.replace(config, lora=lora), dataclasses.replace(recorded, lora=lora)
+    try:
+        _raise_all(
+            lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
+            lambda: check_lora(config),
+            lambda: check_engine(config),
+        )
+    except ConfigError as error:
+        if hosts is None or not hosts.absent:
+            raise
+        raise ConfigError(why_no_room(hosts.absent, hosts.named, str(error))) from error
+    executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
+    graph = Graph(executors, graph.channels)
+    graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)
+    _tell_of_a_long_warmup(config)
+    _tell_of_micro_batches(config, folder)
+    if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
+        print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
+    return Prepared(recorded, config, graph, placement, weight_edges, hosts)
+
+
+def _raise_all(*checks: Callable[[], None]) -> None:
+    """Run every check; raise what one found, or what all found as one ConfigError."""
+    found: list[ConfigError | ModelError] = []
+    for check in checks:
+        try:
+            check()
+        except (ConfigError, ModelError) as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "\n".join(f"  - {error}" for error in found)
+        raise ConfigError(f"{len(found)} mistakes in the configuration:\n{lines}")
+
+
+def _check_vocabularies(config: RunConfig, folder: Path) -> None:
+    """The models beside the policy read its tokens, so they must know them."""
+    from llamarl.models.loading import load_model_config
+
+    models = [role.model for role in present_roles(config) if role.model and not role.model.own_tokens]
+    beside = {model.key: model.path(config) for model in models}
+    beside |= {
+        f"executors.{name}.settings.model.path": config.for_executor(name).model.path for name in config.executors
+    }
+    for key, path in beside.items():
+        if path != config.model.path:
+            ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
+            if ours != theirs:
+                raise ConfigError(
+                    f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
+                    "both must read the same tokens"
+                )
+
+
+def _device_kind(device: str) -> str:
+    return "cuda" if device.startswith("cuda") else "cpu"
+
+
+def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
+    """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with the run that it describes."""
+    optimizer = config.optimizer
+    if optimizer.schedule == "constant" or optimizer.decay_ticks:
+        return config
+    ends = begun.optimizer.decay_ticks or begun.run.num_ticks
+    return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, decay_ticks=ends))
+
+
+def _tell_of_micro_batches(config: RunConfig, folder: Path) -> None:
+    """Not an error: a recipe may go from one machine to another, and from one rank to several."""
+    trainer = config.trainer
+    asked, threads = trainer.microbatches_at_once, trainer.threads
+    if asked > 1 and (why := _why_one_at_a_time(trainer, folder)):
+        print(
+            f"trainer.microbatches_at_once {asked} does nothing, they are computed one at a time: {why}",
+            file=sys.stderr,
+        )
+    elif trainer.device == "cpu" and asked > threads:
+        print(
+            f"trainer.microbatches_at_once {asked} is more than trainer.threads {threads}: {threads} at a time",
+            file=sys.stderr,
+        )
+
+
+def _why_one_at_a_time(trainer: TrainerConfig, folder: Path) -> str:
+    """Why a trainer computes one micro-batch after the other, whatever it is asked; empty: it does as it is asked."""
+    from llamarl.models.decoder import changes_with_length
+    from llamarl.models.loading import load_model_config
+
+    if trainer.num_ranks > 1:
+        return f"the trainer has {trainer.num_ranks} ranks, which meet in every layer"
+    if trainer.device != "cpu":
+        return f"the trainer is on {trainer.device}"
+    return "the model's rotary frequencies follow the length" if changes_with_length(load_model_config(folder)) else ""
+
+
+def _tell_of_a_long_warmup(config: RunConfig) -> None:
+    optimizer, num_ticks = config.optimizer, config.run.num_ticks
+    if optimizer.warmup_ticks >= num_ticks:
+        print(
+            f"optimizer.warmup_ticks {optimizer.warmup_ticks} outlasts run.num_ticks {num_ticks}: the rate ends at "
+            f"{num_ticks / (optimizer.warmup_ticks + 1):.0%} of optimizer.lr",
+            file=sys.stderr,
+        )
+
+
+def absolute_dir(config: RunConfig) -> Path:
+    return user_path(config.run.dir, "run.dir").resolve()
+
+
+def description(prepared: Prepared) -> dict[str, Any]:
+    """What a checkpoint says of its run. Thread counts and devices are settled in the configuration."""
+    return {"config": to_plain(prepared.config)}
+
+
+def join_network(prepared: Prepared) -> None:
+    """Say where this process is among the hosts of the job, before any memory of it is made."""
+    join(prepared.hosts.own_network() if prepared.hosts is not None else None)

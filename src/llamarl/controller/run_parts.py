@@ -1,0 +1,305 @@
+"""What a run consists of beside its graph: made before its first tick, closed in order whatever ends it.
+
+with RunParts(prepared, folder, ...) as parts:
+    run_graph(parts.marking, parts.runtime, saving=parts.saving, observers=[parts])
+
+hosts and their files ─▶ event log, recorder ─▶ runtime ─▶ journal ─▶ checkpoints ─▶ marking ─▶ survival
+end: journal, runtime, files, checkpoints, hosts, recorder; then what is saved, and how to go on, is said
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
+from llamarl.controller.journaled import keeps_journal
+from llamarl.controller.marking import Marking
+from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
+from llamarl.controller.prepare import Prepared, description, join_network
+from llamarl.controller.recovery import Recovery
+from llamarl.controller.run_checkpoints import RunCheckpoints
+from llamarl.controller.run_folder import CONFIG_FILE, RunFolder
+from llamarl.controller.saving import Saving
+from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
+from llamarl.controller.stragglers import Stragglers
+from llamarl.controller.surviving import SurvivingRuntime
+from llamarl.errors import ConfigError, LlamaRLError, RunFolderLost, RunStopped
+from llamarl.observability.events import REPLAY_FILE, EventLog, read_events
+from llamarl.observability.job_description import describe_job
+from llamarl.observability.metrics import METRICS_FILE, read_metrics
+from llamarl.observability.recorder import Recorder
+from llamarl.observability.rollouts import remove_partial
+from llamarl.observability.writing import Patience
+from llamarl.plural import plural
+from llamarl.roles import present_roles, with_settings
+from llamarl.runtime.base import Report, Runtime
+from llamarl.runtime.journal import Journal, Resumed
+from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.processes import ProcessRuntime
+
+__all__ = ["RunParts", "num_rows", "save_settings"]
+
+_SHARED_FOLDER_S = 30.0
+"""How long a file that another host has written into a shared folder may take to be seen here."""
+
+
+class RunParts:
+    """The parts of one run, and an observer of the controller's loop.
+
+    Args:
+        resume_after_tick: The tick of the checkpoint from which it goes on; None: it begins.
+        load_from: That checkpoint's folder.
+        resumed: What its journal holds.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        resume_after_tick: int | None,
+        load_from: Path | None,
+        resumed: Resumed,
+    ) -> None:
+        config, run_dir = prepared.config, folder.path
+        self._prepared, self._folder, self._resumed = prepared, folder, resumed
+        self._files = None
+        if prepared.hosts is not None:
+            self._files = prepared.hosts.open_files(
+                run_dir, folder.identity.run_id, prepared.graph.executors, load_from
+            )
+        needs = _needs_of(run_dir, config.run.num_ticks)
+        self._platform = prepared.hosts.facts if prepared.hosts is not None else None
+        patience = Patience(config.deadlines.disk_s)
+        self._events = EventLog(run_dir, resume_after_tick, platform=self._platform, patience=patience)
+        self.recorder = self._make_recorder(resume_after_tick)
+        join_network(prepared)
+        real = self._make_runtime()
+        self._journal = self._make_journal()
+        self._store, self.checkpoints = self._make_checkpoints()
+        remove_partial(run_dir)
+        self.saving = Saving(prepared.graph, self.checkpoints)
+        first_tick = 0 if resume_after_tick is None else resume_after_tick + 1
+        self.marking = Marking(prepared.graph, first_tick=first_tick, num_ticks=config.run.num_ticks, needs=needs)
+        self.runtime: Runtime = self._surviving(real) if isinstance(real, ProcessRuntime) else real
+
+    def on_report(self, report: Report) -> None:
+        """Note a report that counts; the log before the recorder."""
+        self._folder.check()
+        self.checkpoints.on_report(report)
+        self._events.append(report.events)
+        self.recorder.on_report(report)
+
+    def __enter__(self) -> RunParts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, LlamaRLError) and not isinstance(error, (RunStopped, RunFolderLost)):
+                if lost := self._folder.lost():  # whoever met it first did not know the whole of it
+                    kind = RunFolderLost
+                    raise RunFolderLost(lost) from error
+        finally:
+            self._close(_stopped_by(kind))
+
+    def _close(self, stopped: str) -> None:
+        """
+        Args:
+            stopped: By what, in words; empty: the run came to its end.
+        """
+        run_dir, hosts, num_ticks = self._folder.path, self._prepared.hosts, self._prepared.config.run.num_ticks
+        if self._journal is not None:
+            self._journal.close(done=not stopped)
+        self.runtime.close()
+        remove_partial(run_dir)
+        if self._files is not None and stopped:
+            self._files.hurry()
+        self.checkpoints.flush()
+        if self._files is not None:
+            self._files.end()
+        if hosts is not None:
+            hosts.close()
+        self.recorder.close(stopped, clocks=hosts.clocks() if hosts is not None else None)
+        if stopped and not self._folder.identity.change():
+            last = next(reversed(self._store.list()), None)
+            print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), num_ticks)}", file=sys.stderr)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the console says of the run before its first tick."""
+        config, run_dir, prepared = self._prepared.config, self._folder.path, self._prepared
+        return {
+            "model": config.model.path,
+            "task": config.task.titles,
+            "algorithm": config.algorithm.name,
+            "staleness": _staleness(config),
+            **({"replicas": replica_line(config)} if config.generator.replicas else {}),
+            **{edge.channel: edge.summary() for edge in prepared.weight_edges},
+            "checkpoints": checkpoint_plan(
+                config,
+                checkpoint_bytes(prepared.local),
+                num_held=len(CheckpointStore(run_dir / "checkpoints").list()),
+                free_bytes=shutil.disk_usage(run_dir).free,
+            ),
+            **({"hosts": prepared.hosts.summary()} if prepared.hosts is not None else {}),
+            **({"run folder": self._files.summary()} if self._files is not None else {}),
+            "run": str(run_dir),
+        }
+
+    def _make_recorder(self, resume_after_tick: int | None) -> Recorder:
+        config, graph, run_dir = self._prepared.config, self._prepared.graph, self._folder.path
+        edges = self._prepared.weight_edges
+        return Recorder(
+            run_dir,
+            config.observability,
+            [spec.name for spec in graph.executors],
+            config.run.num_ticks,
+            resume_after_tick,
+            job=describe_job(
+                run_dir.name,
+                graph.executors,
+                graph.channels,
+                details={role.name: role.does for role in present_roles(config)},
+                facts=self._facts(),
+                version_bytes={e.channel: e.bytes_per_rank / e.versions for e in edges if e.versions},
+            ),
+            run_config=to_plain(config),
+            group_baseline=config.algorithm.advantage in GROUP_BASELINES,
+            written_until=self._resumed.last_tick,
+            disk_s=config.deadlines.disk_s,
+        )
+
+    def _make_runtime(self) -> Runtime:
+        config, hosts = self._prepared.config, self._prepared.hosts
+        restarts = config.recovery.max_restarts > 0
+        if hosts is not None:
+            return hosts.runtime(self._files, restarts=restarts, resumed=self._resumed)
+        limit_s = config.deadlines.collective_s
+        return make_runtime(config.run.runtime, collective_timeout_s=limit_s, restarts=restarts, resumed=self._resumed)
+
+    def _make_journal(self) -> Journal | None:
+        if not keeps_journal(self._prepared.config):
+            return None
+        return Journal(
+            self._folder.path,
+            self._folder.identity.run_id,
+            weights=[c.name for c in self._prepared.graph.channels if c.kind is ChannelKind.WEIGHTS],
+            number=self._resumed.next_number,
+            tell=self.recorder.message,
+        )
+
+    def _make_checkpoints(self) -> tuple[CheckpointStore, RunCheckpoints]:
+        config = self._prepared.config
+        patience_s = _SHARED_FOLDER_S if self._files is not None else 0.0
+        folder = self._folder.path / "checkpoints"
+        store = CheckpointStore(folder, config.checkpoint, patience_s=patience_s, platform=self._platform)
+        return store, RunCheckpoints(
+            store,
+            config.checkpoint,
+            config.run.num_ticks,
+            description(self._prepared),
+            self.recorder,
+            self._events,
+            self._folder,
+            ranks={spec.name: spec.num_ranks for spec in self._prepared.graph.executors},
+            far=None if self._files is None else self._files.far,
+        )
+
+    def _surviving(self, runtime: ProcessRuntime) -> Runtime:
+        """The runtime that the loop sees; the real one where a death ends the run."""
+        settings = self._prepared.config.recovery
+        if not settings.max_restarts:
+            return runtime
+        multiple = settings.straggler_multiple
+        return SurvivingRuntime(
+            runtime,
+            self.marking,
+            Recovery(max_restarts=settings.max_restarts),
+            self.saving,
+            tell=lambda redo: self.recorder.restarted(redo.next_tick, redo.describe()),
+            journal=self._journal,
+            stragglers=Stragglers(multiple=multiple) if multiple else None,
+            scaling=self._scaling() if SCALABLE in self._prepared.graph.inputs else None,
+        )
+
+    def _scaling(self) -> Scaling:
+        """The generator's replicas as ``config.toml`` has them, until somebody asks for others."""
+        prepared, folder = self._prepared, self._folder
+
+        def took_effect(scaled: Scaled, tick: int) -> None:
+            folder.check()
+            self.checkpoints.rescaled(SCALABLE, scaled.spec.num_ranks, tick)
+            config = with_settings(prepared.config, {SCALABLE: {"dp": scaled.config.generator.dp}})
+            if prepared.hosts is not None:
+                prepared.hosts.move(SCALABLE, scaled.hosts)
+                config = dataclasses.replace(config, hosts=prepared.hosts.settings_again(SCALABLE, config.hosts))
+            try:
+                save_settings(dataclasses.replace(prepared, config=config), folder.path)
+            except ConfigError as error:
+                self.recorder.message(f"a resume begins with the replicas that there were: {error}")
+
+        def plan(replicas: int, sources: Sources) -> Scaled:
+            return rescaled(prepared.local, prepared.graph, replicas, prepared.hosts, sources)
+
+        return Scaling(folder.path, plan, took_effect, self.recorder.message)
+
+
+def _stopped_by(kind: type[BaseException] | None) -> str:
+    """What ended a run, in words; empty: it came to its end."""
+    if kind is None:
+        return ""
+    if issubclass(kind, KeyboardInterrupt):
+        return "by the user"
+    if issubclass(kind, RunStopped):  # the command line prints the cause, once
+        return "by the run itself"
+    return f"by an error ({kind.__name__})" if issubclass(kind, LlamaRLError) else "by an error"
+
+
+def _staleness(config: RunConfig) -> str:
+    staleness, segments = config.schedule.max_staleness, config.generator.max_segments
+    which = "the latest weights, " if config.schedule.weights == "latest" else ""
+    bound = config.token_staleness_bound
+    return f"{which}max_staleness {staleness}, max_segments {segments}: no token older than {plural(bound, 'version')}"
+
+
+def save_settings(prepared: Prepared, run_dir: Path) -> None:
+    new = run_dir / f"{CONFIG_FILE}.new"
+    try:
+        save_config(prepared.config, new)
+        os.replace(new, run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write {run_dir / CONFIG_FILE}: {error.strerror}") from error
+
+
+def num_rows(run_dir: Path) -> int:
+    """Ticks of which the metrics hold a row."""
+    path = run_dir / METRICS_FILE
+    return max((int(row.get("step") or 0) for row in read_metrics(path)), default=-1) + 1 if path.is_file() else 0
+
+
+def _needs_of(run_dir: Path, num_ticks: int) -> Callable[[ChannelSpec, int], int] | None:
+    """For ``run_graph``: the source tick that a tick of a replay needs on the weights edge; None if this is no replay.
+
+    A tick fires only when the newest version that it took in the run replayed has been published, so no executor ever waits inside
+    a tick, and both runtimes can repeat a run of either. It cannot deadlock: tick k took versions <= k only, and these depend on
+    batches before k.
+
+    Raises:
+        EventLogError: The log is torn or does not reach ``num_ticks``.
+    """
+    if not (run_dir / REPLAY_FILE).exists():
+        return None
+    newest: dict[int, int] = {}
+    for (tick, _), event in read_events(run_dir / REPLAY_FILE, num_ticks=num_ticks).items():
+        newest[tick] = max(newest.get(tick, 0), *(version for _, version in event.swaps))
+
+    def needs(channel: ChannelSpec, tick: int) -> int:
+        return max(tick - channel.delay, newest[tick] - 1)
+
+    return needs
