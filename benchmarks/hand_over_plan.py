@@ -104,7 +104,7 @@ def of_sink(source: MeshLayout, sink: MeshLayout, rank: int) -> dict[str, float]
     puller = Puller(rank=rank, num_sink_ranks=sink.num_ranks, transport=SharedMemorySink())
     of_some = [copy for copy in copies if copy.source_rank in said]
     begun = time.perf_counter()
-    puller.compile_copies(catalogs, of_some, shapes)
+    puller.compile(catalogs, of_some, shapes)
     compile_s = (time.perf_counter() - begun) * len(copies) / len(of_some)
     puller.close()
     return {

@@ -189,7 +189,9 @@ def one_sink(pipe: Connection, from_source: Connection, model: str) -> None:
             started, handle = from_source.recv()
             before, cpu = reset_peak(), time.process_time()
             if what == "mapped":
-                served = puller.open([handle], WAIT_S).map_tensors(layout, WAIT_S)
+                mapped = puller.open([handle], WAIT_S).map_tensors(WAIT_S)
+                assert mapped is not None
+                served = mapped
             else:
                 puller.open([handle], WAIT_S).load_into(live, layout, WAIT_S)
                 served = live

@@ -6,8 +6,7 @@
 
 A trainer that cuts its tensors by rows (fsdp >= 2) holds no whole model in one piece. What would
 have to be put together anew for each version goes into the engine's own parameters, so that a
-hand-over never holds the weights twice: memory grows by at most
-``llamarl.weight_sync.mapped.MOST_PRIVATE`` of them.
+hand-over never holds the weights twice.
 
 In place, the slot belongs to this version until the sink's tick ends. ``Served.check`` proves at
 the end of the tick that it did, so a token is never sampled from bytes that were being overwritten.
@@ -120,21 +119,17 @@ def serve(
         WeightSyncError, DeadlineExceeded: As ``WeightVersion.load_into``, within the channel's pull
             deadline; the engine must not be used then.
     """
-    in_place = (
-        layout is None
-        and isinstance(engine, AdoptsWeights)
-        and weights.can_map
-        and engine.can_adopt({name: spec.dtype for name, spec in weights.parameters.items()})
-        and weights.worth_mapping()
-    )
-    if in_place:
-        assert isinstance(engine, AdoptsWeights)
-        engine.adopt(weights.map_tensors())
-    else:
+    views = None
+    if layout is None and isinstance(engine, AdoptsWeights):
+        if engine.can_adopt({name: spec.dtype for name, spec in weights.parameters.items()}):
+            views = weights.map_tensors()
+        if views is not None:
+            engine.adopt(views)
+    if views is None:
         weights.load_into(engine.parameters_for_sync(), layout)
     arrived_s = time.monotonic()
     _begin_version(engine, weights.version, keep_kv=keep_kv)
-    return Served(weights.version, weights if in_place else None, arrived_s)
+    return Served(weights.version, weights if views is not None else None, arrived_s)
 
 
 def _begin_version(engine: Engine, version: int, *, keep_kv: bool) -> None:

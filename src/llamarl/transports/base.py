@@ -97,6 +97,22 @@ class RemoteBuffer(Protocol):
         """
         return False
 
+    def join_chain(
+        self, mirror: Address, deadline_s: float, gone: Address | None = None
+    ) -> tuple[bool, Address | None]:
+        """Ask who reads this buffer for a host, and from whom (:mod:`llamarl.transports.fan_out`).
+
+        Args:
+            mirror: Where this process would keep its copy.
+            gone: The copy that it was told of before, and that is not there any more.
+
+        Returns:
+            Whether this process reads for its host, and the copy that it reads; None: the buffer itself.
+
+        Raises: As ``read``.
+        """
+        return False, None
+
     def forget(self) -> None:
         """Drop what was read and kept: another version is asked for from now on."""
         return
@@ -122,6 +138,10 @@ class SinkTransport(Protocol):
             DeadlineExceeded: The clock ran out.
         """
         return nullcontext()
+
+    def is_elsewhere(self, address: Address) -> bool:
+        """Whether a buffer lies on another host, so that it is worth reading once and passing on."""
+        return False
 
     def open(self, address: Address, deadline_s: float) -> RemoteBuffer:
         """Connect to a buffer.

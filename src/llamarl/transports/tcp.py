@@ -17,7 +17,7 @@ from llamarl.transports.remote_segment import STREAMS, RemoteSegment
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
-__all__ = ["TcpRemote", "TcpSink", "TcpSource"]
+__all__ = ["TcpSink", "TcpSource"]
 
 _AHEAD = 4
 """Blocks that are on their way while one is proved, a stream."""
@@ -30,7 +30,7 @@ class TcpSource(SharedMemorySource):
     name = "tcp"
 
 
-class TcpRemote(RemoteBuffer):
+class _Remote(RemoteBuffer):
     """A buffer of another space; implements :class:`llamarl.transports.base.RemoteBuffer`."""
 
     def __init__(self, handle: SegmentHandle, deadline_s: float, streams: int) -> None:
@@ -49,7 +49,6 @@ class TcpRemote(RemoteBuffer):
     def join_chain(
         self, mirror: SegmentHandle, deadline_s: float, gone: SegmentHandle | None = None
     ) -> tuple[bool, SegmentHandle | None]:
-        """As :meth:`llamarl.transports.remote_segment.RemoteSegment.join_chain`."""
         return self._segment.join_chain(mirror, deadline_s, gone)
 
     def forget(self) -> None:
@@ -80,7 +79,10 @@ class TcpSink(SinkTransport):
     def here(cls, *, rank: int) -> TcpSink:
         return cls()
 
+    def is_elsewhere(self, address: SegmentHandle) -> bool:
+        return is_elsewhere(address)
+
     def open(self, address: SegmentHandle, deadline_s: float) -> RemoteBuffer:
         if is_elsewhere(address):
-            return TcpRemote(address, deadline_s, self._streams)
+            return _Remote(address, deadline_s, self._streams)
         return self._mapped.open(address, deadline_s)

@@ -19,6 +19,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from llamarl.transports.base import Address
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind, digest
@@ -66,6 +67,11 @@ class Catalog:
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """All parameters of the hand-over."""
         return self.layout.parameters
+
+    def dtype_of(self, parameter: str) -> torch.dtype:
+        """In which a parameter travels."""
+        dtype: torch.dtype = getattr(torch, self.parameters[parameter].dtype)
+        return dtype
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

@@ -15,7 +15,6 @@ from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.checksum import BLOCK_BYTES
 from llamarl.transports.slots import PAGE, SlotState, Word
 from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Shard
-from llamarl.weight_sync.mapped import MappedTensor, MapPlan, worth_mapping
 
 
 def ends(sources: int = 1, sinks: int = 1, capacity: int = 1) -> tuple[list[WeightsSender], list[WeightsReceiver]]:
@@ -299,47 +298,18 @@ def test_mapped_tensors_are_proved_views_of_the_slot() -> None:
         receiver.receive((handle,), 5.0).map_tensors()
 
 
-def test_mapping_serves_row_cuts_in_place_and_puts_columns_together() -> None:
-    specs = {"up": ParameterSpec((8, 6), "float32"), "down": ParameterSpec((6, 8), "float32")}
-    full = {"up": torch.arange(48.0).view(8, 6), "down": torch.arange(48.0).view(6, 8) + 100}
-    sink = MeshLayout(specs, {"tp": 2}, {"up": [Shard("tp", 0)], "down": [Shard("tp", 1)]})
-    for hint, expected in ((None, {"up": True, "down": False}), (sink, {"up": True, "down": True})):
-        (sender,), receivers = ends(sinks=2)
-        handle = sender.send(0, WeightsPayload(version=1, tensors=full, sink_layout=hint))
-        slot = sender._publisher._slots[handle.slot].buffer.data
-        for rank, receiver in enumerate(receivers):
-            got = receiver.receive((handle,), 5.0).map_tensors(sink)
-            assert_bits_equal(got, {"up": full["up"].chunk(2)[rank], "down": full["down"].chunk(2, dim=1)[rank]})
-            slot ^= 0x40
-            expected_now = {n: torch.equal(got[n], full[n].chunk(2, dim=int(n == "down"))[rank]) for n in got}
-            assert expected_now == {n: not in_place for n, in_place in expected.items()}
-            slot ^= 0x40
-
-
-@pytest.mark.parametrize(
-    ("private", "mapped", "expected"), [(0, 16, True), (2, 14, True), (3, 13, False), (16, 0, False), (0, 0, True)]
-)
-def test_serving_in_place_is_worth_it_while_an_eighth_at_most_is_copied(
-    private: int, mapped: int, expected: bool
-) -> None:
-    """Sizes in units of 256 bytes."""
-    plan = MapPlan(
-        mapped={"m": MappedTensor(0, 64, 64 + 256 * mapped, (64 * mapped,), "float32")},
-        private={"p": ((2, 64 * private), "bfloat16")},
-        copies=(),
-        blocks=(),
-    )
-    assert (plan.private_bytes, plan.mapped_bytes) == (256 * private, 256 * mapped)
-    assert worth_mapping(plan) is expected
-
-
-def test_what_rows_over_two_ranks_and_a_whole_source_cost_to_map() -> None:
+def test_only_whole_parameters_in_one_piece_are_served_in_place() -> None:
     specs = {"w": ParameterSpec((8, 4), "float32")}
-    cut = MeshLayout(specs, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
+    rows = MeshLayout(specs, {"fsdp": 2}, {"w": [Shard("fsdp", 0)]})
+    columns = MeshLayout(specs, {"tp": 2}, {"w": [Shard("tp", 1)]})
+    whole = torch.arange(32.0).view(8, 4)
     senders, (receiver,) = ends(sources=2)
-    for layout, tensor, expected in ((cut, torch.ones(4, 4), False), (None, torch.ones(8, 4), True)):
-        handles = [s.send(0, WeightsPayload(version=1, tensors={"w": tensor}, layout=layout)) for s in senders]
-        assert receiver.receive(tuple(handles), 5.0).worth_mapping() is expected
+    for layout, hint, mapped in ((rows, None, False), (None, columns, False), (None, rows, True), (None, None, True)):
+        tensor = whole if layout is None else whole[:4].clone()
+        payload = WeightsPayload(version=1, tensors={"w": tensor}, layout=layout, sink_layout=hint)
+        views = receiver.receive(tuple(sender.send(0, payload) for sender in senders), 5.0).map_tensors()
+        assert (views is not None) is mapped
+        assert views is None or torch.equal(views["w"], whole)
 
 
 def test_layout_of_another_size_is_a_callers_mistake() -> None:

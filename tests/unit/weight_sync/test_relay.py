@@ -66,8 +66,7 @@ class Sink:
 
     @property
     def mirror(self) -> relay.Mirror:
-        assert self.puller.relays is not None
-        (mirror,) = self.puller.relays.mirrors
+        (mirror,) = self.puller.slots.mirrors
         return mirror
 
 
@@ -91,11 +90,11 @@ def test_a_second_rank_of_a_host_maps_its_hosts_copy() -> None:
     for sink in (first, second):
         with being_at(sink.where):
             opened = sink.puller.open([handle], 10.0)
-        assert opened.can_map
-        assert torch.equal(opened.map_tensors()["w"], source.tensors["w"])
+        views = opened.map_tensors()
+        assert views is not None and torch.equal(views["w"], source.tensors["w"])
         opened.check_current()
     assert source.sent() < 1.1 * NUM_BLOCKS * BLOCK_BYTES
-    assert second.puller.relays is not None and not second.puller.relays.mirrors
+    assert not second.puller.slots.mirrors
 
 
 def test_blocks_are_passed_on_while_the_source_still_writes() -> None:
@@ -117,7 +116,7 @@ def test_a_host_that_takes_another_version_is_passed_over_after_a_while() -> Non
             sink.load(handle)
     handle = source.publish(3)  # the first slot again, which ``ahead`` does not ask for
     assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
-    assert sum(mirror.num_passed_over for mirror in behind.puller.relays.mirrors) == 1  # type: ignore[union-attr]
+    assert sum(mirror.num_passed_over for mirror in behind.puller.slots.mirrors) == 1
 
 
 def test_a_host_that_ends_is_passed_over() -> None:
@@ -146,7 +145,7 @@ def test_hosts_whose_processes_are_others_now_pass_versions_on_again_and_one_tha
             assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
     whole = 2 * NUM_BLOCKS * BLOCK_BYTES
     assert whole <= source.sent(0) + source.sent(1) - had < 1.1 * whole
-    assert [len(sink.puller.relays.mirrors) for sink in now] == [2, 2, 2, 0]  # type: ignore[union-attr]
+    assert [len(sink.puller.slots.mirrors) for sink in now] == [2, 2, 2, 0]
 
 
 def test_a_copy_altered_on_the_way_is_not_served_from_there() -> None:
@@ -217,9 +216,9 @@ class LoneSink(Sink):
         """Ahead, to its end."""
         with being_at(self.where):
             self.puller.fetch_ahead([handle], 10.0)
-            assert self.puller._fetching is not None
-            self.puller._fetching.join()
-        for mirror in self.puller.relays.mirrors if self.puller.relays else ():
+            assert self.puller.slots._fetching is not None
+            self.puller.slots._fetching.join()
+        for mirror in self.puller.slots.mirrors:
             if mirror._thread is not None:
                 mirror._thread.join()
 
