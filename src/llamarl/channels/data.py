@@ -365,11 +365,14 @@ def _write(into: torch.Tensor, views: list[memoryview]) -> None:
         memory[end:position] = 0  # padding is part of the checksum
 
 
-def check_token(token: bytes, num_parts: int, table_checksum: int) -> None:
+def check_token(token: bytes, num_parts: int, table_checksum: int) -> list[Any]:
     """Check a token that was found on a disk as its readers will: every checksum, and that plain values are in it.
 
     Args:
         token: All bytes of its slot.
+
+    Returns:
+        The values of each part.
 
     Raises:
         ValueError: It is torn, or holds something else.
@@ -378,11 +381,13 @@ def check_token(token: bytes, num_parts: int, table_checksum: int) -> None:
     table = memory[HEADER_BYTES : HEADER_BYTES + _ENTRY.size * num_parts]
     if len(table) != _ENTRY.size * num_parts or digest(table.data) != table_checksum:
         raise ValueError(f"the table of a token of {len(token)} bytes does not match its checksum")
+    parts = []
     for offset, size, checksum in _ENTRY.iter_unpack(table.data):
         start = offset + _control_bytes(num_parts)
         if start + size > len(memory) or digest(memory[start : start + size].data) != checksum:
             raise ValueError(f"a part of a token of {len(token)} bytes does not match its checksum")
-        _decode(torch.from_numpy(memory[start : start + size].copy()))
+        parts.append(_decode(torch.from_numpy(memory[start : start + size].copy())))
+    return parts
 
 
 def _decode(private: torch.Tensor) -> Any:

@@ -39,11 +39,14 @@ def keeps_journal(config: RunConfig) -> bool:
     return bool(config.recovery.max_restarts) and config.run.runtime == "local"
 
 
-def go_on_from_journal(run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int) -> Resumed:
+def go_on_from_journal(
+    run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int, num_token_ids: int = 1 << 31
+) -> Resumed:
     """What the journal holds of the ticks after a checkpoint; what cannot be used of it is removed.
 
     Args:
         after_tick: Of the checkpoint; -1: there is none.
+        num_token_ids: Of the policy's vocabulary.
     """
     records = [record for record in read_journal(run_dir, run_id) if record.tick > after_tick]
     num_ticks = config.run.num_ticks
@@ -57,7 +60,8 @@ def go_on_from_journal(run_dir: Path, run_id: str, graph: Graph, config: RunConf
         if not keeps_journal(config) or config.checkpoint.reshard or config.checkpoint.other_platform:
             chosen = []
         _check(chosen, graph, after_tick, num_ticks)
-        reports = _reports(chosen, graph, segments, max_pieces=(_raise_open_files() - _OTHER_FILES) // 2)
+        max_pieces = (_raise_open_files() - _OTHER_FILES) // 2
+        reports = _reports(chosen, graph, segments, max_pieces=max_pieces, num_token_ids=num_token_ids)
     except (ChannelError, ValueError, KeyError, TypeError) as error:
         while segments:
             segments.pop().close()
@@ -106,12 +110,12 @@ def _raise_open_files() -> int:
 
 
 def _reports(
-    records: Sequence[Record], graph: Graph, segments: list[Segment], *, max_pieces: int
+    records: Sequence[Record], graph: Graph, segments: list[Segment], *, max_pieces: int, num_token_ids: int
 ) -> tuple[Report, ...]:
     """Tokens that somebody will read yet, and each executor's last state.
 
     Raises:
-        ValueError: A token holds no plain values, or they are more than ``max_pieces``, each of
+        ValueError: A token holds no plain values or impossible samples, or they are more than ``max_pieces``, each of
             which is a file that is open twice.
     """
     last = {record.executor: record for record in records}
@@ -124,7 +128,7 @@ def _reports(
             if not was_read:
                 wanted.append(channel.name)
         is_last = record is last[record.executor] and record.tells_states
-        report = record.report(segments, tokens=wanted, states=is_last)
+        report = record.report(segments, tokens=wanted, states=is_last, num_token_ids=num_token_ids)
         reports.append(replace(report, files={}))  # they are here, and proved; no host has them now
         if len(segments) > max_pieces:
             raise ValueError(f"it holds more than {max_pieces} pieces, as many as may be open: save more often")

@@ -36,6 +36,7 @@ from llamarl.controller.settings import RESHARDABLE, differences, explain, setti
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve, source_file
 from llamarl.models.exported import why_incomplete
+from llamarl.models.loading import load_model_config
 from llamarl.plural import plural
 from llamarl.reading import refuse_pipes
 from llamarl.roles import ROLES, present_roles
@@ -197,7 +198,12 @@ def _continue_run(prepared: Prepared, folder: RunFolder, *, after_tick: int, loa
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
     join_network(prepared)
     resumed = go_on_from_journal(
-        run_dir, folder.identity.run_id, prepared.graph, prepared.config, after_tick=after_tick
+        run_dir,
+        folder.identity.run_id,
+        prepared.graph,
+        prepared.config,
+        after_tick=after_tick,
+        num_token_ids=load_model_config(prepared.local.model.path).get_text_config().vocab_size,
     )
     if resumed.reports:
         print(resumed.describe(run_dir), file=sys.stderr)

@@ -168,7 +168,7 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
 
     Raises:
         ConfigError: Another process is, or the lock is not a plain file of this folder, or what a
-            run exports at its end could not take its place here.
+            run exports at its end could not take its place here, or a link leads out of the folder.
     """
     for export in (run_dir / name for name in _EXPORTS):
         if export.is_symlink() or (export.exists() and not export.is_dir()):
@@ -176,6 +176,7 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
                 f"run.dir: {export} is no folder but a {'symbolic link' if export.is_symlink() else 'file'}, and would stop the "
                 f"run at its end, when the trained weights take its place: remove it"
             )
+    _refuse_links(run_dir)
     lock = run_dir / _LOCK_FILE
     try:
         # Nothing that lies elsewhere is ever opened for writing, and no pipe is waited for.
@@ -211,6 +212,18 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
             os.close(folder)
     finally:
         os.close(descriptor)
+
+
+def _refuse_links(run_dir: Path) -> None:
+    """What is written into a run's folder stays in it. The folder itself may be a link."""
+    inside = os.path.realpath(run_dir)
+    for parent, folders, files in os.walk(run_dir):
+        for path in (os.path.join(parent, name) for name in (*folders, *files)):
+            if os.path.islink(path) and os.path.commonpath([inside, target := os.path.realpath(path)]) != inside:
+                raise ConfigError(
+                    f"run.dir: {path} is a symbolic link to {target}, which the run would write to: remove it; "
+                    "a run's folder as a whole may be a link"
+                )
 
 
 def _lock(descriptor: int) -> None:

@@ -12,6 +12,7 @@ numbers of prompts (``tick_shares.py``); each of these replicas decodes its one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,8 +192,15 @@ class GeneratorShard:
             ],
         }
 
-    def take_state(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state`` gave."""
+    def take_state(self, state: Mapping[str, Any], *, num_token_ids: int = 1 << 31) -> None:
+        """Take what ``state`` gave.
+
+        Args:
+            num_token_ids: Of the policy's vocabulary.
+
+        Raises:
+            ValueError: A sequence in it is none that an engine writes.
+        """
         self.cursor = state["cursor"]
         self.completed = list(state["completed"])
         self.active = []
@@ -205,6 +213,7 @@ class GeneratorShard:
                     setattr(sequence, name, values[name])
                 if "experts" in values:
                     sequence.experts = ExpertRecord.from_plain(values["experts"])
+                _check_sequence(sequence, num_token_ids)
             self.active.append(group)
 
 
@@ -216,6 +225,20 @@ def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
     episode = {} if sequence.episode is None else {"episode": save_episode(sequence.episode)}
     experts = {} if sequence.experts is None else {"experts": sequence.experts.to_plain()}
     return {name: getattr(sequence, name) for name in _STATE} | episode | experts
+
+
+def _check_sequence(sequence: TokenSequence, num_token_ids: int) -> None:
+    """Raises ValueError for numbers that no engine writes: a state that was read may be anybody's."""
+    noted = (sequence.logprobs, sequence.policy_versions, sequence.loss_mask)
+    where = f"sample {sequence.sample_index} of prompt {sequence.prompt_index}"
+    if any(len(values) != len(sequence.tokens) for values in noted):
+        raise ValueError(f"{where}: {len(sequence.tokens)} tokens, and other numbers of what is noted of them")
+    for place, token in enumerate(sequence.tokens):
+        logprob, version, trained = (values[place] for values in noted)
+        if not 0 <= token < num_token_ids:
+            raise ValueError(f"{where} has the token {token}, and the vocabulary {num_token_ids}")
+        if version < (0 if trained else -1) or trained and sequence.error is None and not math.isfinite(logprob):
+            raise ValueError(f"{where} has a token of policy version {version} and log-prob {logprob}")
 
 
 def num_sampled(groups: Sequence[ActiveGroup]) -> int:

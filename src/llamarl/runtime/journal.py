@@ -9,7 +9,8 @@ each says how long it is and proves every byte; so what is read is a beginning o
 or missing. Nothing is flushed: it survives the controller, and of a machine's death as much as the disk has by then.
 
 What is read may come from a stranger, with checksums that fit: each header is validated, each token decoded once as its readers
-will decode it (:mod:`llamarl.channels.plain_values`), and what does not hold is refused.
+will decode it (:mod:`llamarl.channels.plain_values`) and its samples looked at (``check_samples``), and what does not hold is
+refused.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import mmap
 import os
 import queue
 import shutil
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,12 +42,14 @@ from llamarl.runtime.base import Report
 from llamarl.runtime.kept_states import KeptState
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import HEADER_BYTES, Segment, SegmentHandle
+from llamarl.types import Group, Prompt, Response, Score
 
 __all__ = [
     "JOURNAL_FOLDER",
     "Journal",
     "Record",
     "Resumed",
+    "check_samples",
     "parse_header",
     "read_journal",
     "records_of",
@@ -60,6 +64,7 @@ _HEAD = struct.Struct("<8sQQ")
 _MAX_BACKLOG_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 64 << 20
 _Count = Annotated[int, Field(ge=0, lt=1 << 64)]
+_Time = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +99,11 @@ class Header:
     """Channel -> one a source rank."""
     journal: list[_State | None]
     metrics: dict[str, bool | int | float | None]
-    started_s: float
-    finished_s: float
-    spans: list[tuple[str, float, float]]
+    started_s: _Time
+    finished_s: _Time
+    spans: list[tuple[str, _Time, _Time]]
     stop: str
-    failures: dict[str, int]
+    failures: dict[str, _Count]
     events: list[dict[str, Any]]
     files: dict[_Count, list[tuple[str, _Count, str]]]
     controller_bytes: _Count
@@ -261,16 +266,19 @@ class Record:
             file.seek(self.offset + sum(sizes[:number]))
             return file.read(sizes[number])
 
-    def report(self, segments: list[Segment], *, tokens: Iterable[str], states: bool) -> Report:
+    def report(
+        self, segments: list[Segment], *, tokens: Iterable[str], states: bool, num_token_ids: int = 1 << 31
+    ) -> Report:
         """The report, with handles that name new memory of this process.
 
         Args:
             segments: Gets that memory, to be closed when others hold it.
             tokens: Channels whose tokens are wanted; the others' are None.
             states: Whether the states are wanted.
+            num_token_ids: Of the policy's vocabulary.
 
         Raises:
-            ValueError: A token holds something else than plain values.
+            ValueError: A token holds something else than plain values, or samples that nobody can have drawn.
         """
         header, wanted = self.header, set(tokens)
 
@@ -288,7 +296,11 @@ class Record:
                 if token is None or name not in wanted:
                     handles.append(None)
                     continue
-                check_token(self.blob(token.blob), token.num_parts, token.table_checksum)
+                try:
+                    for part in check_token(self.blob(token.blob), token.num_parts, token.table_checksum):
+                        check_samples(part, num_token_ids)
+                except ValueError as error:
+                    raise ValueError(f"{self.path}: {error}") from error
                 handles.append(
                     DataHandle(
                         channel=name,
@@ -318,6 +330,42 @@ class Record:
             journal=tuple(KeptState(memory(state.blob), state.nbytes, state.checksum) for state in kept),
             controller_bytes=header.controller_bytes,
         )
+
+
+def check_samples(value: Any, num_token_ids: int) -> None:
+    """Look at the samples in what was read from a disk.
+
+    Raises:
+        ValueError: A number in one is none that a generator writes.
+    """
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_samples(item, num_token_ids)
+    elif isinstance(value, Mapping):
+        check_samples(list(value.values()), num_token_ids)
+    elif isinstance(value, Group):
+        for sample in (value.prompt, *value.responses):
+            if why := _why_impossible(sample, num_token_ids):
+                name = "its prompt" if isinstance(sample, Prompt) else f"response {sample.sample_index}"
+                raise ValueError(f"group {value.prompt.index}: {name} {why}")
+
+
+def _why_impossible(sample: Prompt | Response, num_token_ids: int) -> str:
+    wrong = sample.tokens[(sample.tokens < 0) | (sample.tokens >= num_token_ids)]
+    if len(wrong):
+        return f"has the token {wrong[0]}, and the vocabulary {num_token_ids}"
+    if isinstance(sample, Prompt):
+        return "has a negative index" if sample.index < 0 else ""
+    trained = sample.loss_mask
+    if sample.finish_reason != "error" and not np.isfinite(sample.behavior_logprobs[trained]).all():
+        return "has a log-prob that is no number"
+    if (sample.policy_versions < np.where(trained, 0, -1)).any():
+        return "was sampled by a negative policy version"
+    if any(not 0 <= turn.start <= turn.end <= len(sample.tokens) for turn in sample.turns):
+        return f"has a turn outside of its {len(sample.tokens)} tokens"
+    if isinstance(sample.outcome, Score) and not math.isfinite(sample.outcome.value):
+        return "has a reward that is no number"
+    return "has a negative index" if min(sample.prompt_index, sample.sample_index) < 0 else ""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.errors import ConfigError, LlamaRLError, SourceGone
+from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, SourceGone
 from llamarl.executors.base import (
     Elastic,
     Executor,
@@ -39,6 +39,7 @@ from llamarl.executors.base import (
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
+from llamarl.runtime.journal import JOURNAL_FOLDER
 from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
 from llamarl.transports.network import Network, join
@@ -332,11 +333,19 @@ class Worker:
         )
 
     def _restore(self, executor: Executor, states: Sequence[bytes], tick: int) -> None:
-        if isinstance(executor, Elastic):
-            executor.restore_from(states, tick)
-            return
-        assert isinstance(executor, Journaled) and len(states) == 1, f"{self._plan.spec.name!r} takes no such journal"
-        executor.restore(states[0], tick)
+        """Raises CheckpointError where the executor can make nothing of its state: a journal may be anybody's."""
+        name = self._plan.spec.name
+        try:
+            if isinstance(executor, Elastic):
+                executor.restore_from(states, tick)
+            else:
+                assert isinstance(executor, Journaled) and len(states) == 1, f"{name!r} takes no such journal"
+                executor.restore(states[0], tick)
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+            raise CheckpointError(
+                f"{name!r} cannot go on from its state after tick {tick} ({type(error).__name__}: {error}): if "
+                f"{self._plan.run_dir or 'RUN'}/{JOURNAL_FOLDER} holds it, remove that folder and resume from the checkpoint"
+            ) from error
 
     def run(self, order: Order) -> RankReport:
         """Fire the executor once."""

@@ -141,6 +141,27 @@ def test_what_an_export_could_not_replace_is_refused_before_the_run_and_not_at_i
         pass
 
 
+@pytest.mark.parametrize(
+    "name", ["rollouts", "tensorboard", "journal", "checkpoints/tick_000009.partial", "metrics.jsonl", "new"]
+)
+def test_a_link_out_of_a_runs_folder_is_refused_by_name_and_nothing_is_written_through_it(
+    tmp_path: Path, name: str
+) -> None:
+    real, run_dir, elsewhere = tmp_path / "real", tmp_path / "run", tmp_path / "elsewhere"
+    (real / "checkpoints").mkdir(parents=True)
+    run_dir.symlink_to(real)  # as a user keeps runs on another disk
+    if name != "new":  # a link to what is not there yet would be written through too
+        (elsewhere.touch if "." in name and "partial" not in name else elsewhere.mkdir)()
+    (run_dir / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"{name} is a symbolic link to {elsewhere}"), held(run_dir):
+        pass
+    assert not (real / ".lock").exists()
+    (run_dir / name).unlink()
+    (real / "debug.log").symlink_to("logs.txt")  # within the folder, as wandb makes them
+    with held(run_dir):
+        pass
+
+
 def _run(run_dir: Path) -> None:
     """What a run leaves."""
     (run_dir / "checkpoints" / "tick_000009").mkdir(parents=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,25 @@ def test_what_shards_do_not_go_with_is_refused(section: dict[str, Any], words: s
     section = {**section, "schedule": {"prompts_per_step": 12, **section.get("schedule", {})}}
     with pytest.raises(ConfigError, match=words):
         validate(section)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("tokens", 10**9, "has the token 1000000000, and the vocabulary 43"),
+        ("tokens", -7, "has the token -7"),
+        ("logprobs", math.nan, "log-prob nan"),
+        ("policy_versions", -1, "policy version -1"),
+        ("loss_mask", None, "other numbers of what is noted of them"),
+    ],
+)
+def test_a_state_with_numbers_that_no_engine_writes_is_refused(name: str, value: float | None, told: str) -> None:
+    (rank,) = ranks_of(1)
+    tick_of([rank], 0)
+    state = json.loads(rank.journal(0) or b"")
+    rank.restore(json.dumps(state).encode(), 0)
+    carried = [s for shard in state["shards"].values() for group in shard["active"] for s in group["sequences"]]
+    sequence = next(s for s in carried if s["tokens"])
+    sequence[name][-1:] = [] if value is None else [value]
+    with pytest.raises(ValueError, match=told):
+        rank.restore(json.dumps(state).encode(), 0)

@@ -11,12 +11,14 @@ import struct
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
+from llamarl.channels.plain_values import encode
 from llamarl.runtime.base import Report
 from llamarl.runtime.journal import (
     JOURNAL_FOLDER,
@@ -32,7 +34,7 @@ from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import Segment
 from llamarl.transports.slots import HEADER_BYTES
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import Group, Prompt, Response, Score, Turn
 
 CHANNEL = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1, kept=True)
 
@@ -204,6 +206,59 @@ def test_a_pickle_in_a_token_is_refused_whatever_it_names(tmp_path: Path) -> Non
     record = put_token(tmp_path, [body, *(bytes(buffer.raw()) for buffer in pickled)])
     with pytest.raises(ValueError):
         record.report([], tokens=["groups"], states=False)
+
+
+def changed(**values: Any) -> Group:
+    """With one of its response, or of its prompt (``prompt_*``), otherwise."""
+    whole = group(0)
+    of_prompt = {name[7:]: value for name, value in values.items() if name.startswith("prompt_")}
+    of_response = {name: value for name, value in values.items() if not name.startswith("prompt_")}
+    return Group(prompt=replace(whole.prompt, **of_prompt), responses=(replace(whole.responses[0], **of_response),))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (changed(tokens=np.array([7, 10**9], np.int32)), "response 0 has the token 1000000000, and the vocabulary 64"),
+        (changed(tokens=np.array([7, 64], np.int32)), "response 0 has the token 64"),
+        (changed(tokens=np.array([-7, 8], np.int32)), "response 0 has the token -7"),
+        (changed(prompt_tokens=np.array([1, -1], np.int32)), "its prompt has the token -1"),
+        (changed(prompt_index=-1), "its prompt has a negative index"),
+        (changed(sample_index=-2), "response -2 has a negative index"),
+        (changed(behavior_logprobs=np.full(2, np.nan, np.float32)), "has a log-prob that is no number"),
+        (changed(behavior_logprobs=np.array([-np.inf, 0], np.float32)), "has a log-prob that is no number"),
+        (changed(policy_versions=np.array([-1, -1], np.int32)), "was sampled by a negative policy version"),
+        (changed(policy_versions=np.array([0, -2], np.int32)), "was sampled by a negative policy version"),
+        (changed(outcome=Score(value=float("nan"))), "has a reward that is no number"),
+        (changed(turns=(Turn(start=0, end=3, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
+        (changed(turns=(Turn(start=1, end=0, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
+    ],
+)
+def test_a_sample_that_nobody_can_have_drawn_is_refused_and_its_file_named(
+    tmp_path: Path, wrong: Group, told: str
+) -> None:
+    write(tmp_path, 1)
+    pieces = [bytes(piece) for piece in encode([group(0)])]
+    segments: list[Segment] = []
+    put_token(tmp_path, pieces).report(segments, tokens=["groups"], states=False, num_token_ids=64)
+    segments.pop().close()
+    record = put_token(tmp_path, [bytes(piece) for piece in encode([wrong])])
+    with pytest.raises(ValueError) as raised:
+        record.report(segments, tokens=["groups"], states=False, num_token_ids=64)
+    assert str(raised.value).startswith(f"{record.path}: group ") and told in str(raised.value)
+    assert segments == []
+
+
+@pytest.mark.parametrize(
+    "field", [{"started_s": float("nan")}, {"spans": [["work", 1.0, float("inf")]]}, {"failures": {"late": -1}}]
+)
+def test_a_header_with_times_or_counts_that_are_none_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
+    write(tmp_path, 1)
+    record = read_journal(tmp_path, "mine")[0]
+    header = json.loads(record.path.read_bytes()[HEAD.size : record.offset])
+    parse_header(json.dumps(header).encode())
+    with pytest.raises(ValueError):
+        parse_header(json.dumps(header | field).encode())
 
 
 def test_a_pipe_in_a_journal_is_no_record_and_holds_nobody_up(tmp_path: Path) -> None:

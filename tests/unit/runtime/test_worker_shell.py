@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.errors import ConfigError, DataError, DeadlineExceeded, TrainingDiverged
+from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.kept_states import KeptState
@@ -115,6 +115,21 @@ def test_setup_makes_restores_and_publishes_the_tokens_before_the_first_tick(wor
     setup = worker.setup()
     assert CALLS == [("made", "config", 1, "cpu", 7), "setup", ("load", Path("checkpoint/me/rank_1"), 4)]
     assert setup.initial_tokens == {"late": {3: "late:3:late@3", 4: "late:4:late@4"}}
+
+
+def test_a_state_of_which_the_executor_can_make_nothing_is_told_in_one_sentence(worker: Worker) -> None:
+    worker.setup()
+    executor: Any = worker._executor
+    executor.journal = lambda tick: b""
+
+    def restore(state: bytes, tick: int) -> None:
+        raise ValueError(f"the token {int(state)}")
+
+    executor.restore = restore
+    with pytest.raises(CheckpointError) as raised:
+        worker._restore(executor, [b"-7"], 4)
+    told = "'me' cannot go on from its state after tick 4 (ValueError: the token -7): if RUN/journal holds it, remove"
+    assert str(raised.value).startswith(told) and capture("me", 0, "setup", raised.value).explained
 
 
 def test_a_tick_pulls_steps_publishes_and_then_saves(worker: Worker, tmp_path: Path) -> None:
