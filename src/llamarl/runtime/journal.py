@@ -344,7 +344,8 @@ def check_samples(value: Any, num_token_ids: int) -> None:
     elif isinstance(value, Mapping):
         check_samples(list(value.values()), num_token_ids)
     elif isinstance(value, Group):
-        for sample in (value.prompt, *value.responses):
+        samples: list[Prompt | Response] = [value.prompt, *value.responses]
+        for sample in samples:
             if why := _why_impossible(sample, num_token_ids):
                 name = "its prompt" if isinstance(sample, Prompt) else f"response {sample.sample_index}"
                 raise ValueError(f"group {value.prompt.index}: {name} {why}")
