@@ -22,7 +22,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
-from llamarl.engine.config import EngineConfig, why_not_in_vllm
+from llamarl.engine.config import EngineConfig
 from llamarl.environments.config import TaskSection
 from llamarl.errors import ConfigError, FileError, Mistake
 from llamarl.executors.config import (
@@ -273,8 +273,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
         )
     yield from _group_checks(config)
     yield from _engine_checks(config)
-    if config.generator.engine.name == "vllm":
-        yield from _vllm_checks(config)
     yield from _batch_checks(config)
     yield from judging_mistakes(config)
     yield from wiring_mistakes(config)
@@ -346,14 +344,15 @@ def _engine_checks(config: RunConfig) -> Iterator[Mistake]:
             "generator.shards to 0",
             ("generator.shards",),
         )
-    if config.trainer.router == "replay" and config.generator.engine.name != "native":
+    if config.trainer.router == "replay" and not config.generator.engine.kind.native:
         yield Mistake(
             "trainer.router",
             f"is 'replay', but generator.engine.name is {config.generator.engine.name!r}, and only the native engine notes which "
             "experts it chose: set it to 'native', or trainer.router to 'live'",
             ("generator.engine.name",),
         )
-    if config.evaluation.tp > 1 and config.generator.engine.name != "native":
+    yield from _temperature_checks(config)
+    if config.evaluation.tp > 1 and not config.generator.engine.kind.native:
         yield Mistake(
             "evaluation.tp",
             f"is {config.evaluation.tp}, but generator.engine.name is {config.generator.engine.name!r}, which runs on one rank: set "
@@ -392,16 +391,17 @@ def _settings_checks(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(f"executors.{name}.settings", ": " + "; ".join(map(str, error.mistakes)), ("executors",))
 
 
-def _vllm_checks(config: RunConfig) -> Iterator[Mistake]:
+def _temperature_checks(config: RunConfig) -> Iterator[Mistake]:
+    engine = config.generator.engine
     temperatures = {
         "generator.sampling.temperature": config.generator.sampling.temperature,
         "evaluation.temperature": config.evaluation.temperature,
     }
     for key, temperature in temperatures.items():
-        if why := why_not_in_vllm(temperature):
+        if why := engine.kind.why_not_at(temperature):
             yield Mistake(
                 key,
-                f"is {temperature:g}, but generator.engine.name is 'vllm': {why}",
+                f"is {temperature:g}, but generator.engine.name is {engine.name!r}: {why}",
                 ("generator.engine.name",),
             )
 
@@ -444,7 +444,7 @@ def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
             "it to 'recompute', or colocated to false",
             ("generator.kv_on_update",),
         )
-    if generator.engine.name != "native":
+    if not generator.engine.kind.native:
         yield Mistake(
             "schedule.colocated",
             f"needs an engine that gives its memory back, but generator.engine.name is "

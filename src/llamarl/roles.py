@@ -182,7 +182,7 @@ def _generates(config: RunConfig) -> tuple[Use, ...]:
     generator = config.generator
     if generator.engine.by_import_path:
         return ()  # what it can do, it knows itself
-    uses: tuple[Use, ...] = ("vllm" if generator.engine.name == "vllm" else "generate",)
+    uses: tuple[Use, ...] = (generator.engine.kind.use or "generate",)
     return uses if generator.quantization == "none" else (*uses, generator.quantization)
 
 
@@ -200,7 +200,7 @@ def _judges(config: RunConfig) -> tuple[Use, ...]:
     """One behind a URL is no model of this job."""
     if not config.judge.path:
         return ()
-    return ("vllm",) if config.generator.engine.name == "vllm" else ("generate",)
+    return (config.judge_engine.kind.use or "generate",)
 
 
 ROLES: Mapping[str, Role] = {

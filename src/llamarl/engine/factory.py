@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
 from llamarl.engine.base import Engine
-from llamarl.engine.engine import NativeEngine
+from llamarl.engine.config import EngineConfig
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError
@@ -23,7 +23,7 @@ from llamarl.import_path import resolve
 from llamarl.models.parallel import ParallelLayout
 from llamarl.types import Failure, FailureKind, Response
 
-__all__ = ["make_engine", "resolve_device", "sampling_params", "to_response"]
+__all__ = ["load_engine", "make_engine", "resolve_device", "sampling_params", "to_response"]
 
 
 def make_engine(
@@ -42,28 +42,38 @@ def make_engine(
         parked: Without its memory until ``unpark``; the native engine only.
         note_experts: Write down which experts compute which token; the native engine only.
     """
-    if config.generator.engine.by_import_path:
-        return _users_engine(config, tokenizer, device=device)
-    if config.generator.engine.name == "vllm":
-        from llamarl.engine.vllm import VllmEngine
-
-        return VllmEngine(config.model.path, config.generator.engine, quantization=config.generator.quantization)
-    return NativeEngine(
+    native = {"layout": layout, "parked": parked, "note_experts": note_experts}
+    return load_engine(
         config.model.path,
         config.generator.engine,
-        tokenizer=tokenizer,
+        tokenizer,
         device=device,
         quantization=config.generator.quantization,
-        layout=layout,
-        parked=parked,
-        note_experts=note_experts,
+        **(native if config.generator.engine.kind.native else {}),
     )
 
 
-def _users_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, device: str) -> Engine:
-    """An engine of the user's own; what its constructor raises passes through."""
-    settings = config.generator.engine
-    engine = resolve(settings.name)(config.model.path, settings, tokenizer=tokenizer, device=device)
+def load_engine(
+    path: str,
+    settings: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: str,
+    quantization: str = "none",
+    **options: Any,
+) -> Engine:
+    """An engine over the model at ``path``; what its constructor raises passes through.
+
+    Args:
+        options: What the native engine takes beside.
+
+    Raises:
+        ConfigError: One of the user's own lacks what an engine has.
+    """
+    if settings.kind.quantizations:
+        options["quantization"] = quantization
+    make = resolve(settings.kind.factory or settings.name)
+    engine = make(path, settings, tokenizer=tokenizer, device=device, **options)
     missing = sorted(name for name in dir(Engine) if not name.startswith("_") and not hasattr(engine, name))
     if missing:
         raise ConfigError(

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamarl.engine.config import QUANTIZATIONS
+from llamarl.engine.config import ENGINES
 from llamarl.engine.ranks import EngineRanks
 
 __all__ = ["FusedLinear", "serve_linears", "supported_quantizations"]
@@ -40,7 +40,7 @@ _LARGEST_CODE = 127
 def supported_quantizations(device: torch.device) -> tuple[str, ...]:
     """What ``generator.quantization`` may be on ``device`` as it is: fp8 needs compute capability
     8.9 (Ada, Hopper, later)."""
-    offered = QUANTIZATIONS.get(("native", device.type), ("none",))
+    offered = ("none", *ENGINES["native"].quantizations.get(device.type, ()))
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return tuple(kind for kind in offered if kind != "fp8")
     return offered

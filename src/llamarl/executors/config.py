@@ -297,18 +297,14 @@ class GeneratorConfig:
                 ("group_size",),
             )
         spread = self.tp * self.pp > 1
-        if self.engine.by_import_path and (spread or self.quantization != "none"):
+        kind = self.engine.kind
+        served = ["none", *sorted({one for of in kind.quantizations.values() for one in of})]
+        if not kind.native and (spread or self.quantization not in served):
             yield Mistake(
                 "engine.name",
-                f"is {self.engine.name!r}, an engine of your own: it runs on one rank and quantizes as its own engine.options say, "
-                f"but tp is {self.tp}, pp {self.pp} and quantization {self.quantization!r}: set them to 1, 1 and 'none'",
-                ("tp", "pp", "quantization"),
-            )
-        if self.engine.name == "vllm" and (spread or self.quantization == "int8"):
-            yield Mistake(
-                "engine.name",
-                f"is 'vllm', which runs here on one rank without int8, but tp is {self.tp}, pp {self.pp} and quantization "
-                f"{self.quantization!r}: set tp and pp to 1 and quantization to 'none' or 'fp8', or engine.name to 'native'",
+                f"is {self.engine.name!r}, which runs on one rank with quantization {' or '.join(map(repr, served))}, but tp is "
+                f"{self.tp}, pp {self.pp} and quantization {self.quantization!r}: set tp and pp to 1, quantization to one of these, "
+                "or engine.name to 'native'",
                 ("tp", "pp", "quantization"),
             )
         if 0 < self.shards < self.dp:
@@ -324,10 +320,10 @@ class GeneratorConfig:
                 "or kv_on_update to 'recompute'",
                 ("kv_on_update",),
             )
-        if self.engine.name == "vllm" and self.kv_on_update == "keep":
+        if not kind.native and not self.engine.by_import_path and self.kv_on_update == "keep":
             yield Mistake(
                 "kv_on_update",
-                "is 'keep', but engine.name is 'vllm', whose KV cache does not outlive a change of weights: set kv_on_update "
+                f"is 'keep', but engine.name is {self.engine.name!r}, whose KV cache does not outlive a change of weights: set kv_on_update "
                 "to 'recompute', or engine.name to 'native'",
                 ("engine.name",),
             )

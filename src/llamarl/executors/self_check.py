@@ -143,7 +143,7 @@ def check_generated(config: RunConfig) -> None:
     Raises:
         ModelError: With the differences found.
     """
-    if config.generator.engine.name == "native":
+    if config.generator.engine.kind.native:
         check_architecture(config.model.path, trained=False)
 
 

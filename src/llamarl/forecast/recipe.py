@@ -12,7 +12,7 @@ import tomli_w
 from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.config import RunConfig, known_keys, validate
 from llamarl.data.config import DataConfig
-from llamarl.engine.config import QUANTIZATIONS, EngineConfig
+from llamarl.engine.config import ENGINES, EngineConfig
 from llamarl.errors import ConfigError, PlanError
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.search import GeneratorChoice, Plan, Workload, recommend, trainer_demand
@@ -180,7 +180,7 @@ def write_recipe(
             raise PlanError(f"--recipe: the recipe's other settings forbid turns: {forbidden}")
         chosen = recommend(allowed)
     kind = "cpu" if chosen.hardware.is_cpu else "cuda"
-    served = QUANTIZATIONS["native", kind]
+    served = ENGINES["native"].quantizations[kind]
     if strange := {_quantization(choice) for choice in chosen.generators} - {"none", *served}:
         raise PlanError(
             f"--recipe: llamarl's engine does not serve {', '.join(sorted(strange))} there: leave --precision out"

@@ -237,7 +237,7 @@ def test_a_kind_takes_what_it_does_not_say_from_the_section() -> None:
         (
             [{"tp": 2}],
             {"engine": {"name": "vllm"}},
-            r"generator.replicas\[0\]: engine.name is 'vllm', which runs here on one rank",
+            r"generator.replicas\[0\]: engine.name is 'vllm', which runs on one rank",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from llamarl.cli.main import main
 from llamarl.config import load_config
-from llamarl.engine.config import QUANTIZATIONS
+from llamarl.engine.config import ENGINES
 from llamarl.forecast.hardware import device_names
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
@@ -110,7 +110,7 @@ def test_every_device_gets_a_recipe_that_loads(device: str, devices: int, tmp_pa
     assert config.schedule.colocated == (config.schedule.max_staleness == 0)
     assert config.schedule.colocated or devices > 1
     kind = "cpu" if device == "this-machine" else "cuda"
-    assert config.generator.quantization in QUANTIZATIONS["native", kind]
+    assert config.generator.quantization in ("none", *ENGINES["native"].quantizations[kind])
 
 
 def test_a_recipe_that_no_plan_has_written_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
