@@ -88,7 +88,7 @@ def run_graph(
         deadline_s=deadlines.setup_s,
     )
     marking.begin({name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()})
-    marking.go_on((report.executor, report.tick, report.outputs) for report in runtime.counted())
+    marking.advance_by((report.executor, report.tick, report.outputs) for report in runtime.counted())
     for report in runtime.counted():
         for observer in observers:
             observer.on_report(report)

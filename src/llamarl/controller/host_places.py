@@ -82,7 +82,7 @@ class HostPlaces:
         ranks = self._where[executor]
         hosts = set(ranks)  # as they are now: another executor's death may move all ranks of one meanwhile
         try:
-            self._files.send_again(executor, load_from, ranks)
+            self._files.send_to_new_hosts(executor, load_from, ranks)
         except (CheckpointError, TransferError) as error:
             if self._hears_of_a_loss(hosts):
                 raise ConnectionError(str(error)) from error

@@ -128,7 +128,7 @@ class JobFiles:
         if load_from is not None and self._folders:
             self.far.send_state(load_from, Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files)
 
-    def send_again(self, executor: str, load_from: Path | None, hosts: Collection[int]) -> None:
+    def send_to_new_hosts(self, executor: str, load_from: Path | None, hosts: Collection[int]) -> None:
         """Have what an executor reads on the hosts where its ranks will be: content that its plan names, its saved state. Any thread.
 
         Args:

@@ -22,7 +22,15 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
 from llamarl.runtime.absent_hosts import layouts, what_changed, why_no_room
 from llamarl.runtime.config import HERE, HostsConfig, hosts_named, parse_ports
-from llamarl.runtime.host_placement import Machine, given_again, place_on_hosts, respread, share_of, spread, unlike
+from llamarl.runtime.host_placement import (
+    Machine,
+    hosts_to_resume_on,
+    place_on_hosts,
+    respread,
+    share_of,
+    spread,
+    unlike,
+)
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.placement import ColocatedGroup, Placement
 from llamarl.runtime.processes import ProcessRuntime
@@ -171,7 +179,7 @@ class JobHosts:
         moved = {name: [other if at == lost else at for at in ranks] for name, ranks in self.where.items()}
         return self.take({name: [at for at in ranks if at == other] for name, ranks in moved.items()}, _STAND_IN_S)
 
-    def place_again(
+    def place_rescaled(
         self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
     ) -> tuple[ExecutorSpec, tuple[int, ...]]:
         """Where the ranks of an executor go that shall be another number, and what each gets there. Nothing is changed yet.
@@ -215,9 +223,9 @@ class JobHosts:
         """From now on its ranks, when they are started next, are on these hosts."""
         self.where[executor] = ranks
 
-    def settings_again(self, executor: str, hosts: HostsConfig) -> HostsConfig:
+    def moved_settings(self, executor: str, hosts: HostsConfig) -> HostsConfig:
         """The section with which a resume finds room for as many ranks of an executor as it has now."""
-        given = given_again(self.where[executor], self._given(executor))
+        given = hosts_to_resume_on(self.where[executor], self._given(executor))
         named = tuple(self.cluster.nodes[host].name for host in given)
         absent = [self.named[host] for host in self._given_of_all(executor)]
         named += tuple(name for name in absent if named and name in self.absent)

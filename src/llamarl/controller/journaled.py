@@ -27,7 +27,7 @@ from llamarl.runtime.base import Report
 from llamarl.runtime.journal import Record, Resumed, read_journal, records_of, remove_journal
 from llamarl.transports.segments import Segment
 
-__all__ = ["go_on_from_journal", "keeps_journal"]
+__all__ = ["load_journal", "keeps_journal"]
 
 _MOST_FILES = 1 << 16
 _OTHER_FILES = 400
@@ -39,7 +39,7 @@ def keeps_journal(config: RunConfig) -> bool:
     return bool(config.recovery.max_restarts) and config.run.runtime == "local"
 
 
-def go_on_from_journal(
+def load_journal(
     run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int, num_token_ids: int = 1 << 31
 ) -> Resumed:
     """What the journal holds of the ticks after a checkpoint; what cannot be used of it is removed.
@@ -96,7 +96,7 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
             raise ValueError(f"{name!r} keeps no journal and reads weights, which are not in it")
     first = after_tick + 1
     marking = Marking(graph, first_tick=first, num_ticks=num_ticks)
-    marking.go_on((record.executor, record.tick, dict.fromkeys(record.header.outputs, ())) for record in records)
+    marking.advance_by((record.executor, record.tick, dict.fromkeys(record.header.outputs, ())) for record in records)
 
 
 def _raise_open_files() -> int:

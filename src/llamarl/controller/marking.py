@@ -129,7 +129,7 @@ class Marking:
             self._tokens[channel.name][tick] = outputs[channel.name]
         self.done_ticks[executor] = tick + 1
 
-    def go_on(self, reports: Iterable[tuple[str, int, Mapping[str, tuple[Handle, ...]]]]) -> None:
+    def advance_by(self, reports: Iterable[tuple[str, int, Mapping[str, tuple[Handle, ...]]]]) -> None:
         """Move to where the job was when these, (executor, tick, outputs), had counted, in this
         order, and nobody was at work. Versions of the weights are not among the outputs: those that
         still lie on an edge are withdrawn.

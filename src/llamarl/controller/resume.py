@@ -17,7 +17,7 @@ from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
 from llamarl.controller.frozen_models import refuse_other_models
-from llamarl.controller.journaled import go_on_from_journal
+from llamarl.controller.journaled import load_journal
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.preflight import check_reward, find_missing
@@ -177,7 +177,7 @@ def resume_run(config: RunConfig) -> None:
         if checkpoint.tick + 1 == prepared.config.run.num_ticks:
             for folder_name, why in incomplete_products(run_dir, prepared.config).items():
                 print(f"{run_dir / folder_name}: {why}; it is written again from {checkpoint.path}", file=sys.stderr)
-                write_again(run_dir, folder_name, checkpoint.path, prepared.local)
+                rewrite_product(run_dir, folder_name, checkpoint.path, prepared.local)
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
             if missing := incomplete_products(run_dir, prepared.config):
                 raise ConfigError(
@@ -197,7 +197,7 @@ def _continue_run(prepared: Prepared, folder: RunFolder, *, after_tick: int, loa
     """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
     join_network(prepared)
-    resumed = go_on_from_journal(
+    resumed = load_journal(
         run_dir,
         folder.identity.run_id,
         prepared.graph,
@@ -239,7 +239,7 @@ def incomplete_products(run_dir: Path, config: RunConfig) -> Mapping[str, str]:
     return {name: why for name, why in found.items() if why}
 
 
-def write_again(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
+def rewrite_product(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
     """Write one of them from the checkpoint of the last tick; what was there stays until the new one is whole.
 
     Raises:

@@ -238,7 +238,7 @@ class RunParts:
             config = with_settings(prepared.config, {SCALABLE: {"dp": scaled.config.generator.dp}})
             if prepared.hosts is not None:
                 prepared.hosts.move(SCALABLE, scaled.hosts)
-                config = dataclasses.replace(config, hosts=prepared.hosts.settings_again(SCALABLE, config.hosts))
+                config = dataclasses.replace(config, hosts=prepared.hosts.moved_settings(SCALABLE, config.hosts))
             try:
                 save_settings(dataclasses.replace(prepared, config=config), folder.path)
             except ConfigError as error:

@@ -92,7 +92,7 @@ Sources = tuple[tuple[str, int], ...]
 class Hosts(Protocol):
     """Those of a job."""
 
-    def place_again(
+    def place_rescaled(
         self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
     ) -> tuple[ExecutorSpec, tuple[int, ...]]:
         """As of ``JobHosts``."""
@@ -239,7 +239,7 @@ def rescaled(
     changed = validate(apply_overrides(to_plain(config), ["--generator.dp", str(replicas)]))
     wanted = llamarl_graph(changed)
     if hosts is not None:
-        spec, ranks = hosts.place_again(graph.executors, next(s for s in wanted.executors if s.name == SCALABLE))
+        spec, ranks = hosts.place_rescaled(graph.executors, next(s for s in wanted.executors if s.name == SCALABLE))
         if why := hosts.why_unreached(SCALABLE, ranks, sources):
             raise ConfigError(why)
         return Scaled(config=changed, spec=spec, hosts=ranks, on=hosts.names(ranks))

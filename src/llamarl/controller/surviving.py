@@ -279,7 +279,7 @@ class SurvivingRuntime:
             if tick < self._begins[executor]:
                 self._send(Order(executor=executor, tick=tick))
             else:
-                inputs = self._runtime.inputs_again(executor, tick)
+                inputs = self._runtime.past_inputs(executor, tick)
                 self._send(self._saving.order(Firing(executor, tick, inputs, {}), self._marking.num_ticks))
             return
         del self._repeat[executor]

@@ -50,7 +50,7 @@ class BlockManager:
         self._holders[block] = 1
         return block
 
-    def allocate_again(self, tables: Iterable[Iterable[int]]) -> None:
+    def reallocate(self, tables: Iterable[Iterable[int]]) -> None:
         """Take, in a manager without used blocks, the blocks of ``tables``; each table is one holder of its blocks."""
         assert self.num_used == 0, "some blocks are in use already"
         for block in (block for table in tables for block in table):

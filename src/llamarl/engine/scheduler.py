@@ -230,7 +230,7 @@ class Scheduler:
         assert not self.running and not self.waiting, "only an empty engine takes over another's sequences"
         self.running, self.waiting, self._prompts, self._unforked = running, waiting, prompts, unforked
         self._next_order = next_order
-        self.blocks.allocate_again([m.blocks for m in running] + [p.blocks for p in prompts.values()])
+        self.blocks.reallocate([m.blocks for m in running] + [p.blocks for p in prompts.values()])
 
     def schedule(
         self,

@@ -298,11 +298,12 @@ class GeneratorConfig:
             )
         spread = self.tp * self.pp > 1
         kind = self.engine.kind
+        own = " (what else it does, engine.options say)" if self.engine.by_import_path else ""
         served = ["none", *sorted({one for of in kind.quantizations.values() for one in of})]
         if not kind.native and (spread or self.quantization not in served):
             yield Mistake(
                 "engine.name",
-                f"is {self.engine.name!r}, which runs on one rank with quantization {' or '.join(map(repr, served))}, but tp is "
+                f"is {self.engine.name!r}, which runs on one rank with quantization {' or '.join(map(repr, served))}{own}, but tp is "
                 f"{self.tp}, pp {self.pp} and quantization {self.quantization!r}: set tp and pp to 1, quantization to one of these, "
                 "or engine.name to 'native'",
                 ("tp", "pp", "quantization"),

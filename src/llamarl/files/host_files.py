@@ -25,8 +25,8 @@ from pathlib import Path
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_file
 from llamarl.errors import TransferError
-from llamarl.files.below import Below
-from llamarl.files.partial import PIECE_BYTES, Partial
+from llamarl.files.resumable_file import PIECE_BYTES, ResumableFile
+from llamarl.files.safe_folder import SafeFolder
 from llamarl.user_folders import cache_folder
 
 __all__ = ["FarFile", "HostFiles", "default_base"]
@@ -67,7 +67,7 @@ class HostFiles:
         self._max_object_bytes = max_object_bytes
         self._janitors: dict[str, subprocess.Popen[bytes]] = {}
         """Run's handle -> the shell that removes its folder when this process is gone."""
-        self._coming: dict[int, Partial] = {}
+        self._coming: dict[int, ResumableFile] = {}
         self._numbers = itertools.count()
 
     # -- a run's folder --
@@ -100,13 +100,13 @@ class HostFiles:
         self._janitors[handle].wait(_JANITOR_S)
         return handle, folder / "run"
 
-    def run(self, handle: str) -> Below:
+    def run(self, handle: str) -> SafeFolder:
         """The files of a run's folder.
 
         Raises:
             TransferError: There is none of that name.
         """
-        return Below(self._folder(handle) / "run")
+        return SafeFolder(self._folder(handle) / "run")
 
     def forget(self, handle: str) -> None:
         """Remove all that is kept for a run; objects stay."""
@@ -142,7 +142,7 @@ class HostFiles:
         """Take up a file: a number for it, and the offset from which it is lacking."""
         self._make_base()
         number = next(self._numbers)
-        coming = self._coming[number] = Partial(self.base / "incoming", record)
+        coming = self._coming[number] = ResumableFile(self.base / "incoming", record)
         return number, coming.offset
 
     def add(self, number: int, data: bytes, checksum: str) -> None:
@@ -205,7 +205,7 @@ class HostFiles:
         """Make a proved file an object; the oldest others give way to it."""
         self._objects.mkdir(parents=True, exist_ok=True)
         os.chmod(partial, 0o444)
-        Below(self._objects).put(partial, _object_name(record))
+        SafeFolder(self._objects).put(partial, _object_name(record))
         self._stamp(record)
         self._make_room(_object_name(record))
 
@@ -222,7 +222,7 @@ class HostFiles:
         for record in files:
             if not self._proved(record):
                 raise TransferError(f"{record.path} is not here: send it first")
-            Below(folder).put(self._objects / _object_name(record), record.path, link=True)
+            SafeFolder(folder).put(self._objects / _object_name(record), record.path, link=True)
             self._stamp(record)
         return folder
 

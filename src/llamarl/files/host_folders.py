@@ -21,9 +21,9 @@ from pathlib import Path
 from llamarl.checkpoint.snapshot import FileRecord, checksum_file
 from llamarl.checkpoint.written import writer_name
 from llamarl.errors import CheckpointError, TransferError
-from llamarl.files.below import Below
 from llamarl.files.host_files import FarFile
 from llamarl.files.over_ray import FileClient
+from llamarl.files.safe_folder import SafeFolder
 
 __all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
 
@@ -66,7 +66,7 @@ class HostFolders:
 
     def __init__(self, run_dir: Path, folders: Mapping[int, FarFolder], where: Mapping[str, Sequence[int]]) -> None:
         self._run_dir, self.folders, self._where = run_dir, folders, where
-        self._here = Below(run_dir)
+        self._here = SafeFolder(run_dir)
         self._shared: dict[str, FileRecord] = {}
         """Path -> what a rank that shares ``run_dir`` has told of it in a report: wherever the rank is by now, that is here."""
         self._came: set[str] = set()
@@ -82,7 +82,7 @@ class HostFolders:
         """Put files of the run's folder into that of a host, before any rank there reads them.
 
         Args:
-            files: Below ``root``.
+            files: SafeFolder ``root``.
             root: In the run's folder, or it.
 
         Raises:

@@ -15,9 +15,9 @@ from typing import Any
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
-from llamarl.files.below import Below
 from llamarl.files.host_files import FarFile
-from llamarl.files.partial import PIECE_BYTES, Partial
+from llamarl.files.resumable_file import PIECE_BYTES, ResumableFile
+from llamarl.files.safe_folder import SafeFolder
 
 __all__ = ["FileClient"]
 
@@ -59,7 +59,7 @@ class FileClient:
         return list(self._ask("", "list_files", run, list(skip)))
 
     def fetch(
-        self, run: str, path: str, into: Below, record: FileRecord | None, *, name: str | None = None
+        self, run: str, path: str, into: SafeFolder, record: FileRecord | None, *, name: str | None = None
     ) -> FileRecord:
         """Bring a file of the host's run folder; it is on the disk when this returns.
 
@@ -75,7 +75,7 @@ class FileClient:
             TransferError: It is not there, not as it was written, the disk here is full, or the host cannot be reached.
         """
         try:
-            with Partial(into.root / ".incoming", record) as partial:
+            with ResumableFile(into.root / ".incoming", record) as partial:
                 num_bytes = partial.offset + 1 if record is None else record.num_bytes
                 while record is None or partial.offset < num_bytes:
                     data, checksum, num_bytes = self._ask(path, "read", run, path, partial.offset)

@@ -87,7 +87,8 @@ class WatchServer(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], runs: WatchedRuns) -> None:
+        self.runs = runs
         self.token = secrets.token_urlsafe(32)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._unknown: dict[socket.socket, None] = {}  # those that have shown no token, oldest first
@@ -138,6 +139,82 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one connection of a browser."""
+
+    timeout = REQUEST_S
+    server: WatchServer
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rsplit(":", 1)[0]
+        if host not in _LOCAL:  # another site's name that was made to point here
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to 127.0.0.1 alone")
+            return
+        address = urlsplit(self.path)
+        given = parse_qs(address.query).get("token", [""])[0]
+        if address.path == "/" and self._is_token(given):
+            self.server.recognize(self.connection)
+            self._let_in(given)
+        elif self._is_token(self._cookie()):
+            self.server.recognize(self.connection)
+            self._answer_with(address.path)
+        else:
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "open the address that llamarl watch has printed")
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())
+
+    def _cookie(self) -> str:
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name())
+        except CookieError:
+            return ""
+        return found.value if found is not None else ""
+
+    def _cookie_name(self) -> str:
+        return f"llamarl-{self.server.server_port}"  # a browser keeps one jar for all ports of a host
+
+    def _let_in(self, token: str) -> None:
+        """Send the browser on to an address that shows no token."""
+        self.send_response(HTTPStatus.SEE_OTHER)
+        self.send_header("Location", "/")
+        self.send_header("Set-Cookie", f"{self._cookie_name()}={token}; Path=/; HttpOnly; SameSite=Strict")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _answer_with(self, path: str) -> None:
+        try:
+            self._route(path)
+        except LlamaRLError as error:
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error))
+
+    def _route(self, path: str) -> None:
+        if path == "/":
+            self._answer(HTTPStatus.OK, "text/html", make_page(self.server.runs.title, {}, watch=True))
+        elif path == "/state":
+            self._answer(HTTPStatus.OK, "application/json", json.dumps(self.server.runs.state()))
+        elif path == "/charts.js":
+            self._answer(HTTPStatus.OK, "text/javascript", charting_script())
+        elif path.startswith("/block/") and path.removeprefix("/block/") in (blocks := self.server.runs.blocks()):
+            self._answer(HTTPStatus.OK, "text/plain", blocks[path.removeprefix("/block/")])
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing here")
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the terminal is the user's."""
+
+
 def make_server(runs: WatchedRuns, port: int) -> WatchServer:
     """A server on 127.0.0.1, bound and not yet serving.
 
@@ -148,81 +225,8 @@ def make_server(runs: WatchedRuns, port: int) -> WatchServer:
         ConfigError: The port is taken.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_S
-        server: WatchServer
-
-        def do_GET(self) -> None:
-            host = self.headers.get("Host", "").rsplit(":", 1)[0]
-            if host not in _LOCAL:  # another site's name that was made to point here
-                self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to 127.0.0.1 alone")
-                return
-            address = urlsplit(self.path)
-            given = parse_qs(address.query).get("token", [""])[0]
-            if address.path == "/" and self._is_token(given):
-                self.server.recognize(self.connection)
-                self._let_in(given)
-            elif self._is_token(self._cookie()):
-                self.server.recognize(self.connection)
-                self._answer_with(address.path)
-            else:
-                self._answer(HTTPStatus.FORBIDDEN, "text/plain", "open the address that llamarl watch has printed")
-
-        def _is_token(self, given: str) -> bool:
-            return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())
-
-        def _cookie(self) -> str:
-            try:
-                found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name())
-            except CookieError:
-                return ""
-            return found.value if found is not None else ""
-
-        def _cookie_name(self) -> str:
-            return f"llamarl-{self.server.server_port}"  # a browser keeps one jar for all ports of a host
-
-        def _let_in(self, token: str) -> None:
-            """Send the browser on to an address that shows no token."""
-            self.send_response(HTTPStatus.SEE_OTHER)
-            self.send_header("Location", "/")
-            self.send_header("Set-Cookie", f"{self._cookie_name()}={token}; Path=/; HttpOnly; SameSite=Strict")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def _answer_with(self, path: str) -> None:
-            try:
-                self._route(path)
-            except LlamaRLError as error:
-                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error))
-
-        def _route(self, path: str) -> None:
-            if path == "/":
-                self._answer(HTTPStatus.OK, "text/html", make_page(runs.title, {}, watch=True))
-            elif path == "/state":
-                self._answer(HTTPStatus.OK, "application/json", json.dumps(runs.state()))
-            elif path == "/charts.js":
-                self._answer(HTTPStatus.OK, "text/javascript", charting_script())
-            elif path.startswith("/block/") and path.removeprefix("/block/") in (blocks := runs.blocks()):
-                self._answer(HTTPStatus.OK, "text/plain", blocks[path.removeprefix("/block/")])
-            else:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing here")
-
-        def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-            data = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: the terminal is the user's."""
-
     try:
-        return WatchServer((_HOST, port), Handler)
+        return WatchServer((_HOST, port), _Handler, runs)
     except OSError as error:
         raise ConfigError(
             f"--port {port}: cannot be listened on ({error.strerror}); leave it out for a free one"

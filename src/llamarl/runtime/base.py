@@ -235,7 +235,7 @@ class RestartingRuntime(Runtime, Protocol):
         """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
         ...
 
-    def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
+    def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         """In-channel -> handles of what an executor read at a tick that has counted, from ``replaceable`` on."""
         ...
 

@@ -24,7 +24,7 @@ from llamarl.runtime.placement import ColocatedGroup, Placement, place
 __all__ = [
     "Machine",
     "Units",
-    "given_again",
+    "hosts_to_resume_on",
     "place_on_hosts",
     "respread",
     "share_of",
@@ -243,7 +243,7 @@ def respread(
     return tuple(ranks)
 
 
-def given_again(ranks: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
+def hosts_to_resume_on(ranks: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
     """The hosts to give an executor at a resume, so that as many ranks find room as they have now: those that they are on, the one with
     most of them first, then what it was given besides. Empty: as it was, by nobody's wish, on one host.
 

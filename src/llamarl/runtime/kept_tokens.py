@@ -123,7 +123,7 @@ class KeptTokens:
         """What an executor read at a tick that has counted."""
         return self._past[executor][tick]
 
-    def go_on(self, reports: Iterable[Report]) -> list[Report]:
+    def take_counted(self, reports: Iterable[Report]) -> list[Report]:
         """Take what counted before this process began, in order: states and tokens lie in memory of this one. Weights are not among
         the tokens, and are made again."""
         taken = []

@@ -279,7 +279,7 @@ class ProcessRuntime:
         if held is None:  # a process that stood ready has ended: that is heard within milliseconds, as a failure
             self._next_answer(until - self.now())
             raise DeadlineExceeded("what an executor made at its start is gone, and its process has not ended")
-        reports = self._kept.go_on(self._resumed.reports)
+        reports = self._kept.take_counted(self._resumed.reports)
         self._resumed.release()
         self._resumed = Resumed(tuple(reports))
         return held
@@ -414,7 +414,7 @@ class ProcessRuntime:
         self._plans = with_ranks(self._plans, spec)
         self.replace(spec.name, incarnation=incarnation, first_tick=first_tick)
 
-    def inputs_again(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
+    def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         """What an executor read at a tick that has counted."""
         return self._kept.inputs(executor, tick)
 

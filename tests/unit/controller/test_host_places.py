@@ -33,7 +33,7 @@ class Files:
         self.takes_down: int | None = None
         self._launcher = launcher
 
-    def send_again(self, executor: str, load_from: Path | None, hosts: tuple[int, ...]) -> None:
+    def send_to_new_hosts(self, executor: str, load_from: Path | None, hosts: tuple[int, ...]) -> None:
         self.sent.append((executor, load_from, hosts))
         if self.takes_down is not None:
             self._launcher.lost |= {self.takes_down} - {-1}
@@ -150,16 +150,16 @@ def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_o
     trainer = ExecutorSpec(name="trainer", factory="m:f", device="cuda:0", threads=1)
     before = ExecutorSpec(name="generator", factory="m:f", device="cuda:0", threads=1)
     wanted = replace(before, num_ranks=3, device="cuda")
-    spec, ranks = job.place_again((trainer, before), wanted)
+    spec, ranks = job.place_rescaled((trainer, before), wanted)
     assert (ranks, spec.device, spec.threads) == ((0, 1, 0), "cuda:0,cuda:1,cuda:1", 1)
     assert job.where["generator"] == (0,), "nothing is changed yet"
     job.move("generator", ranks)
     assert job.summary() == "trainer on b; generator on a, b"
     assert job.names(ranks) == "a, b, a"
-    assert job.settings_again("generator", config.hosts).on == {"generator": ("a", "b")}
-    assert job.settings_again("trainer", config.hosts) == config.hosts, "as it was, where fewest ranks are"
+    assert job.moved_settings("generator", config.hosts).on == {"generator": ("a", "b")}
+    assert job.moved_settings("trainer", config.hosts) == config.hosts, "as it was, where fewest ranks are"
     with pytest.raises(ConfigError, match="no host has room"):
-        job.place_again((trainer, spec), replace(wanted, num_ranks=4))
+        job.place_rescaled((trainer, spec), replace(wanted, num_ranks=4))
 
 
 def test_a_host_that_the_job_began_without_stays_in_the_settings_of_the_run() -> None:
@@ -170,7 +170,7 @@ def test_a_host_that_the_job_began_without_stays_in_the_settings_of_the_run() ->
     generator, trainer = (
         ExecutorSpec(name=n, factory="m:f", device="cpu", threads=1) for n in ("generator", "trainer")
     )
-    _, ranks = job.place_again((trainer, generator), replace(generator, num_ranks=2))
+    _, ranks = job.place_rescaled((trainer, generator), replace(generator, num_ranks=2))
     assert ranks == (0, 0), "its own hosts, of those that are there"
     job.move("generator", ranks)
-    assert job.settings_again("generator", config.hosts).on["generator"] == ("b", "a")
+    assert job.moved_settings("generator", config.hosts).on["generator"] == ("b", "a")

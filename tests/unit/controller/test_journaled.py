@@ -13,7 +13,7 @@ from llamarl.channels.weights import WeightsPayload, WeightsSender
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
-from llamarl.controller.journaled import go_on_from_journal
+from llamarl.controller.journaled import load_journal
 from llamarl.controller.marking import Marking
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report, SetupReport
@@ -68,19 +68,19 @@ COUNTED = [("generator", 0), ("generator", 1), ("trainer", 0), ("generator", 2),
 
 def test_a_run_stands_where_it_was_with_the_last_states_and_the_tokens_that_are_yet_to_be_read(tmp_path: Path) -> None:
     journal_of(tmp_path, COUNTED)
-    resumed = go_on_from_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
+    resumed = load_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
     assert [(report.executor, report.tick) for report in resumed.reports] == COUNTED
     assert [[read_state(s) for s in report.journal] for report in resumed.reports if report.executor == "generator"] == [
         [], [], [], [b"after 3"],
     ]  # fmt: skip
     assert (resumed.last_tick, resumed.next_number) == (3, 6)
     kept = KeptTokens([GROUPS, WEIGHTS], ["generator", "trainer"], ["generator"])
-    reports = kept.go_on(resumed.reports)
+    reports = kept.take_counted(resumed.reports)
     resumed.release()
     assert kept.replaceable() == {"generator": 4, "trainer": 0}
     assert [len(kept.inputs("trainer", tick)["groups"]) for tick in (0, 1)] == [1, 1]  # to repeat them
     marking = Marking(GRAPH, first_tick=0, num_ticks=10, initial_tokens={"weights": {-2: (None,), -1: (None,)}})
-    marking.go_on((report.executor, report.tick, report.outputs) for report in reports)
+    marking.advance_by((report.executor, report.tick, report.outputs) for report in reports)
     assert marking.done_ticks == {"generator": 4, "trainer": 2} and not marking.busy
     assert marking.withdrawn("trainer") == frozenset()  # versions 1 and 2 were read by ticks 2 and 3
     kept.close()
@@ -88,7 +88,7 @@ def test_a_run_stands_where_it_was_with_the_last_states_and_the_tokens_that_are_
 
 def test_ticks_from_the_next_saved_one_on_are_done_again_so_that_everyone_saves_it(tmp_path: Path) -> None:
     journal_of(tmp_path, COUNTED)
-    resumed = go_on_from_journal(tmp_path, "mine", GRAPH, config(every=3), after_tick=-1)
+    resumed = load_journal(tmp_path, "mine", GRAPH, config(every=3), after_tick=-1)
     assert [(report.executor, report.tick) for report in resumed.reports] == [at for at in COUNTED if at[1] < 2]
     resumed.release()
     assert [(record.executor, record.tick) for record in read_journal(tmp_path, "mine")] == COUNTED[:3]
@@ -104,7 +104,7 @@ def test_what_this_job_would_not_have_done_is_of_no_use(
         graph = Graph(tuple(replace(spec, num_ranks=2) for spec in GRAPH.executors), GRAPH.channels)
     elif trouble == "another channel":
         graph = Graph(GRAPH.executors, (replace(GROUPS, name="others"), WEIGHTS))
-    resumed = go_on_from_journal(tmp_path, "mine", graph, settings, after_tick=-1)
+    resumed = load_journal(tmp_path, "mine", graph, settings, after_tick=-1)
     assert (resumed.reports, resumed.next_number) == ((), 0)
     assert read_journal(tmp_path, "mine") == []
     if trouble in ("more ranks", "another channel"):
@@ -115,7 +115,7 @@ def test_ranks_of_a_source_that_may_be_any_number_go_on_as_another_one(tmp_path:
     journal_of(tmp_path, COUNTED)
     executors = (replace(GRAPH.executors[0], num_ranks=2), GRAPH.executors[1])
     graph = Graph(executors, (replace(GROUPS, elastic=True), WEIGHTS))
-    resumed = go_on_from_journal(tmp_path, "mine", graph, config(), after_tick=-1)
+    resumed = load_journal(tmp_path, "mine", graph, config(), after_tick=-1)
     assert [(report.executor, report.tick) for report in resumed.reports] == COUNTED
     resumed.release()
 
@@ -125,14 +125,14 @@ def test_more_pieces_than_may_be_open_are_refused_and_none_stays_open(
 ) -> None:
     journal_of(tmp_path, COUNTED)
     monkeypatch.setattr("llamarl.controller.journaled._raise_open_files", lambda: 404)
-    resumed = go_on_from_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
+    resumed = load_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
     assert resumed.reports == () and resumed.segments == []
     assert "it holds more than 2 pieces, as many as may be open: save more often" in capsys.readouterr().err
 
 
 def test_a_version_that_was_on_its_edge_is_withdrawn_until_it_is_made_again() -> None:
     marking = Marking(GRAPH, first_tick=0, num_ticks=10, initial_tokens={"weights": {-2: (None,), -1: (None,)}})
-    marking.go_on((name, tick, {"groups": (tick,)} if name == "generator" else {}) for name, tick in COUNTED[:5])
+    marking.advance_by((name, tick, {"groups": (tick,)} if name == "generator" else {}) for name, tick in COUNTED[:5])
     assert marking.withdrawn("trainer") == {("weights", 1)}
     with pytest.raises(ValueError, match="tick 7 of 'trainer' cannot have counted by then"):
-        marking.go_on([("trainer", 7, {})])
+        marking.advance_by([("trainer", 7, {})])

@@ -198,7 +198,7 @@ class World:
         order = self.order[name]
         assert order is not None
         if order.tick < self.begins[name]:
-            self.write_again(name, order.tick)
+            self.rewrite_product(name, order.tick)
             return
         read = tuple(self.read(handle) for handles in order.inputs.values() for handle in handles)
         self.state[name] = hash((order.executor, order.tick, self.state[name], read))
@@ -210,7 +210,7 @@ class World:
             self.slots[self._slot(name, channel)] = (order.tick, value, channel.kind is not ChannelKind.WEIGHTS)
         self.phase[name] = WRITTEN
 
-    def write_again(self, name: str, tick: int) -> None:
+    def rewrite_product(self, name: str, tick: int) -> None:
         """A token that lay on an edge where this incarnation begins, from the checkpoint or as the run began."""
         self.sent[name] += 1
         for number, channel in enumerate(self.graph.outputs[name], 1):
@@ -351,7 +351,7 @@ class World:
         self._end(spec.name, incarnation - 1)
         self.replace(spec.name, incarnation=incarnation, first_tick=first_tick)
 
-    def inputs_again(self, name: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
+    def past_inputs(self, name: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         return self.past[name, tick]
 
     def _me(self, name: str) -> tuple[str, int]:

@@ -119,12 +119,12 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
     asked = config(run_dir)
     asked = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
 
-    def write_again(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
+    def rewrite_product(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
         (run_dir / name).mkdir()
         (run_dir / name / "config.json").write_text("{}")
         write_export(run_dir / name, ExportFacts(policy_version=5, dtype="float32", served_dtype="float32"))
 
-    monkeypatch.setattr(resume, "write_again", write_again)
+    monkeypatch.setattr(resume, "rewrite_product", rewrite_product)
     if num_ticks == 4:  # the checkpoint is of later weights than the run's last
         with pytest.raises(ConfigError, match="writes model: give at least 6"):
             resume.resume_run(asked)
@@ -135,7 +135,7 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
         resume.resume_run(asked)
         assert "written again" not in capsys.readouterr().err
         (run_dir / "model" / "config.json").write_text("[]")
-        monkeypatch.setattr(resume, "write_again", lambda *_: None)
+        monkeypatch.setattr(resume, "rewrite_product", lambda *_: None)
         with pytest.raises(ConfigError, match="writes model"):
             resume.resume_run(asked)
         assert "config.json was altered" in capsys.readouterr().err

@@ -163,7 +163,7 @@ def test_a_job_on_hosts_is_scaled_where_its_weights_go_by_sockets_and_its_ranks_
     graph = Graph(GRAPH.executors, channels)
 
     class Hosts:
-        def place_again(
+        def place_rescaled(
             self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
         ) -> tuple[ExecutorSpec, tuple[int, ...]]:
             assert executors == graph.executors

@@ -13,8 +13,8 @@ from far_files import FarHost
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
-from llamarl.files.below import Below
-from llamarl.files.partial import PIECE_BYTES
+from llamarl.files.resumable_file import PIECE_BYTES
+from llamarl.files.safe_folder import SafeFolder
 
 DATA = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"
 
@@ -35,8 +35,8 @@ def test_a_file_of_several_pieces_goes_there_and_comes_back_whole(host: FarHost,
     client.send(tmp_path / "source", record("a/b"), run=run)
     assert (folder / "a/b").read_bytes() == DATA
     (tmp_path / "here").mkdir()
-    assert client.fetch(run, "a/b", Below(tmp_path / "here"), record("a/b")) == record("a/b")
-    assert client.fetch(run, "a/b", Below(tmp_path / "here"), None, name="c") == record("a/b")
+    assert client.fetch(run, "a/b", SafeFolder(tmp_path / "here"), record("a/b")) == record("a/b")
+    assert client.fetch(run, "a/b", SafeFolder(tmp_path / "here"), None, name="c") == record("a/b")
     assert (tmp_path / "here/a/b").read_bytes() == (tmp_path / "here/c").read_bytes() == DATA
 
 
@@ -46,7 +46,7 @@ def test_an_empty_file_is_a_file(host: FarHost, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"")
     client.send(tmp_path / "source", record("none", b""), run=run)
     assert (folder / "none").read_bytes() == b""
-    client.fetch(run, "none", Below(tmp_path), record("none", b""))
+    client.fetch(run, "none", SafeFolder(tmp_path), record("none", b""))
     assert (tmp_path / "none").read_bytes() == b""
 
 
@@ -70,7 +70,7 @@ def test_a_piece_that_changes_on_the_way_is_refused_by_host_and_file(host: FarHo
     client.on_the_way = damage
     with pytest.raises(TransferError, match="host b: a: its bytes changed on the way"):
         client.send(tmp_path / "source", record("a"), run=run)
-        client.fetch(run, "a", Below(tmp_path), record("a"))
+        client.fetch(run, "a", SafeFolder(tmp_path), record("a"))
     assert seen == 2
 
 
@@ -114,6 +114,6 @@ def test_a_run_that_there_is_not_and_a_path_that_leads_out_are_refused(host: Far
     with pytest.raises(TransferError, match="is no run that is kept here"):
         client.list_files("../x.0123456789abcdef")
     with pytest.raises(TransferError, match="is no path of a file below"):
-        client.fetch(run, "../../x", Below(tmp_path), None)
+        client.fetch(run, "../../x", SafeFolder(tmp_path), None)
     with pytest.raises(TransferError, match="is no name of a run"):
         client.open_run("../x")

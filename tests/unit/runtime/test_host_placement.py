@@ -12,7 +12,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import host_settings, hosts_named
 from llamarl.runtime.host_placement import (
     Machine,
-    given_again,
+    hosts_to_resume_on,
     place_on_hosts,
     respread,
     share_of,
@@ -258,8 +258,8 @@ def test_a_host_that_is_gone_or_would_give_other_bits_gets_no_replica() -> None:
 
 
 def test_a_resume_finds_room_where_the_replicas_are() -> None:
-    assert given_again((0, 1, 0), (0, 1)) == (0, 1)
-    assert given_again((0, 2, 2), (0, 1)) == (2, 0, 1), "c has two: of three it gets two again"
+    assert hosts_to_resume_on((0, 1, 0), (0, 1)) == (0, 1)
+    assert hosts_to_resume_on((0, 2, 2), (0, 1)) == (2, 0, 1), "c has two: of three it gets two again"
     assert spread([spec("g", 3)], 3, {"g": (2, 0)}, tensor_parallel={})["g"] == (2, 2, 0)
-    assert given_again((1,), (0, 1)) == (1, 0)
-    assert given_again((1, 1), ()) == () and given_again((1, 2), ()) == (1, 2)
+    assert hosts_to_resume_on((1,), (0, 1)) == (1, 0)
+    assert hosts_to_resume_on((1, 1), ()) == () and hosts_to_resume_on((1, 2), ()) == (1, 2)

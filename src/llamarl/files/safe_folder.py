@@ -16,10 +16,10 @@ from pathlib import Path
 from llamarl.checkpoint.written import is_inside, sync_folder
 from llamarl.errors import TransferError
 
-__all__ = ["Below"]
+__all__ = ["SafeFolder"]
 
 
-class Below:
+class SafeFolder:
     """See the module.
 
     Args:

@@ -1,6 +1,6 @@
 """A file that is on its way: kept beside its place until every byte is proved, and gone on with after a broken connection.
 
-Partial(folder, record) ─▶ offset: what is here already ─▶ write, write .. ─▶ finish: size, checksum, flush ─▶ a whole file
+ResumableFile(folder, record) ─▶ offset: what is here already ─▶ write, write .. ─▶ finish: size, checksum, flush ─▶ a whole file
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import xxhash
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import TransferError
 
-__all__ = ["PIECE_BYTES", "Partial", "free_bytes", "no_space"]
+__all__ = ["PIECE_BYTES", "ResumableFile", "free_bytes", "no_space"]
 
 PIECE_BYTES = 8 << 20
 """Most bytes of a file that either end holds at a time."""
 
 
-class Partial:
+class ResumableFile:
     """Takes a file's bytes in order, from ``offset`` on. A context: what is not finished is kept, for the next try.
 
     Args:
@@ -104,7 +104,7 @@ class Partial:
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
-    def __enter__(self) -> Partial:
+    def __enter__(self) -> ResumableFile:
         return self
 
     def __exit__(
