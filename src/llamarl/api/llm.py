@@ -84,7 +84,6 @@ def open_policy(
                 load_config(named.recipe, words_given),
                 Path(named.recipe).parent,
                 read_settings(None, words_given),
-                tells=section == "evaluation",
             )
         config = load_config(recipe or named.recipe, [*words, *changes], checks)
         check_engine(config, sections=[section])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from llamarl.controller.frozen_models import refuse_other_models
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again, left_behind, reached_policy
+from llamarl.controller.own_runs import why_not_own
 from llamarl.controller.preflight import check_reward, find_missing
 from llamarl.controller.prepare import (
     Prepared,
@@ -68,54 +70,65 @@ def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
 
 
 def _is_set(given: Mapping[str, Any], key: str) -> bool:
+    """Whether the user has set a key; all keys in a list are set with it."""
     node: Any = given
     for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
+        if not isinstance(node, Mapping):
+            return True
+        if part not in node:
             return False
         node = node[part]
     return True
 
 
-def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any], *, tells: bool = True) -> None:
-    """Refuse what a run's folder, which may come from somebody else, names to be run: whatever ``RunConfig.named_code`` lists.
+def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any]) -> None:
+    """Refuse what a run's folder, which may come from somebody else, names to be run, and where it has secrets sent: whatever
+    ``RunConfig.named_code`` lists. Of a run that this user has begun only what lies in its folder is refused.
 
     Args:
         given: What the user has set now; a key in it is the user's own.
-        tells: Whether a line names code that lies elsewhere, and is run.
 
     Raises:
-        ConfigError: Code inside the folder, the address of a cluster or the variable with a judge's key, which are sent what is the
-            user's own, or consent to a model's own code.
+        ConfigError: It names such things.
         FileError: A pipe or a device in the folder.
     """
     refuse_pipes(run_dir)
-    saved = run_dir / CONFIG_FILE
-    for key, value, kind in config.named_code:
-        if _is_set(given, key):
-            continue
-        if kind == "import path":
-            _refuse_code_inside(key, value, run_dir.resolve(), tells=tells)
-        elif kind == "address":
+    saved, inside = run_dir / CONFIG_FILE, run_dir.resolve()
+    named = [(key, value, kind) for key, value, kind in config.named_code if not _is_set(given, key)]
+    for key, value, kind in named:
+        source = source_file(value, key) if kind == "import path" else None
+        if source is not None and source.resolve().is_relative_to(inside):
             raise ConfigError(
-                f"{key} is {value!r} in {saved}: a run's folder may come from somebody else, so name it yourself: --{key} {value!r}"
+                f"{key} {value!r}, as {saved} says, is code inside the run's folder, which llamarl never puts there: "
+                f"if you trust {source}, name it yourself: --{key} {value}"
             )
-        else:
-            raise ConfigError(
-                f"{key} is true in {saved}: a run's folder may come from somebody else, so give your consent yourself: --{key} true"
-            )
-
-
-def _refuse_code_inside(key: str, path: str, run_dir: Path, *, tells: bool) -> None:
-    """A run's folder may come from somebody else: what lies in it is data, and none of it is run unless the user names it."""
-    source = source_file(path, key)
-    if source is not None and source.resolve().is_relative_to(run_dir):
+    relative = any(_is_relative(config, key, value) for key, value, _ in named)
+    why = why_not_own(inside, saved, relative=relative) if named else ""
+    if not why:  # the model's own code may have been put into the folder since
+        named = [
+            one for one in named if one[2] == "consent" and _model(config, one[0]).resolve().is_relative_to(inside)
+        ]
+        why = "the model's code lies in the run's folder" if named else ""
+    if why:
+        listed = ", ".join(f"{key} {value!r}" for key, value, _ in named)
+        flags = " ".join(f"--{key} {shlex.quote(value)}" for key, value, _ in named)
         raise ConfigError(
-            f"{key} {path!r}, as {run_dir / CONFIG_FILE} says, is code inside the run's folder, which llamarl never puts there: "
-            f"if you trust {source}, name it yourself: --{key} {path}"
+            f"{saved} names what would run as you, or be sent what is yours ({listed}), and {why}: if you trust it, name it "
+            f"yourself, by a recipe of yours or by {flags}"
         )
-    where = f" ({source})" if source else ""
-    if tells:
-        print(f"{run_dir / CONFIG_FILE} names code to run: {key} {path}{where}", file=sys.stderr)
+
+
+def _is_relative(config: RunConfig, key: str, value: str) -> bool:
+    """Whether a key of ``RunConfig.named_code`` names a file that is another one in another working directory."""
+    module = value.rpartition(":")[0]
+    path = Path(module).expanduser() if module.endswith(".py") else _model(config, key)
+    return not path.is_absolute() and (module.endswith(".py") or key.endswith("trust_remote_code") and path.exists())
+
+
+def _model(config: RunConfig, key: str) -> Path:
+    """The model folder beside a key: the job's, or that of an executor's own settings."""
+    own = config.for_executor(key.split(".")[1]) if key.startswith("executors.") else config
+    return Path(own.model.path)
 
 
 def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:

@@ -23,6 +23,7 @@ from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
+from llamarl.controller.own_runs import mark
 from llamarl.controller.prepare import Prepared, description, join_network
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.run_checkpoints import RunCheckpoints
@@ -269,9 +270,15 @@ def _staleness(config: RunConfig) -> str:
 
 
 def save_settings(prepared: Prepared, run_dir: Path) -> None:
+    """Write ``config.toml``, and before it the mark by which a resume knows the user's own run.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
     new = run_dir / f"{CONFIG_FILE}.new"
     try:
         save_config(prepared.config, new)
+        mark(prepared.config, new.read_bytes(), run_dir)
         os.replace(new, run_dir / CONFIG_FILE)
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write {run_dir / CONFIG_FILE}: {error.strerror}") from error

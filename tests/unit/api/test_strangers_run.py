@@ -26,7 +26,8 @@ def run(tmp_path: Path) -> Path:
     model.mkdir(parents=True)
     for file in (Path(assets).parent / "tiny").iterdir():
         (model / file.name).write_bytes(file.read_bytes())
-    (folder / "evil.py").write_text(EVIL)
+    for place in (folder, tmp_path):
+        (place / "evil.py").write_text(EVIL)
     return folder
 
 
@@ -37,10 +38,12 @@ def describe(run: Path, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("verb", ["eval", "generate", "doctor"])
 @pytest.mark.parametrize("key", ["task.reward", "generator.engine.name", "model.trust_remote_code"])
+@pytest.mark.parametrize("place", ["inside", "outside"])
 def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_it(
-    run: Path, verb: str, key: str
+    run: Path, verb: str, key: str, place: str
 ) -> None:
-    describe(run, {key: True if key.endswith("code") else f"{run}/evil.py:Thing"})
+    code = f"{run if place == 'inside' else run.parent}/evil.py:Thing"
+    describe(run, {key: True if key.endswith("code") else code})
     more = ["--prompt", "a"] if verb == "generate" else []
     for model in (run, run / "model"):
         done = run_llamarl([verb, str(model), *more])
@@ -50,7 +53,7 @@ def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_
 
 def test_what_the_user_names_is_the_users_own(run: Path) -> None:
     describe(run, {"model.trust_remote_code": True})
-    with pytest.raises(ConfigError, match="give your consent yourself: --model.trust_remote_code true"):
+    with pytest.raises(ConfigError, match="name it yourself, by .* --model.trust_remote_code true"):
         open_policy(str(run))
     settings = {"model.trust_remote_code": ("--trust-remote-code", True)}
     assert open_policy(str(run), settings=settings)[1].model.trust_remote_code
@@ -62,7 +65,7 @@ def test_the_variable_whose_value_a_judges_server_is_sent_is_named_by_the_user(t
     judge = {"url": "http://somewhere/v1", "model": "m", "api_key_env": "HOME"}
     config = validate({"judge": judge})
     with pytest.raises(
-        ConfigError, match="judge.api_key_env is 'HOME' .* name it yourself: --judge.api_key_env 'HOME'"
+        ConfigError, match="judge.api_key_env 'HOME'.* name it yourself, by .* --judge.api_key_env HOME"
     ):
         refuse_code_of_a_run(config, tmp_path, {})
     refuse_code_of_a_run(config, tmp_path, {"judge": {"api_key_env": "HOME"}})
