@@ -39,7 +39,6 @@ from llamarl.executors.base import (
 from llamarl.import_path import load_module, resolve
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
-from llamarl.runtime.journal import JOURNAL_FOLDER
 from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
 from llamarl.transports.network import Network, join
@@ -344,7 +343,7 @@ class Worker:
         except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise CheckpointError(
                 f"{name!r} cannot go on from its state after tick {tick} ({type(error).__name__}: {error}): if "
-                f"{self._plan.run_dir or 'RUN'}/{JOURNAL_FOLDER} holds it, remove that folder and resume from the checkpoint"
+                f"{self._plan.run_dir or 'RUN'}/journal holds it, remove that folder and resume from the checkpoint"
             ) from error
 
     def run(self, order: Order) -> RankReport:
