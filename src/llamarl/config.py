@@ -26,6 +26,7 @@ from llamarl.engine.config import EngineConfig
 from llamarl.environments.config import TaskSection
 from llamarl.errors import ConfigError, FileError, Mistake
 from llamarl.executors.config import (
+    TASK_PART,
     DynamicSamplingConfig,
     EvaluationConfig,
     ExecutorConfig,
@@ -33,7 +34,6 @@ from llamarl.executors.config import (
     JudgeConfig,
     RewardConfig,
     RewardModelConfig,
-    judging_mistakes,
 )
 from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
@@ -274,7 +274,7 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     yield from _group_checks(config)
     yield from _engine_checks(config)
     yield from _batch_checks(config)
-    yield from judging_mistakes(config)
+    yield from _judging_checks(config)
     yield from wiring_mistakes(config)
     if config.task.has_environment:
         yield from _environment_checks(config)
@@ -389,6 +389,27 @@ def _settings_checks(config: RunConfig) -> Iterator[Mistake]:
             config.for_executor(name)
         except ConfigError as error:
             yield Mistake(f"executors.{name}.settings", ": " + "; ".join(map(str, error.mistakes)), ("executors",))
+
+
+def _judging_checks(config: RunConfig) -> Iterator[Mistake]:
+    """What is wrong with how verdicts are put together."""
+    models = {"reward_model": config.reward_model.name} if config.has_reward_model else {}
+    models |= {"judge": config.judge.name} if config.has_judge else {}
+    if config.reward.weight == 0 and not models and not config.executors:
+        yield Mistake(
+            "reward.weight",
+            "is 0, so models alone judge, but there is none: name one in reward_model.path, judge.path or judge.url, or set it to 1",
+            ("reward_model.path", "judge.path", "judge.url"),
+        )
+    taken = {TASK_PART, *(part.part for task in (config.task, *config.task.tasks.values()) for part in task.judges)}
+    for section, name in models.items():
+        if name in taken:
+            yield Mistake(
+                f"{section}.name",
+                f"is {name!r}, which another part of the reward is called: choose another name",
+                ("task.rewards",),
+            )
+        taken.add(name)
 
 
 def _temperature_checks(config: RunConfig) -> Iterator[Mistake]:

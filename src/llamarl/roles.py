@@ -27,14 +27,17 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from llamarl.errors import Mistake
 
 if TYPE_CHECKING:
-    from llamarl.config import RunConfig
-    from llamarl.executors.config import ExecutorConfig
+    from llamarl.algorithms.config import AlgorithmConfig
+    from llamarl.controller.config import ScheduleConfig
+    from llamarl.engine.config import EngineConfig
+    from llamarl.executors.config import EvaluationConfig, ExecutorConfig, GeneratorConfig, JudgeConfig
     from llamarl.models.support import Use
+    from llamarl.trainer.config import LoraConfig, TrainerConfig
 
 __all__ = [
     "MODEL_SECTIONS",
@@ -63,6 +66,44 @@ evaluation to the next. Only ticks that are due carry a version, so that much ro
 the weights in shared memory, or two if every tick is due."""
 
 
+class JobConfig(Protocol):
+    """What the table of roles asks of a configuration; ``config.RunConfig`` is one."""
+
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def evaluation(self) -> EvaluationConfig: ...
+    @property
+    def executors(self) -> Mapping[str, ExecutorConfig]: ...
+    @property
+    def generator(self) -> GeneratorConfig: ...
+    @property
+    def judge(self) -> JudgeConfig: ...
+    @property
+    def judge_engine(self) -> EngineConfig: ...
+    @property
+    def lora(self) -> LoraConfig: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def run(self) -> Any: ...
+    @property
+    def schedule(self) -> ScheduleConfig: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
+    @property
+    def has_critic(self) -> bool: ...
+    @property
+    def has_judge(self) -> bool: ...
+    @property
+    def has_reference(self) -> bool: ...
+    @property
+    def has_reward_model(self) -> bool: ...
+
+
+_Config = TypeVar("_Config", bound=JobConfig)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reads:
     """A channel as its reader sees it: the reader says how its ranks share what arrives, and how late it may be."""
@@ -71,13 +112,13 @@ class Reads:
     """Names, best first: it reads the first that anybody of the job writes."""
     kind: Literal["gather", "scatter", "weights"]
     """Of ``channels.base.ChannelKind``."""
-    delay: Callable[[RunConfig], int] = lambda config: 0
+    delay: Callable[[JobConfig], int] = lambda config: 0
     """Ticks by which what it reads is older than its own tick."""
-    capacity: Callable[[RunConfig], int] = lambda config: config.schedule.max_staleness + 1
+    capacity: Callable[[JobConfig], int] = lambda config: config.schedule.max_staleness + 1
     """Most tokens on the channel at once."""
-    latest: Callable[[RunConfig], bool] = lambda config: False
+    latest: Callable[[JobConfig], bool] = lambda config: False
     """Whether it may take newer tokens than that of its tick."""
-    due: Callable[[RunConfig, int], bool] = lambda config, tick: True
+    due: Callable[[JobConfig, int], bool] = lambda config, tick: True
     """Whether a tick's token carries anything."""
 
 
@@ -87,19 +128,19 @@ class Model:
 
     key: str = "model.path"
     """Key of the recipe that names it; where that is empty it is the policy's."""
-    uses: Callable[[RunConfig], tuple[Use, ...]]
+    uses: Callable[[JobConfig], tuple[Use, ...]]
     """What it is used for, in the words of ``models.support``."""
     trained: bool = False
     """Whether it learns: then it is part of checkpoints, and a folder of the run at its end."""
     own_tokens: bool = False
     """Whether it reads text through a tokenizer of its own; any other model reads the policy's tokens."""
 
-    def path(self, config: RunConfig) -> str:
+    def path(self, config: JobConfig) -> str:
         """As the recipe has it, the policy's where it has none."""
         section, _, name = self.key.partition(".")
         return str(getattr(getattr(config, section), name) or config.model.path)
 
-    def named_itself(self, config: RunConfig) -> bool:
+    def named_itself(self, config: JobConfig) -> bool:
         """Whether the recipe gives it a path of its own, other than the policy's key."""
         section, _, name = self.key.partition(".")
         return section != "model" and bool(getattr(getattr(config, section), name))
@@ -112,7 +153,7 @@ class Product:
     folder: str
     writer: str
     """Import path of what writes it again from a checkpoint; called as ``writer(checkpoint, config, folder)``."""
-    wanted: Callable[[RunConfig], bool] = lambda config: True
+    wanted: Callable[[JobConfig], bool] = lambda config: True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,31 +182,31 @@ class Role:
     products: tuple[Product, ...] = ()
     reshards: bool = False
     """Whether other ``sizes`` and threads go on from its checkpoints (``checkpoint.reshard``)."""
-    present: Callable[[RunConfig], bool] = lambda config: True
+    present: Callable[[JobConfig], bool] = lambda config: True
     asked_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of a role that only some jobs have: keys that ask for it -> what to set them to, in words."""
 
-    def settings(self, config: RunConfig) -> Any:
+    def settings(self, config: JobConfig) -> Any:
         """Its section; None where it has none."""
         if self.section.startswith(_OWN):
             return config.executors[self.name]
         return getattr(config, self.section) if self.section else None
 
-    def size_of(self, config: RunConfig, names: Iterable[str]) -> int:
+    def size_of(self, config: JobConfig, names: Iterable[str]) -> int:
         """Product of these keys of its section."""
         return math.prod(getattr(self.settings(config), name) for name in names)
 
-    def num_ranks(self, config: RunConfig) -> int:
+    def num_ranks(self, config: JobConfig) -> int:
         return sum(self.unit_ranks(config)) if self._has_unlike(config) else self.size_of(config, self.sizes)
 
-    def unit_ranks(self, config: RunConfig) -> tuple[int, ...]:
+    def unit_ranks(self, config: JobConfig) -> tuple[int, ...]:
         """Ranks of each unit of it that one model is spread over, in their order."""
         if self._has_unlike(config):
             return tuple(self.settings(config).replica_ranks)
         unit = self.size_of(config, self.model_sizes)
         return (unit,) * (self.size_of(config, self.sizes) // unit)
 
-    def units(self, config: RunConfig) -> int | tuple[tuple[int, int], ...]:
+    def units(self, config: JobConfig) -> int | tuple[tuple[int, int], ...]:
         """Neighbouring ranks that talk most, by ``close``; of unlike replicas (how many ranks, how
         often) of each kind."""
         settings = self.settings(config)
@@ -174,11 +215,11 @@ class Role:
             return tuple((kind.tp or settings.tp, kind.dp * pp) for kind, pp in stages)
         return math.prod(int(getattr(settings, name, 1)) for name in self.close)
 
-    def _has_unlike(self, config: RunConfig) -> bool:
+    def _has_unlike(self, config: JobConfig) -> bool:
         return bool(getattr(self.settings(config), "replicas", ()))
 
 
-def _generates(config: RunConfig) -> tuple[Use, ...]:
+def _generates(config: JobConfig) -> tuple[Use, ...]:
     generator = config.generator
     if generator.engine.by_import_path:
         return ()  # what it can do, it knows itself
@@ -186,17 +227,17 @@ def _generates(config: RunConfig) -> tuple[Use, ...]:
     return uses if generator.quantization == "none" else (*uses, generator.quantization)
 
 
-def _trains(config: RunConfig) -> tuple[Use, ...]:
+def _trains(config: JobConfig) -> tuple[Use, ...]:
     asked: dict[Use, bool] = {"lora": config.lora.rank > 0, "router_replay": config.trainer.router == "replay"}
     return ("train", *(use for use, wanted in asked.items() if wanted))
 
 
-def _scores(config: RunConfig) -> tuple[Use, ...]:
+def _scores(config: JobConfig) -> tuple[Use, ...]:
     """On one rank any classifier of transformers does; over several it takes one that is known here."""
     return ("reward_model",) if ROLES["reward_model"].num_ranks(config) > 1 else ()
 
 
-def _judges(config: RunConfig) -> tuple[Use, ...]:
+def _judges(config: JobConfig) -> tuple[Use, ...]:
     """One behind a URL is no model of this job."""
     if not config.judge.path:
         return ()
@@ -339,13 +380,13 @@ ROLES: Mapping[str, Role] = {
 is an entry here and a class in ``executors/``."""
 
 
-def present_roles(config: RunConfig) -> list[Role]:
+def present_roles(config: JobConfig) -> list[Role]:
     """Those that a recipe asks for, rewired as it says, then those of the user's own."""
     standard = [_rewired(role, config) for role in ROLES.values() if role.present(config)]
     return [*standard, *(_own(name, config) for name in config.executors if name not in ROLES)]
 
 
-def idle_size_mistakes(config: RunConfig) -> Iterator[Mistake]:
+def idle_size_mistakes(config: JobConfig) -> Iterator[Mistake]:
     """Ranks that a recipe gives to executors that its job does not have, and that would therefore
     never be looked at."""
     used = {role.section for role in present_roles(config)}
@@ -362,7 +403,7 @@ def idle_size_mistakes(config: RunConfig) -> Iterator[Mistake]:
                 )
 
 
-def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+def with_settings(config: _Config, changes: Mapping[str, Mapping[str, Any]]) -> _Config:
     """``config`` with other values in the sections of its roles, all at once: between two of them
     it might be no configuration.
 
@@ -377,10 +418,10 @@ def with_settings(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -
                 sections["executors"][role.name] = changed
             else:
                 sections[role.section] = changed
-    return dataclasses.replace(config, **sections)
+    return dataclasses.replace(config, **sections)  # type: ignore[type-var, return-value]
 
 
-def _rewired(role: Role, config: RunConfig) -> Role:
+def _rewired(role: Role, config: JobConfig) -> Role:
     """As ``[executors.NAME]`` has it; how it reads stays, whatever the channel is called."""
     change = config.executors.get(role.name)
     if change is None:
@@ -395,13 +436,13 @@ def _rewired(role: Role, config: RunConfig) -> Role:
     )
 
 
-def carries_version(config: RunConfig, reader: str, tick: int) -> bool:
+def carries_version(config: JobConfig, reader: str, tick: int) -> bool:
     """Whether what the trainer sends ``reader`` at the end of a tick is a version: to the evaluator
     only where one is due."""
     return reader not in ROLES or all(reads.due(config, tick) for reads in ROLES[reader].reads)
 
 
-def _own(name: str, config: RunConfig) -> Role:
+def _own(name: str, config: JobConfig) -> Role:
     own = config.executors[name]
     trainer = _rewired(ROLES["trainer"], config)
 
@@ -430,7 +471,7 @@ _ALL = ("executors",)
 """What a mistake of wiring looks at: the sections of all executors."""
 
 
-def wiring_mistakes(config: RunConfig) -> Iterator[Mistake]:
+def wiring_mistakes(config: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the executors that a recipe brings or rewires, in which any of them may be at fault. Whether a
     cycle lacks a delay the graph itself tells."""
     if not config.executors:
@@ -495,7 +536,7 @@ def wiring_mistakes(config: RunConfig) -> Iterator[Mistake]:
             )
 
 
-def _own_mistakes(name: str, own: ExecutorConfig, config: RunConfig) -> Iterator[Mistake]:
+def _own_mistakes(name: str, own: ExecutorConfig, config: JobConfig) -> Iterator[Mistake]:
     key = f"executors.{name}"
     if name not in ROLES:
         if not name.isidentifier() or not name.isascii():
@@ -536,7 +577,7 @@ def _own_mistakes(name: str, own: ExecutorConfig, config: RunConfig) -> Iterator
         )
 
 
-def _weights_mistakes(name: str, own: ExecutorConfig, config: RunConfig) -> Iterator[Mistake]:
+def _weights_mistakes(name: str, own: ExecutorConfig, config: JobConfig) -> Iterator[Mistake]:
     """What is wrong with how an executor of the user's own reads the trainer's weights."""
     read = [channel for channel in own.reads if channel in _rewired(ROLES["trainer"], config).writes]
     if name in ROLES or not read:

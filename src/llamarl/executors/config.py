@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
@@ -16,9 +16,6 @@ from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path
 from llamarl.mistakes import mistakes_of
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, refuse
-
-if TYPE_CHECKING:
-    from llamarl.config import RunConfig
 
 __all__ = [
     "TASK_PART",
@@ -31,7 +28,6 @@ __all__ = [
     "RewardConfig",
     "RewardModelConfig",
     "SamplingConfig",
-    "judging_mistakes",
 ]
 
 TASK_PART = "task"
@@ -619,24 +615,3 @@ class EvaluationConfig:
         """Whether a policy version is scored after version 0: every ``every`` versions, and the
         last of ``num_ticks``."""
         return self.every > 0 and (version % self.every == 0 or version == num_ticks)
-
-
-def judging_mistakes(config: RunConfig) -> Iterator[Mistake]:
-    """What is wrong with how verdicts are put together."""
-    models = {"reward_model": config.reward_model.name} if config.has_reward_model else {}
-    models |= {"judge": config.judge.name} if config.has_judge else {}
-    if config.reward.weight == 0 and not models and not config.executors:
-        yield Mistake(
-            "reward.weight",
-            "is 0, so models alone judge, but there is none: name one in reward_model.path, judge.path or judge.url, or set it to 1",
-            ("reward_model.path", "judge.path", "judge.url"),
-        )
-    taken = {TASK_PART, *(part.part for task in (config.task, *config.task.tasks.values()) for part in task.judges)}
-    for section, name in models.items():
-        if name in taken:
-            yield Mistake(
-                f"{section}.name",
-                f"is {name!r}, which another part of the reward is called: choose another name",
-                ("task.rewards",),
-            )
-        taken.add(name)
