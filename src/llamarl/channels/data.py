@@ -29,6 +29,7 @@ import torch
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.channels.plain_values import decode, encode
 from llamarl.errors import ChannelError
+from llamarl.models.packing import balance
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
 from llamarl.transports.checksum import digest
 from llamarl.transports.deadline import Clock, deadline_clock
@@ -36,7 +37,7 @@ from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
 
-__all__ = ["DataHandle", "DataReceiver", "DataSender", "Shares", "check_token", "split_by_cost"]
+__all__ = ["DataHandle", "DataReceiver", "DataSender", "Shares", "check_token"]
 
 _ALIGN = 64
 _COPY_CHUNK = 64 << 20  # bytes between two looks at the clock
@@ -121,8 +122,11 @@ class DataSender:
                 )
             # Ranks start at different parts, so that leftovers of several sources do not all land on part 0.
             shares = payload.shares if isinstance(payload, Shares) else ((self._rank, payload),)
-            split = [split_by_cost(items, self._num_parts, first=first) for first, items in shares]
-            parts = [[item for share in split for item in share[part]] for part in range(self._num_parts)]
+            parts = [[] for _ in range(self._num_parts)]
+            for first, items in shares:
+                costs = [int(getattr(item, "num_tokens", 1)) for item in items]
+                for part, chosen in zip(parts, balance(costs, self._num_parts, first=first), strict=True):
+                    part += [items[i] for i in chosen]
         encoded = [self._encode(tick, part) for part in parts]
         return self._publish(tick, encoded)
 
@@ -306,33 +310,6 @@ class DataReceiver:
             with contextlib.suppress(ChannelError):  # its source has gone, or sent others since
                 return self._transport.open(handle.original, clock(doing))
         return self._transport.open(handle.address, clock(doing))
-
-
-def split_by_cost(items: Sequence[Any], num_parts: int, *, first: int = 0) -> list[list[Any]]:
-    """Split ``items`` into ``num_parts`` lists of nearly equal cost; the order inside a list is the order of ``items``.
-
-    The costliest item goes first, each to the part that is cheapest so far (longest processing time; at most 4/3 of the
-    best split). Ties go to the lower item and to the part that follows ``first``, so the result depends on costs alone.
-
-    Args:
-        items: Cost is ``item.num_tokens`` where there is one, else 1.
-    """
-    if num_parts < 1:
-        raise ValueError(f"num_parts must be >= 1, got {num_parts}")
-    costs = [int(getattr(item, "num_tokens", 1)) for item in items]
-    preference = [(first + i) % num_parts for i in range(num_parts)]
-    load = [0] * num_parts
-    count = [0] * num_parts
-    chosen: list[int] = [0] * len(items)
-    for index in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
-        part = min(preference, key=lambda p: (load[p], count[p]))
-        chosen[index] = part
-        load[part] += costs[index]
-        count[part] += 1
-    parts: list[list[Any]] = [[] for _ in range(num_parts)]
-    for index, item in enumerate(items):
-        parts[chosen[index]].append(item)
-    return parts
 
 
 def _check_ranks(spec: ChannelSpec, rank: int, num_own: int, num_source_ranks: int, num_sink_ranks: int) -> None:

@@ -83,13 +83,7 @@ class ModelRunner:
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
-        if quantization not in supported_quantizations(self.device):
-            raise ConfigError(
-                f"generator.quantization={quantization!r} is not available on {self.device.type}; "
-                f"use one of {', '.join(supported_quantizations(self.device))}"
-            )
-        if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
-            raise ModelError(f"generator.quantization={quantization!r}: {reason}")
+        self._check_quantization(quantization)
         self.notes_experts = note_experts
         self._expert_layers = watch_experts(self.model) if note_experts else []
         """Of this stage, which may have none where others have some."""
@@ -108,22 +102,9 @@ class ModelRunner:
             ranks=self.ranks,
             summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),
         )
-        self.block_size = config.block_size
-        num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
-        of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
-        own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
-        self._first_layer = own.start
-        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         padded = self._pads_decodes(config)
-        longest = max(map(len, of_stages))  # all stages have as many blocks
-        self._cache_blocks = config.kv_cache_bytes // (self.block_bytes // self._num_layers * longest)
-        self.num_blocks = self._cache_blocks - padded  # the last one is scratch
-        if self.num_blocks < 1:
-            raise ConfigError(
-                f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than {1 + padded} blocks of {config.block_size} "
-                f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
-            )
+        self._size_cache(config, scratch=padded)
         self._cache = torch.empty(0)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -139,6 +120,33 @@ class ModelRunner:
             self.links = StageLinks(layout, width=self._width, dtype=self.dtype, device=self.device)
         if padded:
             self.padded_decoder = self._make_padded_decoder(config)
+
+    def _check_quantization(self, quantization: str) -> None:
+        supported = supported_quantizations(self.device)
+        if quantization not in supported:
+            raise ConfigError(
+                f"generator.quantization={quantization!r} is not available on {self.device.type}; "
+                f"use one of {', '.join(supported)}"
+            )
+        if quantization != "none" and (reason := why_unsupported(self.model_config.to_dict(), cast(Use, quantization))):
+            raise ModelError(f"generator.quantization={quantization!r}: {reason}")
+
+    def _size_cache(self, config: EngineConfig, *, scratch: bool) -> None:
+        """Which layers and heads this rank caches, and how many blocks; with ``scratch`` the last one is nobody's."""
+        self.block_size = config.block_size
+        num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
+        of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
+        own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
+        self._first_layer = own.start
+        self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
+        longest = max(map(len, of_stages))  # all stages have as many blocks
+        self._cache_blocks = config.kv_cache_bytes // (self.block_bytes // self._num_layers * longest)
+        self.num_blocks = self._cache_blocks - scratch
+        if self.num_blocks < 1:
+            raise ConfigError(
+                f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than {1 + scratch} blocks of {config.block_size} "
+                f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
+            )
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
         mode, stages = config.cuda_graphs, self.ranks.num_stages

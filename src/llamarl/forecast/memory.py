@@ -28,7 +28,7 @@ from llamarl.forecast.ticks import (
     expert_copies,
     profile_of,
 )
-from llamarl.trainer.packing import SIMILAR
+from llamarl.models.packing import SIMILAR
 
 __all__ = ["MARGIN", "STATE", "fits", "generator_memory", "kept_bytes", "trainer_memory"]
 

@@ -33,15 +33,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from llamarl.models.packing import similar_responses
 from llamarl.models.transfer import to_device
 
 __all__ = [
     "PACKED_ATTENTION",
     "PackedSequences",
+    "PaddedBatch",
     "attending",
     "current_packing",
     "fused_attention",
     "packed_attention",
+    "places_in",
     "register_attention",
     "repeated_heads",
     "softcapped_attention",
@@ -50,14 +53,12 @@ __all__ = [
 PACKED_ATTENTION = "llamarl_packed"
 """Name in transformers' attention interface. To take it from here is to have it registered."""
 
-_MAX_LENGTH_RATIO = 0.8  # a padded batch holds sequences at least this long relative to its longest
-_SMALL_GAP = 16  # tokens of padding that are always cheaper than another kernel call
 _SOFTCAP_CHUNK = 256  # query rows whose scores are held at once in a soft-capped layer
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Sequences that share one padded batch of shape [num_sequences, length]."""
+class PaddedBatch:
+    """Sequences of a row that share one padded batch of shape [num_sequences, length]."""
 
     num_sequences: int
     length: int
@@ -65,6 +66,48 @@ class _Bucket:
     """[n] positions in the row, of all tokens of these sequences."""
     slots: Tensor
     """[n] where each goes in the flattened padded batch."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[tuple[int, int]]) -> PaddedBatch:
+        """
+        Args:
+            sequences: (tokens, first position in the row) of each, the longest first.
+        """
+        longest = sequences[0][0]
+        tokens = torch.cat([torch.arange(start, start + n) for n, start in sequences])
+        slots = torch.cat([i * longest + torch.arange(n) for i, (n, _) in enumerate(sequences)])
+        return cls(len(sequences), longest, tokens, slots)
+
+    def to(self, device: torch.device) -> PaddedBatch:
+        return PaddedBatch(
+            self.num_sequences, self.length, to_device(self.tokens, device), to_device(self.slots, device)
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no sequence is shorter than the longest."""
+        return self.num_sequences * self.length == len(self.tokens)
+
+    def pad(self, row: Tensor) -> Tensor:
+        """[num_sequences, length, ..] of a row's [T, ..]; zeros beyond a sequence's end."""
+        values = row.index_select(0, self.tokens)
+        if not self.is_full:
+            empty = row.new_zeros(self.num_sequences * self.length, *row.shape[1:])
+            values = empty.index_copy(0, self.slots, values)
+        return values.view(self.num_sequences, self.length, *row.shape[1:])
+
+    def unpad(self, out: Tensor) -> Tensor:
+        """[n, H, D] of ``tokens`` of an attention's [num_sequences, H, length, D]."""
+        values = out.transpose(1, 2).reshape(self.num_sequences * self.length, out.shape[1], out.shape[3])
+        return values if self.is_full else values.index_select(0, self.slots)
+
+
+def places_in(parts: Sequence[Tensor]) -> Tensor:
+    """[T] where each of a row's positions stands in ``parts``, which together hold each once, end to end."""
+    rows = torch.cat(list(parts))
+    place = torch.empty_like(rows)
+    place[rows] = torch.arange(len(rows))
+    return place
 
 
 @dataclass(frozen=True)
@@ -108,28 +151,14 @@ class PackedSequences:
             self._cache[key] = to_device(torch.tensor(self.cu_seqlens, dtype=torch.int32), device)
         return self._cache[key]
 
-    def buckets(self, device: torch.device) -> tuple[tuple[_Bucket, ...], Tensor]:
+    def padded(self, device: torch.device) -> tuple[tuple[PaddedBatch, ...], Tensor]:
         """Padded batches, and for each token of the row its place in their concatenated outputs, [T]."""
-        key = ("buckets", device)
-        if key in self._cache:
-            return self._cache[key]
-        lengths = self.lengths
-        members: list[list[int]] = []
-        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-            longest = lengths[members[-1][0]] if members else 0
-            if members and (lengths[i] >= _MAX_LENGTH_RATIO * longest or longest - lengths[i] <= _SMALL_GAP):
-                members[-1].append(i)
-            else:
-                members.append([i])
-        buckets, place, base = [], torch.empty(self.num_tokens, dtype=torch.int64), 0
-        for group in members:
-            longest = lengths[group[0]]
-            tokens = torch.cat([torch.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in group])
-            slots = torch.cat([row * longest + torch.arange(lengths[i]) for row, i in enumerate(group)])
-            place[tokens] = base + torch.arange(len(tokens))
-            base += len(tokens)
-            buckets.append(_Bucket(len(group), longest, to_device(tokens, device), to_device(slots, device)))
-        self._cache[key] = (tuple(buckets), to_device(place, device))
+        key = ("padded", device)
+        if key not in self._cache:
+            sequences = [(0, n, 0, start) for n, start in zip(self.lengths, self.cu_seqlens, strict=False)]
+            batches = [PaddedBatch.of([(n, start) for _, n, _, start in of]) for of in similar_responses(sequences)]
+            place = places_in([batch.tokens for batch in batches])
+            self._cache[key] = tuple(batch.to(device) for batch in batches), to_device(place, device)
         return self._cache[key]
 
     def window_mask(self, length: int, window: int, device: torch.device) -> Tensor:
@@ -290,7 +319,7 @@ def packed_attention(
         raise ValueError(
             "llamarl_packed needs the sequence boundaries: enter attending(PackedSequences.of(cu_seqlens))"
         )
-    _, H, T, D = query.shape
+    H, T = query.shape[1:3]
     if query.shape[0] != 1 or packed.num_tokens != T:
         raise ValueError(f"cu_seqlens ends at {packed.num_tokens} but the packed row has shape {tuple(query.shape)}")
     window = T if window is None else window
@@ -310,28 +339,18 @@ def packed_attention(
         out_THD: Any = varlen_attn(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **settings)
         return torch.unsqueeze(out_THD, 0)
 
-    buckets, place = packed.buckets(query.device)
+    batches, place = packed.padded(query.device)
     outputs = []
-    for bucket in buckets:
-        N, L = bucket.num_sequences, bucket.length
-        full = N * L == len(bucket.tokens)
-
-        def pad(x: Tensor, bucket: _Bucket = bucket, N: int = N, L: int = L, full: bool = full) -> Tensor:
-            rows = x.index_select(0, bucket.tokens)
-            if not full:
-                rows = x.new_zeros(N * L, *x.shape[1:]).index_copy(0, bucket.slots, rows)
-            return rows.view(N, L, *x.shape[1:]).transpose(1, 2)
-
-        q, k, v = pad(q_THD), pad(k_TKD), pad(v_TKD)
+    for batch in batches:
+        q, k, v = (batch.pad(x).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
         if softcap is not None:
             out = _softcapped_causal(q, k, v, scale=scale, softcap=softcap, window=window)
-        elif window < L:
-            mask = packed.window_mask(L, window, query.device)
+        elif window < batch.length:
+            mask = packed.window_mask(batch.length, window, query.device)
             out = fused_attention(q, k, v, scale=scale, mask=mask)
         else:
             out = fused_attention(q, k, v, scale=scale, causal=True)
-        rows = out.transpose(1, 2).reshape(N * L, H, D)
-        outputs.append(rows if full else rows.index_select(0, bucket.slots))
+        outputs.append(batch.unpad(out))
     return torch.cat(outputs).index_select(0, place)[None]
 
 

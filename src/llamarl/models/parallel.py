@@ -313,18 +313,7 @@ def apply_tensor_parallel(
     """
     if layout.tp == 1:
         return _spread_experts(model, layout)
-    if reason := why_unsupported(model.config.to_dict(), "tensor_parallel"):
-        raise ModelError(f"{key} = {layout.tp}: {reason}; set {key} to 1")
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    experts = expert_layers(model)
-    sizes = fitting_sizes(heads, kv_heads, text.intermediate_size)
-    sizes = whole_experts(sizes, num_experts(experts[0]) if experts else 0)
-    if layout.tp not in sizes:
-        raise ModelError(
-            f"{key} = {layout.tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
-        )
+    kv_heads, experts = _check_size(model, layout.tp, key), expert_layers(model)
     columns = Cut("tp", 0)
     heads_apart = Cut("tp", 0, kv_heads) if layout.tp > kv_heads else columns
     sharing = _group_of_same_part(layout, kv_heads) if training and layout.tp > kv_heads else None
@@ -366,6 +355,24 @@ def apply_tensor_parallel(
     sizes_of = cut_vocabulary(model, rank=layout.tp_rank, num_ranks=layout.tp, group=group)
     cut |= {name: Cut("tp", 0, size=size) for name, size in sizes_of.items()}
     return cut
+
+
+def _check_size(model: PreTrainedModel, tp: int, key: str) -> int:
+    """Refuse a size that does not divide the model; its key-value heads."""
+    if reason := why_unsupported(model.config.to_dict(), "tensor_parallel"):
+        raise ModelError(f"{key} = {tp}: {reason}; set {key} to 1")
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
+    experts = expert_layers(model)
+    sizes = whole_experts(
+        fitting_sizes(heads, kv_heads, text.intermediate_size), num_experts(experts[0]) if experts else 0
+    )
+    if tp not in sizes:
+        raise ModelError(
+            f"{key} = {tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
+        )
+    return kv_heads
 
 
 def _spread_experts(model: PreTrainedModel, layout: ParallelLayout) -> dict[str, Cut]:

@@ -34,9 +34,11 @@ _LOGIT_STD = 1.5
 _SCALINGS = 3  # with a soft cap, or one matrix for both ends, one does not hit it
 
 _WIDTHS = re.compile(r"(^|_)(intermediate_size|intermediate_dim|ffn_hidden_size)(_|$)|^(ffn_dim|n_inner|d_ff)$")
-_WINDOWS = re.compile(r"^(sliding_window|attention_chunk_size|attention_window_size|window_size)$")
-_EXPERT_COUNTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$")
-_EXPERTS_CHOSEN = re.compile(r"^(num_experts_per_tok|moe_top_?k|moe_k|top_k_experts|num_experts_per_token)$")
+_AT_MOST = {
+    re.compile(r"^(sliding_window|attention_chunk_size|attention_window_size|window_size)$"): _WINDOW,
+    re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$"): _EXPERTS,
+    re.compile(r"^(num_experts_per_tok|moe_top_?k|moe_k|top_k_experts|num_experts_per_token)$"): _EXPERTS_PER_TOKEN,
+}
 _FIRST_LAYERS = re.compile(r"^(first_k_dense_replace|num_dense_layers|max_window_layers)$")
 _NOT_A_WIDTH = re.compile(r"position|window|vocab|context|length|token|theta|chunk|layers|experts|heads|head_dim|rank")
 
@@ -75,13 +77,9 @@ def small_config(config: PretrainedConfig, *, head_dim: int | None = None) -> Pr
             return value
         if _WIDTHS.search(key):
             return _WIDTH
-        if _WINDOWS.search(key):
-            return min(value, _WINDOW)
-        if _EXPERT_COUNTS.search(key):
-            return min(value, _EXPERTS)
-        if _EXPERTS_CHOSEN.search(key):
-            return min(value, _EXPERTS_PER_TOKEN)
-        if key in ("num_kv_heads",):
+        if most := next((most for keys, most in _AT_MOST.items() if keys.search(key)), None):
+            return min(value, most)
+        if key == "num_kv_heads":
             return few_shared
         if value == hidden and value > width and not _NOT_A_WIDTH.search(key):
             return width

@@ -21,11 +21,11 @@ from torch import Tensor
 from llamarl.algorithms.advantages import compute_advantages
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.attention import PackedSequences
+from llamarl.models.packing import for_several_at_once, pack, shared_units
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.transfer import to_device
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks, cut_row
 from llamarl.trainer.credit import response_reward, standardize, token_advantages
-from llamarl.trainer.packing import for_several_at_once, pack, shared_units
 from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Group, Response, Score
 
@@ -228,35 +228,9 @@ def make_microbatch(
             make_microbatch(sequences, weights, host, share_prompts=share_prompts, replay=replay), context, device
         )
     experts = _known_experts(sequences) if replay else None
-    of_rows: list[npt.NDArray[np.int16]] = []  # of the same tokens as rows
-    rows: list[npt.NDArray[np.int64]] = []  # input tokens, piece by piece
-    positions = []  # of each sequence: indices into the row
-    units: list[tuple[int, list[int]]] = []  # prompt tokens, tokens of each response
-    start = 0
-    for i, sequence in enumerate(sequences):
-        prompt = sequence.num_prompt if share_prompts else 0
-        if share_prompts and i and sequences[i - 1].group == sequence.group:
-            prompt_start = start - units[-1][0] - sum(units[-1][1])
-        else:
-            prompt_start = start
-            units.append((prompt, []))
-            rows.append(sequence.tokens[:prompt])
-            start += prompt
-            if experts is not None:
-                of_rows.append(experts[i][:prompt])
-        in_prompt = sequence.positions < prompt
-        positions.append(np.where(in_prompt, prompt_start + sequence.positions, start + sequence.positions - prompt))
-        rows.append(sequence.tokens[prompt:])
-        if experts is not None:
-            of_rows.append(experts[i][prompt:])
-        units[-1][1].append(len(sequence.tokens) - prompt)
-        start += len(sequence.tokens) - prompt
-    packed: PackedSequences | SharedPrompts
-    if share_prompts and sequences:
-        packed = SharedPrompts(tuple((prompt, tuple(lengths)) for prompt, lengths in units))
-    else:
-        lengths = [len(s.tokens) for s in sequences] or [1]
-        packed = PackedSequences.of([0, *np.cumsum(lengths).tolist()])
+    packed, pieces, positions = _lay_row(sequences, share_prompts=share_prompts)
+    rows = [sequences[i].tokens[of] for i, of in pieces]
+    of_rows = [] if experts is None else [experts[i][of] for i, of in pieces]
     counts = [len(s.targets) for s in sequences]
 
     def tensor(parts: list[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
@@ -285,8 +259,33 @@ def make_microbatch(
         sequence_ids=tensor(per_token(range(len(sequences))), torch.int64),
         num_sequences=len(sequences),
         reference_logprobs=_reference_logprobs(sequences, device),
-        experts=tensor(list(of_rows), torch.int16) if of_rows else None,
+        experts=tensor(of_rows, torch.int16) if of_rows else None,
     )
+
+
+def _lay_row(
+    sequences: Sequence[TrainingSequence], *, share_prompts: bool
+) -> tuple[PackedSequences | SharedPrompts, list[tuple[int, slice]], list[npt.NDArray[np.int64]]]:
+    """Which tokens of which sequence the row is made of, piece by piece, and where in it each sequence's ``positions`` lie."""
+    if not share_prompts or not sequences:
+        ends = np.cumsum([0, *([len(s.tokens) for s in sequences] or [1])]).tolist()
+        pieces = [(i, slice(None)) for i in range(len(sequences))]
+        return PackedSequences.of(ends), pieces, [end + s.positions for end, s in zip(ends, sequences, strict=False)]
+    pieces, positions = [], []
+    units: list[tuple[int, list[int]]] = []  # prompt tokens, tokens of each response
+    start = prompt_start = 0
+    for i, sequence in enumerate(sequences):
+        prompt, length = sequence.num_prompt, len(sequence.tokens) - sequence.num_prompt
+        if not i or sequences[i - 1].group != sequence.group:
+            units.append((prompt, []))
+            pieces.append((i, slice(None, prompt)))
+            prompt_start, start = start, start + prompt
+        in_prompt = sequence.positions < prompt
+        positions.append(np.where(in_prompt, prompt_start + sequence.positions, start + sequence.positions - prompt))
+        pieces.append((i, slice(prompt, None)))
+        units[-1][1].append(length)
+        start += length
+    return SharedPrompts(tuple((prompt, tuple(lengths)) for prompt, lengths in units)), pieces, positions
 
 
 def _part_of(whole: Microbatch, context: ContextRanks, device: torch.device) -> Microbatch:

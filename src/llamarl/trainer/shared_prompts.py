@@ -22,12 +22,14 @@ from transformers import PretrainedConfig
 
 from llamarl.models.attention import (
     PackedSequences,
+    PaddedBatch,
     fused_attention,
     packed_attention,
+    places_in,
     register_attention,
 )
+from llamarl.models.packing import similar_responses
 from llamarl.models.transfer import to_device
-from llamarl.trainer.packing import similar_responses
 
 __all__ = ["SharedPrompts", "can_share_prompts", "shared_prompt_attention"]
 
@@ -44,18 +46,17 @@ def can_share_prompts(config: PretrainedConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Responses that share one padded batch: prompts of ``prompt_length``, responses padded to ``length``."""
+class _AfterPrompts:
+    """Responses that share one padded batch, each after a prompt of the same length."""
 
-    num_responses: int
-    prompt_length: int
-    length: int
-    prompt_tokens: Tensor
-    """[num_responses * prompt_length] rows of each response's prompt."""
-    tokens: Tensor
-    """[n] rows of all tokens of these responses."""
-    slots: Tensor
-    """[n] where each goes in the flattened padded batch."""
+    responses: PaddedBatch
+    prompts: Tensor
+    """[responses, prompt tokens] positions in the row of each response's prompt."""
+
+    def keys(self, row: Tensor) -> Tensor:
+        """[responses, .., prompt tokens + length, D] of a row's [N, .., D]: prompts, then responses."""
+        prompts = row.index_select(0, self.prompts.flatten()).view(*self.prompts.shape, *row.shape[1:])
+        return torch.cat([prompts, self.responses.pad(row)], dim=1).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class SharedPrompts:
             parts += [torch.arange(prompt, prompt + n) for n in responses]
         return to_device(torch.cat(parts)[None], device)
 
-    def plan(self, device: torch.device) -> tuple[Tensor, tuple[_Bucket, ...], Tensor]:
+    def plan(self, device: torch.device) -> tuple[Tensor, tuple[_AfterPrompts, ...], Tensor]:
         """Rows of the prompts, padded batches of the responses, and each row's place in their concatenated outputs."""
         if device not in self._cache:
             prompt_rows, responses, row = [], [], 0
@@ -103,30 +104,16 @@ class SharedPrompts:
                         responses.append((prompt, n, row, start))
                     start += n
                 row = start
-            buckets, order = [], list(prompt_rows)
+            batches, order = [], list(prompt_rows)
             for members in similar_responses(responses):
-                prompt_length, length = members[0][0], members[0][1]
-                tokens = torch.cat([torch.arange(start, start + n) for _, n, _, start in members])
-                slots = torch.cat([i * length + torch.arange(n) for i, (_, n, _, _) in enumerate(members)])
-                prompt_tokens = torch.cat([torch.arange(first, first + prompt_length) for _, _, first, _ in members])
-                buckets.append(
-                    _Bucket(
-                        len(members),
-                        prompt_length,
-                        length,
-                        to_device(prompt_tokens, device),
-                        to_device(tokens, device),
-                        to_device(slots, device),
-                    )
-                )
-                order.append(tokens)
-            rows = torch.cat(order)
-            place = torch.empty_like(rows)
-            place[rows] = torch.arange(len(rows))
+                padded = PaddedBatch.of([(n, start) for _, n, _, start in members])
+                prompts = torch.stack([torch.arange(first, first + prompt) for prompt, _, first, _ in members])
+                batches.append(_AfterPrompts(padded.to(device), to_device(prompts, device)))
+                order.append(padded.tokens)
             self._cache[device] = (
                 to_device(torch.cat(prompt_rows), device),
-                tuple(buckets),
-                to_device(place, device),
+                tuple(batches),
+                to_device(places_in(order), device),
             )
         return self._cache[device]
 
@@ -156,34 +143,18 @@ def shared_prompt_attention(
         return packed_attention(module, query, key, value, scale=scale, window=window, softcap=softcap, packing=packing)
     if window is not None or softcap is not None:
         raise ValueError("llamarl_shared_prompts has no sliding window and no soft cap")
-    H, N, D = query.shape[1:]
-    if packing.num_tokens != N:
-        raise ValueError(f"the units hold {packing.num_tokens} tokens, the packed row {N}")
-    prompt_rows, buckets, place = packing.plan(query.device)
+    if packing.num_tokens != query.shape[2]:
+        raise ValueError(f"the units hold {packing.num_tokens} tokens, the packed row {query.shape[2]}")
+    prompt_rows, batches, place = packing.plan(query.device)
     q, k, v = (x.index_select(2, prompt_rows) for x in (query, key, value))
     prompts = packed_attention(module, q, k, v, scale=scale, window=None, softcap=None, packing=packing.prompts)
     outputs = [prompts[0]]
     q_NHD, k_NKD, v_NKD = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    for bucket in buckets:
-        B, P, R = bucket.num_responses, bucket.prompt_length, bucket.length
-        full = B * R == len(bucket.tokens)
-
-        def pad(x: Tensor, bucket: _Bucket = bucket, B: int = B, R: int = R, full: bool = full) -> Tensor:
-            rows = x.index_select(0, bucket.tokens)
-            if not full:
-                rows = x.new_zeros(B * R, *x.shape[1:]).index_copy(0, bucket.slots, rows)
-            return rows.view(B, R, *x.shape[1:])
-
-        def after_prompt(x: Tensor, bucket: _Bucket = bucket, B: int = B, P: int = P) -> Tensor:
-            prompt = x.index_select(0, bucket.prompt_tokens).view(B, P, *x.shape[1:])
-            return torch.cat([prompt, pad(x)], dim=1).transpose(1, 2)
-
-        out = fused_attention(
-            pad(q_NHD).transpose(1, 2), after_prompt(k_NKD), after_prompt(v_NKD),
-            scale=scale, mask=packing.mask(R, P, query.device),
-        )  # fmt: skip
-        rows = out.transpose(1, 2).reshape(B * R, H, D)
-        outputs.append(rows if full else rows.index_select(0, bucket.slots))
+    for batch in batches:
+        mask = packing.mask(batch.responses.length, batch.prompts.shape[1], query.device)
+        queries = batch.responses.pad(q_NHD).transpose(1, 2)
+        out = fused_attention(queries, batch.keys(k_NKD), batch.keys(v_NKD), scale=scale, mask=mask)
+        outputs.append(batch.responses.unpad(out))
     return torch.cat(outputs).index_select(0, place)[None]
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.channels.data import DataReceiver, DataSender, Shares, split_by_cost
+from llamarl.channels.data import DataReceiver, DataSender, Shares
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.errors import ChannelError, DeadlineExceeded
+from llamarl.models.packing import balance
 from llamarl.types import Group, Prompt, Response, Score
-
-
-@dataclass
-class Item:
-    name: int
-    num_tokens: int
 
 
 def spec(kind: ChannelKind, capacity: int = 1) -> ChannelSpec:
@@ -72,7 +67,10 @@ def test_a_source_of_any_number_of_ranks_is_read_in_their_order() -> None:
 @pytest.mark.parametrize("sources", [1, 2, 4])
 def test_who_gets_what_of_a_scatter_depends_on_shares_and_not_on_who_had_them(sources: int) -> None:
     shares = [(n, [group(10 * n + i, 5 + (7 * n + 3 * i) % 4) for i in range(3)]) for n in range(4)]
-    alone = [split_by_cost(items, 2, first=first) for first, items in shares]
+    alone = [
+        [[items[i] for i in part] for part in balance([item.num_tokens for item in items], 2, first=first)]
+        for first, items in shares
+    ]
     senders, receivers = ends(ChannelKind.SCATTER, sources, 2)
     each = 4 // sources
     handles = tuple(s.send(0, Shares(shares[r * each : (r + 1) * each])) for r, s in enumerate(senders))
@@ -101,16 +99,6 @@ def test_scatter_from_two_sources_joins_parts_in_rank_order() -> None:
     handles = tuple(s.send(0, [f"{r}{i}" for i in range(3)]) for r, s in enumerate(senders))
     assert receivers[0].receive(handles, 5.0) == ["00", "02", "11"]
     assert receivers[1].receive(handles, 5.0) == ["01", "10", "12"]
-
-
-def test_split_is_deterministic_and_loses_nothing() -> None:
-    items = [Item(i, (i * 7919) % 101) for i in range(200)]
-    parts = split_by_cost(items, 7)
-    assert sorted(i.name for part in parts for i in part) == list(range(200))
-    assert all([i.name for i in part] == sorted(i.name for i in part) for part in parts)
-    loads = [sum(i.num_tokens for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(i.num_tokens for i in items)
-    assert [[i.name for i in p] for p in split_by_cost(items, 7)] == [[i.name for i in p] for p in parts]
 
 
 def test_fewer_items_than_sinks_leaves_empty_parts() -> None:

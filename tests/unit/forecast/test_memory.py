@@ -25,10 +25,10 @@ from llamarl.forecast.search import Options, Workload, trainer_choices
 from llamarl.forecast.ticks import GeneratorDemand, SharedRows, TrainerDemand, TrainerLayout, trainer_tick
 from llamarl.models import attention
 from llamarl.models.attention import PackedSequences, attending
+from llamarl.models.packing import similar_responses
 from llamarl.models.parallel import apply_tensor_parallel, make_layout
 from llamarl.trainer import shared_prompts
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, ContextRanks, RowOverRanks
-from llamarl.trainer.packing import similar_responses
 from llamarl.trainer.shared_prompts import SharedPrompts
 
 H100 = find_hardware("h100")

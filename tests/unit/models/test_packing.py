@@ -4,12 +4,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.trainer.packing import balance, for_several_at_once, pack, shared_units
+from llamarl.models.packing import balance, for_several_at_once, pack, shared_units
 
 
 def test_longest_first_into_the_emptiest() -> None:
     # 7 | 5, then 4 to the second (9), then 3 to the first (10), then 1 to the second (10)
     assert balance([3, 7, 5, 4, 1], 2) == [[0, 1], [2, 3, 4]]
+
+
+def test_ties_go_to_the_bin_that_is_named_and_to_those_after_it() -> None:
+    assert balance([2, 2, 2, 2], 3) == [[0, 3], [1], [2]]
+    assert balance([2, 2, 2, 2], 3, first=1) == [[2], [0, 3], [1]]
+    assert balance([5, 2, 2], 3, first=5) == [[1], [2], [0]]
+
+
+def test_balance_loses_nothing_and_no_bin_is_ahead_by_more_than_an_item() -> None:
+    costs = [(i * 7919) % 101 for i in range(200)]
+    bins = balance(costs, 7)
+    assert sorted(i for items in bins for i in items) == list(range(200))
+    assert all(items == sorted(items) for items in bins)
+    loads = [sum(costs[i] for i in items) for items in bins]
+    assert max(loads) - min(loads) <= max(costs)
 
 
 def test_pack_fills_the_budget_exactly_where_it_can() -> None:

@@ -16,12 +16,13 @@ _SMALL_GAP = 16
 """Tokens of padding that are always cheaper than another kernel call."""
 
 
-def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
+def balance(costs: Sequence[int], num_bins: int, *, first: int = 0) -> list[list[int]]:
     """Split items over bins of nearly equal cost (longest processing time first, Graham 1969).
 
     Args:
         costs: Cost of each item, >= 0.
         num_bins: >= 1; bins beyond the number of items stay empty.
+        first: The bin that ties go to; then to those that follow it.
 
     Returns:
         Item indices of each bin, ascending within a bin. The largest bin is at most 4/3 of the best possible.
@@ -31,7 +32,7 @@ def balance(costs: Sequence[int], num_bins: int) -> list[list[int]]:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        emptiest = min(range(num_bins), key=lambda b: (loads[b], len(bins[b]), b))
+        emptiest = min(range(num_bins), key=lambda b: (loads[b], len(bins[b]), (b - first) % num_bins))
         bins[emptiest].append(index)
         loads[emptiest] += costs[index]
     return [sorted(items) for items in bins]
