@@ -388,14 +388,11 @@ def _reward_workers() -> str:
 
 
 def _code_box() -> str:
-    from llamarl.environments.sandbox.limits import BoxFailed
-    from llamarl.environments.sandbox.run import find_box
+    from llamarl.environments.sandbox.run import why_no_box
 
-    try:
-        kind = find_box()
-    except BoxFailed as error:
-        raise RuntimeError(f"programs cannot be judged by tests (task.name = 'code'): {error}") from None
-    return f"{kind}: programs run without network, other processes or other files"
+    if why := why_no_box("bwrap"):
+        raise RuntimeError(f"programs cannot be judged by tests (task.name = 'code'): {why}")
+    return "bwrap: programs run without network, other processes or other files"
 
 
 def _disk() -> str:

@@ -58,9 +58,9 @@ class CodeOptions:
     score: Literal["all", "share"] = "all"
     """all: 1 where every test passes, else 0. share: the share of the tests that pass."""
 
-    box: Literal["auto", "bwrap", "plain"] = "auto"
-    """auto and bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken only by name:
-    limits hold, but programs can read what the user can."""
+    box: Kind = "bwrap"
+    """bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken only by name: limits hold,
+    but programs can read what the user can."""
 
     packages: bool = True
     """Whether programs and tests can import the installed packages, besides the standard library."""
@@ -140,7 +140,7 @@ class CodeTask:
             if pool is None
             else CodeOptions.read(config.options, pool_timeout_s=pool.timeout_s, pool_memory_mb=pool.memory_limit_mb)
         )
-        self._kind: Kind | None = None
+        self._prepared = False
         self._items = TableItems(config, code_item, seed=seed)
 
     def prepare(self) -> None:
@@ -149,7 +149,8 @@ class CodeTask:
         Raises:
             DataError: None that the recipe allows.
         """
-        self._kind = _choose_box(self._options.box)
+        _check_box(self._options.box)
+        self._prepared = True
 
     def num_items(self, split: Split) -> int | None:
         return self._items.num_items(split)
@@ -163,18 +164,22 @@ class CodeTask:
         Raises:
             BoxFailed: The box did not come up or broke; nothing is known of the program.
         """
-        if self._kind is None:
+        if not self._prepared:
             self.prepare()
         tests, entry_point = prompt.metadata["tests"], prompt.metadata.get("entry_point", "")
         program = last_program(turns[-1])
         if program is None:
             return _score(Verdict(num_tests=1, num_passed=0, compiled=False), self._options.score, answered=False)
-        verdict = judge_program(program, tests, self._options, entry_point=entry_point, kind=self._kind)
+        verdict = judge_program(program, tests, self._options, entry_point=entry_point)
         return _score(verdict, self._options.score, answered=True)
 
 
-def _choose_box(named: str) -> Kind:
-    kind: Kind = "plain" if named == "plain" else "bwrap"
+def _check_box(kind: Kind) -> None:
+    """Try the box that programs will run in.
+
+    Raises:
+        DataError: It does not work here.
+    """
     if why := run.why_no_box(kind):
         cure = (
             ""
@@ -187,7 +192,6 @@ def _choose_box(named: str) -> Kind:
         raise DataError.at("task.options.box", f": programs cannot be run in a box of kind {kind} here: {why}{cure}")
     if kind == "plain":
         hide_memory()  # programs run as this user: what is expected of them is in this process
-    return kind
 
 
 def _score(verdict: Verdict, how: str, *, answered: bool) -> Score:
@@ -203,22 +207,19 @@ def _score(verdict: Verdict, how: str, *, answered: bool) -> Score:
     return Score(value=correct if how == "all" else verdict.share, parts=parts)
 
 
-def judge_program(
-    program: str, tests: Any, options: CodeOptions, *, entry_point: str = "", kind: Kind | None = None
-) -> Verdict:
+def judge_program(program: str, tests: Any, options: CodeOptions, *, entry_point: str = "") -> Verdict:
     """Run a program against tests, which have one of the forms of ``code_items``.
 
     Args:
         entry_point: Name in the program that the tests mean even where Python has it too, such as ``sum``; what
             ``check(candidate)`` gets.
-        kind: Of box; None is bubblewrap.
 
     Raises:
         BoxFailed: A box did not come up or broke.
     """
     if isinstance(tests, list) and isinstance(tests[0], Mapping):
-        return _judge_output(program, tests, options, kind)
-    return _judge_calls(program, tests, options, entry_point, kind)
+        return _judge_output(program, tests, options)
+    return _judge_calls(program, tests, options, entry_point)
 
 
 def same_output(given: str, wanted: str) -> bool:
@@ -230,7 +231,7 @@ def same_output(given: str, wanted: str) -> bool:
     return lines(given) == lines(wanted)
 
 
-def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: CodeOptions, kind: Kind | None) -> Verdict:
+def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: CodeOptions) -> Verdict:
     """Each input in a box of its own; what is expected never enters one."""
     end = time.monotonic() + options.timeout_s
     passed, limit, crashed, compiled = 0, None, False, True
@@ -241,9 +242,9 @@ def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: Cod
             break
         limits = BoxLimits(wall_s=left, memory_mb=options.memory_mb)
         box = run.Program(source=program, stdin=test["input"], packages=options.packages, limits=limits)
-        (found,) = run.run_together([box], kind)
+        (found,) = run.run_together([box], options.box)
         if _was_killed(found):
-            (found,) = run.run_together([box], kind)
+            (found,) = run.run_together([box], options.box)
         passed += found.ok and same_output(found.stdout, test["output"])
         limit, crashed = limit or found.limit, crashed or found.signal is not None
         last = found.stderr.rstrip().rpartition("\n")[2]
@@ -266,23 +267,21 @@ def _was_killed(found: BoxResult) -> bool:
     return found.signal == signal.SIGKILL and found.limit is None
 
 
-def _judge_calls(program: str, tests: Any, options: CodeOptions, entry_point: str, kind: Kind | None) -> Verdict:
+def _judge_calls(program: str, tests: Any, options: CodeOptions, entry_point: str) -> Verdict:
     """Tests in one box, the program in another, a line between them.
 
     Raises:
         BoxFailed: The tests never began to run, or were killed twice.
     """
-    counted, played = _play_tests(program, tests, options, entry_point, kind)
+    counted, played = _play_tests(program, tests, options, entry_point)
     if _was_killed(counted) or _was_killed(played):
-        counted, played = _play_tests(program, tests, options, entry_point, kind)
+        counted, played = _play_tests(program, tests, options, entry_point)
     if _was_killed(counted):
         raise BoxFailed("the box of the tests was killed from outside, twice")
     return _count(counted, played, 1 if isinstance(tests, str) else len(tests))
 
 
-def _play_tests(
-    program: str, tests: Any, options: CodeOptions, entry_point: str, kind: Kind | None
-) -> tuple[BoxResult, BoxResult]:
+def _play_tests(program: str, tests: Any, options: CodeOptions, entry_point: str) -> tuple[BoxResult, BoxResult]:
     """How the tests' box ended, and how the program's."""
     job = {
         "tests": [tests] if isinstance(tests, str) else tests,
@@ -308,7 +307,7 @@ def _play_tests(
             channel=program_end.fileno(),
             limits=BoxLimits(wall_s=options.timeout_s, memory_mb=options.memory_mb),
         )
-        counted, played = run.run_together([tester, player], kind, close=(tests_end, program_end))
+        counted, played = run.run_together([tester, player], options.box, close=(tests_end, program_end))
     return counted, played
 
 

@@ -26,10 +26,8 @@ RIGHT = "def scramble(x): return {2: 81234567, 11: -40506}[x]"
 
 @pytest.fixture
 def boxes() -> None:
-    try:
-        run.find_box()
-    except BoxFailed as error:
-        pytest.skip(f"no box here: {error}")
+    if why := run.why_no_box("bwrap"):
+        pytest.skip(f"no box here: {why}")
 
 
 def judge(program: str, tests: Any, entry_point: str = "", **options: Any) -> Verdict:
@@ -97,7 +95,7 @@ def test_a_line_that_cannot_be_judged_is_named(record: dict[str, Any], words: st
     ("options", "words"),
     [
         ({"timeout": 3}, "task.options.timeout: unknown key; did you mean 'timeout_s'"),
-        ({"box": "docker"}, "task.options.box: expected 'auto', 'bwrap' or 'plain'"),
+        ({"box": "docker"}, "task.options.box: expected 'bwrap' or 'plain'"),
         ({"timeout_s": 0}, "task.options.timeout_s must be >= 0.5"),
         ({"memory_mb": 5.5}, "task.options.memory_mb.* integer"),
         ({"timeout_s": 20}, "must be at most task.pool.timeout_s \\(20.0\\) less 1"),
@@ -124,7 +122,7 @@ def test_a_run_without_a_box_says_so_and_no_other_does() -> None:
         return validate({"task": {"name": "code", "data": "a.jsonl", **task}}).task
 
     assert "is NO BOX" in warning_of_no_box(section(options={"box": "plain"}))
-    assert warning_of_no_box(section(options={"box": "auto"})) == warning_of_no_box(section()) == ""
+    assert warning_of_no_box(section(options={"box": "bwrap"})) == warning_of_no_box(section()) == ""
 
 
 def test_a_code_task_needs_questions() -> None:

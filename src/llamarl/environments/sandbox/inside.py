@@ -1,8 +1,9 @@
 """The first process of a box: starts the program, watches it, ends it, and says how it ended.
 
-    run ──job: JSON, then open as long as the box may live──▶ this process ──fork, limits, exec──▶ the program
-        ◀──status: "started", then JSON──                                                             │
-        ◀────────────────────────── standard output and error ────────────────────────────────────────┘
+    run ──job: JSON──────────────────────────────────▶ this process ──fork, limits, exec──▶ the program
+        ──wanted: open as long as the box may live───▶                                         │
+        ◀──status: "started", then JSON──                                                      │
+        ◀────────────────────────── standard output and error ─────────────────────────────────┘
 
 It stands alone: the text of this file is run in the box by ``python -I -S -c``, where no package of ours can be read.
 It is process 1 of its pid namespace (not in a plain box), so no signal from the program reaches it, and when it ends the
@@ -22,7 +23,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-__all__ = ["main", "read_job", "syscall_filter"]
+__all__ = ["main", "syscall_filter"]
 
 _LOOK_S = 0.03
 _CHANNEL = 3
@@ -111,22 +112,6 @@ def _install(program: bytes) -> None:
     lines = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(lines)))
     _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header))
-
-
-def read_job(fd: int) -> dict[str, Any]:
-    """The job that comes over a pipe: its length in 8 bytes, then JSON."""
-
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = os.read(fd, min(size - len(data), 1 << 20))
-            if not piece:
-                os._exit(0)  # nobody wants the box any more
-            data += piece
-        return data
-
-    job: dict[str, Any] = json.loads(read(int.from_bytes(read(8), "little")))
-    return job
 
 
 def _limit(kind: int, most: int) -> None:
@@ -326,11 +311,12 @@ def _run(job: dict[str, Any], wanted: int, status: int, channel: int) -> None:
     os.write(status, json.dumps(said).encode())
 
 
-def main(wanted: int, status: int, channel: int) -> None:
+def main(job: int, wanted: int, status: int, channel: int) -> None:
     """Process 1.
 
     Args:
-        wanted: The job comes from here; when it closes, the box ends.
+        job: A file that says what to run.
+        wanted: When the other end of this pipe closes, the box ends.
         status: What happened goes here.
         channel: Passed on to the program; negative is none.
     """
@@ -340,7 +326,9 @@ def main(wanted: int, status: int, channel: int) -> None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        _run(read_job(wanted), wanted, status, channel)
+        with open(job, encoding="utf-8") as file:
+            told = json.load(file)
+        _run(told, wanted, status, channel)
     except BaseException as error:
         os.write(status, f"failed: {type(error).__name__}: {error}".encode(errors="replace"))
         os._exit(1)
@@ -348,4 +336,4 @@ def main(wanted: int, status: int, channel: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:5]))

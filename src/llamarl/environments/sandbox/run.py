@@ -3,7 +3,7 @@
     run_in_box("print(6 * 7)", limits=BoxLimits(wall_s=2)).stdout   # "42\\n"
 
     this process ──job──▶ bubblewrap ──▶ inside (process 1 of the box) ──▶ the program
-         ▲  └─ ends everything by closing the job's pipe ─┘                   │
+         ▲  └─ ends everything by closing a pipe ────┘                        │
          └──────────── output, cut at a limit ◀───────────────────────────────┘
 
 A box (``bwrap``) has a fresh folder in memory, the Python installation (read-only), no network, a pid namespace of its own,
@@ -15,6 +15,7 @@ What each holds and does not hold: docs/code.md.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -38,7 +39,6 @@ __all__ = [
     "Installation",
     "Kind",
     "Program",
-    "find_box",
     "find_installation",
     "run_in_box",
     "run_together",
@@ -64,7 +64,6 @@ class Program:
     stdin: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     """Further files of the folder: relative name -> text."""
-    argv: Sequence[str] = ()
     packages: bool = True
     """Whether installed packages can be imported, besides the standard library."""
     channel: int = -1
@@ -77,26 +76,23 @@ def run_in_box(
     *,
     stdin: str = "",
     files: Mapping[str, str] | None = None,
-    argv: Sequence[str] = (),
     limits: BoxLimits = BoxLimits(),  # noqa: B008
-    kind: Kind | None = None,
+    kind: Kind = "bwrap",
 ) -> BoxResult:
     """Run a Python program in a box of its own.
 
     Args:
         stdin: Its standard input, UTF-8.
         files: Relative name -> text, in the folder where it starts.
-        argv: Its arguments.
-        kind: None is bubblewrap.
 
     Raises:
         BoxFailed: There is no such box here, or it did not come up. Whatever the program does is a result.
     """
-    return run_together([Program(source=program, stdin=stdin, files=files or {}, argv=argv, limits=limits)], kind)[0]
+    return run_together([Program(source=program, stdin=stdin, files=files or {}, limits=limits)], kind)[0]
 
 
 def run_together(
-    programs: Sequence[Program], kind: Kind | None = None, *, close: Sequence[socket.socket] = ()
+    programs: Sequence[Program], kind: Kind = "bwrap", *, close: Sequence[socket.socket] = ()
 ) -> list[BoxResult]:
     """Run programs at once, each in a box; when the first one ends, the others are ended.
 
@@ -106,7 +102,6 @@ def run_together(
     Raises:
         BoxFailed: As ``run_in_box``.
     """
-    kind = kind or find_box()
     boxes: list[_Box] = []
     with selectors.DefaultSelector() as selector:
         try:
@@ -135,7 +130,6 @@ class _Box:
         self._limits = limits = program.limits
         self._kind = kind
         self._folder = tempfile.mkdtemp(prefix="llamarl-box-") if kind == "plain" else None
-        self._input = memoryview(program.stdin.encode("utf-8", "surrogatepass"))
         self._output: dict[int, bytearray] = {}
         self._status = bytearray()
         self._over: Limit | None = None
@@ -143,31 +137,31 @@ class _Box:
         self.wall_s: float | None = None
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as passed:
             on_error.callback(self._remove_folder)
-            pipes = [os.pipe() for _ in range(5)]
-            (stdin, self._in), (self._out, stdout), (self._err, stderr), (wanted, self._job), (self._said, status) = (
-                pipes
-            )
-            for fd in (self._in, self._out, self._err, self._job, self._said):
+            pipes = [os.pipe() for _ in range(4)]
+            (self._out, stdout), (self._err, stderr), (wanted, self._wanted), (self._said, status) = pipes
+            for fd in (self._out, self._err, self._wanted, self._said):
                 on_error.callback(os.close, fd)
                 os.set_blocking(fd, False)
-            for fd in (stdin, stdout, stderr, wanted, status):
+            for fd in (stdout, stderr, wanted, status):
                 passed.callback(os.close, fd)
             user = _user(place)
             if self._folder is not None and user is not None:
                 os.chown(self._folder, user, user)
-            job = _job(program, kind, self._folder or "/tmp", user)
-            self._request = memoryview(len(job).to_bytes(8, "little") + job)
-            given = [fd for fd in (wanted, status, program.channel) if fd >= 0]
+            stdin = _sealed(program.stdin.encode("utf-8", "surrogatepass"))
+            passed.callback(os.close, stdin)
+            job = _sealed(_job(program, kind, self._folder or "/tmp", user))
+            passed.callback(os.close, job)
+            fds = (job, wanted, status, program.channel)
             self.started = time.monotonic()
             self.deadline = self.started + _START_S
             try:
                 self._process = subprocess.Popen(
-                    _command(kind, limits, (wanted, status, program.channel)),
+                    _command(kind, limits, fds),
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                     env={},
-                    pass_fds=given,
+                    pass_fds=[fd for fd in fds if fd >= 0],
                     cwd="/",
                     start_new_session=True,
                 )
@@ -178,11 +172,6 @@ class _Box:
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have ``selector`` say when there is something to do."""
-        selector.register(self._job, selectors.EVENT_WRITE, self._write_job)
-        if self._input:
-            selector.register(self._in, selectors.EVENT_WRITE, self._write_input)
-        else:
-            self._close_input()
         for fd in (self._out, self._err):
             selector.register(fd, selectors.EVENT_READ, lambda selector, fd=fd: self._read_output(selector, fd))
         selector.register(self._said, selectors.EVENT_READ, self._read_status)
@@ -209,7 +198,6 @@ class _Box:
             while piece := os.read(self._said, _PIECE):
                 self._status += piece
         os.close(self._said)
-        self._close_input()
         self._remove_folder()
         self.wall_s = time.monotonic() - self.started
 
@@ -249,36 +237,10 @@ class _Box:
             return
         self.ended = True
         self._over = self._over or limit
-        for fd in (self._job, self._in, self._out, self._err, self._said):
+        for fd in (self._out, self._err, self._said):
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(fd)
-        os.close(self._job)  # its first process ends now, and all others with it
-
-    def _write_job(self, selector: selectors.BaseSelector) -> None:
-        try:
-            self._request = self._request[os.write(self._job, self._request[:_PIECE]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # nobody reads: what ended it is in its status
-            self._request = memoryview(b"")
-        if not self._request:
-            selector.unregister(self._job)
-
-    def _write_input(self, selector: selectors.BaseSelector) -> None:
-        try:
-            self._input = self._input[os.write(self._in, self._input[:_PIECE]) :]
-        except BlockingIOError:
-            return
-        except OSError:  # the program reads no more
-            self._input = memoryview(b"")
-        if not self._input:
-            selector.unregister(self._in)
-            self._close_input()
-
-    def _close_input(self) -> None:
-        if self._in >= 0:
-            os.close(self._in)
-            self._in = -1
+        os.close(self._wanted)  # its first process ends now, and all others with it
 
     def _read_output(self, selector: selectors.BaseSelector, fd: int) -> None:
         piece = os.read(fd, _PIECE)
@@ -310,6 +272,16 @@ class _Box:
     def _remove_folder(self) -> None:
         if self._folder is not None:
             _remove(self._folder)
+
+
+def _sealed(data: bytes) -> int:
+    """Make a file in memory that can be read from its beginning, and never changed."""
+    fd = os.memfd_create("box", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _remove(folder: str) -> None:
@@ -380,7 +352,7 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
     shared_count = kind == "plain" and user is None or not _counts_by_namespace()
     job = {
         "files": {"main.py": program.source, **program.files},
-        "argv": [installation.python, "-s", "-S", "-B", "-X", "utf8", "main.py", *program.argv],
+        "argv": [installation.python, "-s", "-S", "-B", "-X", "utf8", "main.py"],
         "python": installation.python,
         "environment": environment,
         "folder": folder,
@@ -398,7 +370,7 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
     return json.dumps(job).encode()
 
 
-def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int]) -> list[str]:
+def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int, int]) -> list[str]:
     """The words that start a box.
 
     Args:
@@ -502,14 +474,3 @@ def why_no_box(kind: Kind) -> str:
     except BoxFailed as error:
         return str(error)
     return "" if (found.status, found.stdout) == (0, "42\n") else f"a program in it ended so: {found}"
-
-
-def find_box() -> Kind:
-    """``bwrap``, where it works.
-
-    Raises:
-        BoxFailed: It does not; says why. ``plain`` must be asked for by name.
-    """
-    if why := why_no_box("bwrap"):
-        raise BoxFailed(why)
-    return "bwrap"
