@@ -22,7 +22,7 @@ from harness import claim, join_ranks, run_ranks, spread, write_report
 from torch import Tensor
 
 from llamarl.models.parallel import make_layout
-from llamarl.trainer.pipeline import Links, idle_share, run_stage, schedule
+from llamarl.trainer.pipeline import Links, run_stage, schedule
 
 CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16), (8, 16))
 """Stages, micro-batches."""
@@ -90,7 +90,7 @@ def measure(num_stages: int, num_microbatches: int, seconds: float, width: int, 
         shares.append(1 - busy / (num_stages * (ended - begun)))
     return {
         "idle": spread(shares),
-        "theory": idle_share(num_stages, num_microbatches),
+        "theory": (num_stages - 1) / (num_microbatches + num_stages - 1),
         "kept": [one["most"] for one in found],
     }
 

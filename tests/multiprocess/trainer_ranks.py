@@ -168,7 +168,7 @@ def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1, cp: int = 
     right = trainer.policy.forward
 
     def with_a_token_of_probability_0(
-        microbatch: Microbatch, received: torch.Tensor | None
+        microbatch: Microbatch, received: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = right(microbatch, received)
         return logprobs.masked_fill(microbatch.sequence_ids == 0, -math.inf), entropy

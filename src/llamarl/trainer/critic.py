@@ -22,13 +22,13 @@ from torch import Tensor
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.loading import load_model_config, torch_dtype
 from llamarl.models.parallel import make_layout
-from llamarl.models.repeatable import demanded
 from llamarl.trainer.building import build_value_model
+from llamarl.trainer.computes import Computes
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.policy import ValueModel
-from llamarl.trainer.scoring import Located, lay_out
+from llamarl.trainer.scoring import LaidOut, lay_out
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
@@ -70,12 +70,14 @@ class Critic(ShardedModel[ValueModel]):
         self.ticks_done = 0
         learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
         layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device, keys=("critic.fsdp", "critic.tp"))
-        self.share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
+        share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(trainer.dtype, device=device, model=model_path)
         built = build_value_model(
-            model_path, layout, dtype=dtype, share_prompts=self.share_prompts, device=torch.device(device)
+            model_path, layout, dtype=dtype, share_prompts=share_prompts, device=torch.device(device)
         )
         super().__init__(built, layout, self.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype)
+        max_tokens = trainer.max_tokens_per_microbatch
+        self.computes = Computes(built.module, layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
     def step(self, groups: Sequence[Group], tick: int) -> tuple[list[Group], dict[str, float]]:
         """Value the batch with the version of ``tick`` ticks, then learn from it.
@@ -92,33 +94,27 @@ class Critic(ShardedModel[ValueModel]):
         """
         if tick != self.ticks_done:
             raise ValueError(f"the critic has done {self.ticks_done} ticks, so its next is that, got {tick}")
-        laid = lay_out(
-            groups,
-            self.algorithm,
-            self.layout,
-            max_tokens=self.trainer.max_tokens_per_microbatch,
-            share_prompts=self.share_prompts,
-            device=self.device,
-        )
+        laid = lay_out(groups, self.algorithm, self.computes)
         num_tokens = int(self._sum([float(laid.num_tokens)])[0])
         lr = learning_rate(self.optimizer, tick, self.num_ticks)
         values: list[Tensor] = []
         targets: list[Tensor] = []
         first: dict[str, float] = {}
         skipped, clipped = 0, 0.0
+
+        def loss_of(m: int, estimates: Tensor) -> tuple[Tensor, Tensor]:
+            if m == len(values):  # the tick's first update
+                values.append(estimates.detach())
+                targets.append(self._targets(groups, laid, m, values[m]))
+            terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
+            return terms.sum() / max(1, num_tokens), outside
+
         for update in range(self.config.updates_per_tick):
             loss, clipped = torch.zeros((), device=self.device), 0.0
-            for m, batch in enumerate(laid.microbatches):
-                with demanded(self.device):
-                    estimates: Tensor = self.module(batch)
-                    if update == 0:
-                        values.append(estimates.detach())
-                        targets.append(self._targets(groups, [laid.located[i] for i in laid.packing[m]], values[m]))
-                    terms, outside = value_loss(estimates, targets[m], values[m], clip=self.config.value_clip)
-                    part = terms.sum() / max(1, num_tokens)
-                    loss = loss + part.detach()
-                    clipped += float(outside.sum()) if self.config.value_clip and update else 0.0
-                    part.backward()  # type: ignore[no-untyped-call]
+            for computed in self.computes.losses(laid.packed, loss_of):
+                assert computed.loss is not None, "a critic has no stages"
+                loss = loss + computed.loss
+                clipped += float(computed.told.sum()) if self.config.value_clip and update else 0.0
             (total_loss,) = self._sum([loss.item()])
             self.weights.collect_gradients()
             grad_norm, stepped = self.apply_gradients(
@@ -134,8 +130,9 @@ class Critic(ShardedModel[ValueModel]):
             metrics["critic/clipped_fraction"] = self._sum([clipped])[0] / max(1, num_tokens)
         return laid.annotate(groups, values, "values"), metrics
 
-    def _targets(self, groups: Sequence[Group], items: Sequence[Located], values: Tensor) -> Tensor:
-        """Returns of one micro-batch's tokens, [T], from the values that this tick's trainer will use."""
+    def _targets(self, groups: Sequence[Group], laid: LaidOut, m: int, values: Tensor) -> Tensor:
+        """Returns of a micro-batch's tokens, [T], from the values that this tick's trainer will use."""
+        items = [laid.located[i] for i in laid.packed[m].items]
         parts = values.float().cpu().split([len(item.sequence.targets) for item in items])
         returns = [
             value_targets(groups[item.group].responses[item.response], part.numpy(), self.algorithm)

@@ -35,18 +35,14 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.policy import Policy
 
 __all__ = [
     "Action",
     "Links",
     "Neighbours",
-    "logprobs_of",
-    "make_links",
     "run_stage",
     "schedule",
 ]
@@ -174,35 +170,6 @@ class Links:
         assert work is not None
         work.wait(_WAIT_LIMIT)
         return tensor
-
-
-def make_links(
-    model: PreTrainedModel, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device
-) -> Links | None:
-    """Every rank calls it. None without stages."""
-    if layout.pp == 1:
-        return None
-    width = int(model.config.get_text_config().hidden_size)
-    return Links(layout, width=width, dtype=dtype, device=device)
-
-
-@torch.no_grad()
-def logprobs_of(policy: Policy, microbatches: Sequence[Microbatch], links: Links | None) -> list[Tensor]:
-    """Log-probs of each micro-batch's trained tokens, [T] each; none on another stage than the last."""
-    found: list[Tensor] = []
-
-    def forward(i: int, received: Tensor | None) -> Tensor:
-        output: Tensor = policy(microbatches[i], received)[0]
-        if policy.stage.is_last:
-            found.append(output)
-        return output
-
-    if links is not None:
-        links.run(microbatches, forward, trains=False)
-    else:
-        for i in range(len(microbatches)):
-            forward(i, None)
-    return found
 
 
 def run_stage(actions: Sequence[Action], neighbours: Neighbours, forward: Forward) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -98,13 +97,6 @@ class Policy(nn.Module):
         )
         return (logprobs, entropy) if batch.own is None else (batch.own.whole(logprobs), batch.own.whole(entropy))
 
-    def forget_gathered_weights(self) -> None:
-        """Call after a forward pass without a backward pass, before weights change: FSDP2 keeps
-        what it gathered for this module's own parameters until a backward pass, and would compute
-        with it again."""
-        if isinstance(self, FSDPModule):
-            self.reshard()
-
     def checkpoint_activations(self, every: int) -> None:
         """Recompute every ``every``-th layer in the backward pass instead of keeping its activations."""
         for layer in self.layers[::every]:
@@ -128,6 +120,9 @@ class ValueModel(nn.Module):
     Raises:
         ModelError: The model has no such head.
     """
+
+    num_sparse_layers = num_experts = 0
+    """Nobody asks which experts it chooses."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

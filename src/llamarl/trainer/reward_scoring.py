@@ -24,8 +24,7 @@ from llamarl.models.parallel import make_layout
 from llamarl.models.reward_model import is_packed, last_token, load_reward_model
 from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.building import build_reward_model
-from llamarl.trainer.policy import ValueModel
-from llamarl.trainer.scoring import pack_microbatches
+from llamarl.trainer.computes import Computes
 from llamarl.trainer.shared_prompts import can_share_prompts
 
 __all__ = ["RewardScorer", "distinct", "padded_batches"]
@@ -63,15 +62,16 @@ class RewardScorer:
         self.max_tokens, self.device = max_tokens, torch.device(device)
         keys = ("reward_model.fsdp", "reward_model.tp")
         self.layout = make_layout(fsdp=fsdp, tp=tp, device=device, keys=keys)
-        self._packed: ValueModel | None = None
+        self._computes: Computes | None = None
         self._whole: PreTrainedModel | None = None
         if is_packed(path):
-            self.share_prompts = can_share_prompts(load_model_config(path))
-            attention = "llamarl_shared_prompts" if self.share_prompts else "llamarl_packed"
-            self._packed = build_reward_model(
+            share_prompts = can_share_prompts(load_model_config(path))
+            attention = "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
+            model = build_reward_model(
                 path, self.layout, dtype=dtype, attention=attention, device=self.device, key=key
             ).module
-            self.config = self._packed.model.config
+            self._computes = Computes(model, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
+            self.config = model.model.config
             self._prove(path, dtype, key)
         elif self.layout.num_ranks > 1:
             raise ModelError.at(key, f": {path} lies on one rank only: set reward_model.fsdp and tp to 1")
@@ -97,8 +97,8 @@ class RewardScorer:
         # a group's equal texts are computed once: so they have equal scores, to the bit, and no signal between them
         once = [distinct(group) for group in (_joined(texts, types))]
         firsts = [[group[i] for i in places] for group, (places, _) in zip(texts, once, strict=True)]
-        if self._packed is not None:
-            found = iter(self._score_packed(self._packed, firsts))
+        if self._computes is not None:
+            found = iter(self._score_packed(self._computes, firsts))
         else:
             of_firsts = [[group[i] for i in places] for group, (places, _) in zip(types, once, strict=False)]
             flat = [text for group in firsts for text in group], [one for group in of_firsts for one in group]
@@ -109,14 +109,12 @@ class RewardScorer:
             scores += [of_group[i] for i in which]
         return scores
 
-    def _score_packed(self, model: ValueModel, texts: Sequence[Sequence[list[int]]]) -> list[float]:
-        sequences = _sequences(texts, model.model)
-        packing, batches = pack_microbatches(
-            sequences, self.layout, max_tokens=self.max_tokens, share_prompts=self.share_prompts, device=self.device
-        )
+    def _score_packed(self, computes: Computes, texts: Sequence[Sequence[list[int]]]) -> list[float]:
+        sequences = _sequences(texts, computes.module.model)
+        packed = computes.pack(sequences)
         scores = [0.0] * len(sequences)
-        for items, batch in zip(packing, batches, strict=True):
-            for i, score in zip(items, model(batch).tolist(), strict=True):
+        for one, values in zip(packed, computes.outputs(packed), strict=True):
+            for i, score in zip(one.items, values.tolist(), strict=True):
                 scores[i] = score
         return scores
 

@@ -22,21 +22,15 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.loading import load_model_config, torch_dtype
-from llamarl.models.parallel import ParallelLayout, make_layout
-from llamarl.trainer.batch import (
-    Microbatch,
-    TrainingSequence,
-    make_microbatch,
-    pack_sequences,
-    trainable,
-    training_sequence,
-)
+from llamarl.models.parallel import make_layout
+from llamarl.trainer.batch import TrainingSequence, trainable, training_sequence
 from llamarl.trainer.building import build_policy
+from llamarl.trainer.computes import Computes, Packed
 from llamarl.trainer.config import ReferenceConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.types import Group
 
-__all__ = ["FrozenScorer", "LaidOut", "Located", "lay_out", "pack_microbatches"]
+__all__ = ["FrozenScorer", "LaidOut", "Located", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +47,8 @@ class LaidOut:
     """The responses of a batch that train, in micro-batches."""
 
     located: list[Located]
-    packing: list[list[int]]
-    """Of each micro-batch: indices into ``located``."""
-    microbatches: list[Microbatch]
+    packed: list[Packed]
+    """Their items are indices into ``located``."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,9 +65,10 @@ class LaidOut:
             rows: One [sum of T] tensor a micro-batch.
         """
         changed: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
-        for items, values in zip(self.packing, rows, strict=True):
-            parts = values.detach().float().cpu().split([len(self.located[i].sequence.targets) for i in items])
-            for item, part in zip((self.located[i] for i in items), parts, strict=True):
+        for one, values in zip(self.packed, rows, strict=True):
+            items = [self.located[i] for i in one.items]
+            parts = values.detach().float().cpu().split([len(item.sequence.targets) for item in items])
+            for item, part in zip(items, parts, strict=True):
                 response = groups[item.group].responses[item.response]
                 noted = np.full(len(response.tokens), np.nan, np.float32)
                 noted[np.flatnonzero(response.loss_mask)] = part.numpy()
@@ -87,15 +81,7 @@ class LaidOut:
         return found
 
 
-def lay_out(
-    groups: Sequence[Group],
-    algorithm: AlgorithmConfig,
-    layout: ParallelLayout,
-    *,
-    max_tokens: int,
-    share_prompts: bool,
-    device: str | torch.device,
-) -> LaidOut:
+def lay_out(groups: Sequence[Group], algorithm: AlgorithmConfig, computes: Computes) -> LaidOut:
     """Find the responses that the trainer will train, in order, and pack them; their advantage is left at 0."""
     located = [
         Located(g, r, training_sequence(group, response, 0.0, g))
@@ -103,37 +89,7 @@ def lay_out(
         for r, response in enumerate(group.responses)
         if trainable(response, algorithm)
     ]
-    packing, microbatches = pack_microbatches(
-        [item.sequence for item in located],
-        layout,
-        max_tokens=max_tokens,
-        share_prompts=share_prompts,
-        device=device,
-    )
-    return LaidOut(located, packing, microbatches)
-
-
-def pack_microbatches(
-    sequences: Sequence[TrainingSequence],
-    layout: ParallelLayout,
-    *,
-    max_tokens: int,
-    share_prompts: bool,
-    device: str | torch.device,
-) -> tuple[list[list[int]], list[Microbatch]]:
-    """Indices of each micro-batch's sequences, and its tensors; every token weighs 1."""
-    packing = pack_sequences(
-        sequences, max_tokens=max_tokens, share_prompts=share_prompts, layout=layout, device=device
-    )
-    return packing, [
-        make_microbatch(
-            [sequences[i] for i in items],
-            [1.0] * len(items),
-            torch.device(device),
-            share_prompts=share_prompts,
-        )
-        for items in packing
-    ]
+    return LaidOut(located, computes.pack([item.sequence for item in located]))
 
 
 class FrozenScorer:
@@ -160,36 +116,30 @@ class FrozenScorer:
             ModelError: The model is not supported, or not with this ``tp``.
             ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
         """
-        self.algorithm, self.trainer, self.device = algorithm, trainer, device
+        self.algorithm = algorithm
         self.layout = make_layout(
             fsdp=config.fsdp,
             tp=config.tp,
             device=device,
             keys=("reference.fsdp", "reference.tp"),
         )
-        self.share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
+        share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
-        self.policy = build_policy(
+        policy = build_policy(
             model_path,
             self.layout,
             temperature=temperature,
             dtype=dtype,
             chunk_tokens=trainer.logprob_chunk_tokens,
-            share_prompts=self.share_prompts,
+            share_prompts=share_prompts,
             device=torch.device(device),
             trained=False,
         ).module
+        max_tokens = 2 * trainer.max_tokens_per_microbatch
+        self.computes = Computes(policy, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
-    @torch.no_grad()
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains."""
-        laid = lay_out(
-            groups,
-            self.algorithm,
-            self.layout,
-            max_tokens=2 * self.trainer.max_tokens_per_microbatch,
-            share_prompts=self.share_prompts,
-            device=self.device,
-        )
-        rows = [self.policy(batch)[0] for batch in laid.microbatches]
+        laid = lay_out(groups, self.algorithm, self.computes)
+        rows = [logprobs for logprobs, _ in self.computes.outputs(laid.packed)]
         return laid.annotate(groups, rows, "reference_logprobs")

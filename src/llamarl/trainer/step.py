@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,31 +27,24 @@ from torch import Tensor
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.models.adapters import with_targets
-from llamarl.models.decoder import changes_with_length
-from llamarl.models.experts import Routing, watching
 from llamarl.models.exported import ExportFacts
 from llamarl.models.loading import load_model_config, torch_dtype
-from llamarl.models.repeatable import demanded
 from llamarl.observability.ledger import scored_tokens
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import (
     Microbatch,
     TrainingSequence,
-    make_microbatch,
     make_sequences,
-    pack_sequences,
     token_weight,
 )
 from llamarl.trainer.building import build_policy, layout_of
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
-from llamarl.trainer.context_parallel import ContextRanks
+from llamarl.trainer.computes import Computes, Staged, Threaded
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
-from llamarl.trainer.pipeline import Links, logprobs_of, make_links
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.trainer.side_by_side import in_order
 from llamarl.trainer.staleness import check_token_versions
 from llamarl.trainer.statistics import StepStatistics, tick_metrics
 from llamarl.trainer.step_plan import plan_of_rank
@@ -61,20 +55,6 @@ __all__ = ["Trainer"]
 
 _ADAPTER_SEED = 3
 _CHECKPOINT_EVERY = {"none": 0, "selective": 2, "full": 1}
-
-
-@dataclasses.dataclass(slots=True)
-class _Computed:
-    """Of one micro-batch; all detached."""
-
-    loss: Tensor
-    sums: dict[str, Tensor]
-    clipped: Tensor
-    policy_logprobs: Tensor
-    gradients: tuple[Tensor | None, ...]
-    """In the order of the parameters; empty where they have been added to the parameters' own."""
-    chosen_experts: Tensor | None
-    """As ``Routing.counts`` gives it; None of a dense model, and in stages, where each speaks for itself."""
 
 
 class Trainer(ShardedModel[Policy]):
@@ -131,14 +111,14 @@ class Trainer(ShardedModel[Policy]):
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         layout = layout_of(config, device)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
-        self.share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
+        share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         built = build_policy(
             model_path,
             layout,
             temperature=temperature,
             dtype=dtype,
             chunk_tokens=config.logprob_chunk_tokens,
-            share_prompts=self.share_prompts,
+            share_prompts=share_prompts,
             device=torch.device(device),
             entropy_needs_grad=algorithm.entropy_coef != 0,
             checkpoint_every=_CHECKPOINT_EVERY[config.activation_checkpointing],
@@ -147,7 +127,6 @@ class Trainer(ShardedModel[Policy]):
             replay=config.router == "replay",
         )
         self.policy = built.module
-        self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         super().__init__(
             built,
             layout,
@@ -158,7 +137,20 @@ class Trainer(ShardedModel[Policy]):
             offload=config.offload_optimizer,
             lora=lora,
         )
-        self._links = make_links(self.policy.model, layout, dtype=self.dtype, device=self.device)
+        self.computes = self._make_computes(share_prompts)
+
+    def _make_computes(self, share_prompts: bool) -> Computes:
+        where = self.policy, self.layout, self.device
+        settings: dict[str, Any] = {
+            "max_tokens": self.config.max_tokens_per_microbatch,
+            "share_prompts": share_prompts,
+            "replay": self.config.router == "replay",
+        }
+        if self.layout.pp > 1:
+            return Staged(*where, dtype=self.dtype, **settings)
+        if self.device.type == "cpu" and self.layout.num_ranks == 1:
+            return Threaded(*where, weights=self.weights, at_once=self.config.microbatches_at_once, **settings)
+        return Computes(*where, **settings)
 
     def train(self, groups: Sequence[Group], tick: int) -> dict[str, float]:
         """All optimizer steps of a tick: version ``tick`` -> version ``tick + 1``.
@@ -210,7 +202,6 @@ class Trainer(ShardedModel[Policy]):
         self.check_divergence(tick, self.config.max_skipped_steps, "lower optimizer.lr or algorithm.rho")
         return self.metrics
 
-    @torch.no_grad()
     def loss_on(self, groups: Sequence[Group]) -> float:
         """Mean of -log pi over the trained tokens of ``groups``, nats a token; NaN where there are none. Trains nothing.
 
@@ -218,12 +209,11 @@ class Trainer(ShardedModel[Policy]):
             groups: This data-parallel rank's, judged; every rank calls it, also one that has none.
         """
         sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
-        parts = [[sequences[i] for i in items] for items in self._pack(sequences)]
-        rows = logprobs_of(self.policy, [self._microbatch(part, [1.0] * len(part)) for part in parts], self._links)
-        self.policy.forget_gathered_weights()
+        packed = self.computes.pack(sequences)
+        rows = [logprobs for logprobs, _ in self.computes.outputs(packed)]
 
         def mean() -> float:
-            own = [float(-row.double().sum()) for row, part in zip(rows, parts, strict=True) if part]
+            own = [float(-row.double().sum()) for row, one in zip(rows, packed, strict=True) if one.items]
             tokens = sum(len(s.targets) for s in sequences)
             surprise, count = self._sum_over_data(np.array([sum(own), tokens], np.float64)).tolist()
             return float(surprise / count) if count else math.nan
@@ -249,17 +239,36 @@ class Trainer(ShardedModel[Policy]):
         """Forward and backward passes of all micro-batches; the sum of their losses, a scalar, 0 on
         another stage than the last."""
         loss = torch.zeros((), device=self.device)
-        computed_ones = self._worth_computing(sequences)
-        if self.on_tokens is not None and len(computed_ones) < len(sequences):
+        worth = self._worth_computing(sequences)
+        if self.on_tokens is not None and len(worth) < len(sequences):
             self.on_tokens([s for s in sequences if not s.has_signal], torch.zeros(0), torch.zeros(0, dtype=torch.bool))
-        microbatches = self._microbatches(computed_ones, statistics)
-        if self._links is None:
-            through = self._computed(microbatches)
-        else:
-            through = iter(self._in_stages(microbatches, self._links, statistics))
-        for (part, microbatch), computed in zip(microbatches, through, strict=self.layout.is_last_stage):
-            loss += self._take(part, microbatch, computed, statistics)
+        packed = self.computes.pack(worth, [self._token_weight(s, statistics) for s in worth])
+        found = self.computes.losses(packed, lambda i, output: self._loss_of(packed[i].microbatch, *output))
+        for one, computed in zip(packed, found, strict=True):
+            statistics.add_experts(computed.chosen_experts)
+            if computed.loss is None:  # said on the last stage
+                continue
+            sums, clipped, policy_logprobs = computed.told
+            if self.on_tokens is not None and one.items:
+                self.on_tokens([worth[i] for i in one.items], policy_logprobs, clipped)
+            batch = one.microbatch
+            statistics.add(sums, num_computed=batch.num_tokens, num_trained=batch.num_trained)
+            loss += computed.loss
         return loss
+
+    def _loss_of(self, microbatch: Microbatch, policy_logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+        loss, sums, clipped = microbatch_loss(
+            self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
+        )
+        return loss, (sums, clipped, policy_logprobs.detach())
+
+    def _token_weight(self, sequence: TrainingSequence, statistics: StepStatistics) -> float:
+        return token_weight(
+            self.algorithm,
+            num_own_tokens=len(sequence.targets),
+            num_tokens=statistics.num_tokens,
+            num_sequences=statistics.num_sequences,
+        )
 
     def _check_versions(self, groups: Sequence[Group]) -> None:
         check_token_versions(
@@ -303,114 +312,18 @@ class Trainer(ShardedModel[Policy]):
             sequences = self._with_proximal_logprobs(sequences)
         return [[sequences[i] for i in step] for step in steps]
 
-    @torch.no_grad()
     def _with_proximal_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The same sequences with log-probs under the present weights, which the tick's updates are
         about to leave. On another pipeline stage than the last, where no loss asks for them, the
         same as they were."""
         found = list(sequences)
-        packing = self._pack(sequences)
-        parts = [[sequences[i] for i in items] for items in packing]
-        rows = logprobs_of(self.policy, [self._microbatch(part, [1.0] * len(part)) for part in parts], self._links)
-        for items, part, row in zip(packing, parts, rows, strict=self.layout.is_last_stage):
+        packed = self.computes.pack(sequences)
+        for one, (row, _) in zip(packed, self.computes.outputs(packed), strict=self.layout.is_last_stage):
             logprobs = row.float().cpu().numpy()
-            ends = np.cumsum([len(s.targets) for s in part])
-            for i, values in zip(items, np.split(logprobs, ends[:-1]), strict=False):
+            ends = np.cumsum([len(sequences[i].targets) for i in one.items])
+            for i, values in zip(one.items, np.split(logprobs, ends[:-1]), strict=False):
                 found[i] = dataclasses.replace(sequences[i], proximal_logprobs=values)
-        self.policy.forget_gathered_weights()
         return found
-
-    def _computed(self, microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]]) -> Iterator[_Computed]:
-        """Forward and backward pass of each, in their order; several at the same time where that is
-        how this rank works."""
-        at_once = min(self._num_at_once(), max(1, len(microbatches)))
-
-        def compute(of: tuple[Sequence[TrainingSequence], Microbatch]) -> _Computed:
-            with demanded(self.device):
-                return self._forward_backward(of[1], gradients_apart=at_once > 1)
-
-        return in_order(compute, microbatches, at_once=at_once, threads=torch.get_num_threads())
-
-    def _in_stages(
-        self,
-        microbatches: Sequence[tuple[Sequence[TrainingSequence], Microbatch]],
-        links: Links,
-        statistics: StepStatistics,
-    ) -> list[_Computed]:
-        """This stage's forward and backward passes, in the pipeline's order; what the last stage
-        has to say of each. What this stage's own sparse layers chose is added to ``statistics``."""
-        found: list[_Computed] = []
-
-        def forward(i: int, received: Tensor | None) -> Tensor:
-            microbatch, routing = microbatches[i][1], Routing(self.policy.num_sparse_layers)
-            with watching(routing):
-                if self.layout.is_last_stage:
-                    output, computed = self._forward(microbatch, received)
-                    found.append(computed)
-                else:
-                    output = self.policy(microbatch, received)[0]
-            statistics.add_experts(self._chosen_experts(routing, microbatch))
-            return output
-
-        with demanded(self.device):
-            links.run([microbatch for _, microbatch in microbatches], forward, trains=True)
-        return found
-
-    def _num_at_once(self) -> int:
-        return num_at_once(
-            self.config.microbatches_at_once,
-            threads=torch.get_num_threads(),
-            num_parameters=self.num_parameters,
-            alone=self.device.type == "cpu" and self.layout.num_ranks == 1,
-            reentrant=not changes_with_length(self.policy.model.config),
-        )
-
-    def _forward_backward(self, microbatch: Microbatch, *, gradients_apart: bool) -> _Computed:
-        """What one micro-batch adds. Its gradients are with the parameters afterwards, or ``apart``
-        from them in the result."""
-        routing = Routing(self.policy.num_sparse_layers)
-        with watching(routing):
-            loss, computed = self._forward(microbatch)
-        if gradients_apart:
-            computed.gradients = torch.autograd.grad(loss, list(self.weights.parameters.values()), allow_unused=True)
-        else:
-            loss.backward()
-        computed.chosen_experts = self._chosen_experts(routing, microbatch)
-        return computed
-
-    def _forward(self, microbatch: Microbatch, received: Tensor | None = None) -> tuple[Tensor, _Computed]:
-        """A micro-batch's loss, with grad, and what else is known of it before the backward pass."""
-        policy_logprobs, entropy = self.policy(microbatch, received)
-        loss, sums, clipped = microbatch_loss(
-            self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
-        )
-        return loss, _Computed(loss.detach(), sums, clipped, policy_logprobs.detach(), (), None)
-
-    def _chosen_experts(self, routing: Routing, microbatch: Microbatch) -> Tensor | None:
-        if not self.policy.num_sparse_layers:
-            return None
-        num_own = None if microbatch.own is None else microbatch.own.num_tokens
-        counts = routing.counts(self.policy.num_experts, num_own).to(self.device)
-        return counts if microbatch.num_tokens else torch.zeros_like(counts)
-
-    def _take(
-        self,
-        part: Sequence[TrainingSequence],
-        microbatch: Microbatch,
-        computed: _Computed,
-        statistics: StepStatistics,
-    ) -> Tensor:
-        """Add one micro-batch's gradients and statistics to the step's; returns its share of the loss, a scalar."""
-        self.weights.add_gradients(computed.gradients)
-        if self.on_tokens is not None and part:
-            self.on_tokens(part, computed.policy_logprobs, computed.clipped)
-        statistics.add(
-            computed.sums,
-            num_computed=microbatch.num_tokens,
-            num_trained=microbatch.num_trained,
-        )
-        statistics.add_experts(computed.chosen_experts)
-        return computed.loss
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
@@ -418,47 +331,6 @@ class Trainer(ShardedModel[Policy]):
         if not self.config.skip_zero_advantage or terms_beside_the_policy or of_their_own:
             return sequences
         return [s for s in sequences if s.has_signal]
-
-    def _pack(self, sequences: list[TrainingSequence]) -> list[list[int]]:
-        return pack_sequences(
-            sequences,
-            max_tokens=self.config.max_tokens_per_microbatch,
-            share_prompts=self.share_prompts,
-            layout=self.layout,
-            device=self.device,
-            at_once=self._num_at_once(),
-        )
-
-    def _microbatches(
-        self, sequences: list[TrainingSequence], statistics: StepStatistics
-    ) -> list[tuple[list[TrainingSequence], Microbatch]]:
-        """Packed and weighted, each with the sequences that it is made of."""
-        weights = [
-            token_weight(
-                self.algorithm,
-                num_own_tokens=len(s.targets),
-                num_tokens=statistics.num_tokens,
-                num_sequences=statistics.num_sequences,
-            )
-            for s in sequences
-        ]
-        microbatches = []
-        for items in self._pack(sequences):
-            part = [sequences[i] for i in items]
-            of_part = [weights[i] for i in items]
-            microbatches.append((part, self._microbatch(part, of_part)))
-        return microbatches
-
-    def _microbatch(self, part: Sequence[TrainingSequence], weights: Sequence[float]) -> Microbatch:
-        replay = self.config.router == "replay"
-        return make_microbatch(
-            part,
-            weights,
-            self.device,
-            share_prompts=self.share_prompts,
-            replay=replay,
-            context=ContextRanks.of(self.layout),
-        )
 
     def _sum_over_data(self, values: np.ndarray) -> np.ndarray:
         if self.layout.fsdp == 1:

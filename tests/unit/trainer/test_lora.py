@@ -51,7 +51,7 @@ def logprobs(trainer: Trainer) -> torch.Tensor:
 
     sequences = make_sequences(make_groups(seed=7), AlgorithmConfig())
     microbatch = make_microbatch(
-        sequences, [1.0] * len(sequences), torch.device("cpu"), share_prompts=trainer.share_prompts
+        sequences, [1.0] * len(sequences), torch.device("cpu"), share_prompts=trainer.computes.share_prompts
     )
     with torch.no_grad():
         return trainer.policy(microbatch)[0]

@@ -147,7 +147,7 @@ def test_two_at_once_give_the_bits_of_one_thread_that_takes_them_in_turn(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = lambda *args, **named: pack_sequences(*args, **{**named, "at_once": 2})  # noqa: E731
-    monkeypatch.setattr("llamarl.trainer.step.pack_sequences", same)  # one thread would cut the batch otherwise
+    monkeypatch.setattr("llamarl.trainer.computes.pack_sequences", same)  # one thread would cut the batch otherwise
     folder = write_model(tmp_path / "model")
     in_turn, said_in_turn = _trained(folder, threads=1, **settings)
     at_once, said_at_once = _trained(folder, threads=2, **settings)

@@ -181,7 +181,7 @@ def _with_a_token_of_probability_0(trainer: Trainer) -> None:
     """From now on the first token of each micro-batch has log-prob -inf, and no gradient."""
     right = trainer.policy.forward
 
-    def forward(microbatch: Microbatch, received: None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(microbatch: Microbatch, received: None = None) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = right(microbatch, received)
         first = torch.arange(len(logprobs)) == 0
         return torch.where(first, -math.inf, logprobs), entropy
