@@ -214,7 +214,7 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, response: i
     of_rank = sequences // layout.fsdp
     for tick in range(2):
         trainer.train(groups_of(of_rank, tick), tick)
-    state = trainer.weights.adamw.state
+    state = trainer.weights.optimizer.update.state
     masters = list(trainer.weights.tensors.values())
     moments = [value for entry in state.values() for value in entry.values() if value.ndim]
     buffers = [b for b in trainer.policy.buffers()]

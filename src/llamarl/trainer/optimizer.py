@@ -1,8 +1,9 @@
-"""AdamW on this rank's float32 master weights; the learning rate as a function of the tick.
+"""The optimizer on this rank's float32 master weights; the learning rate as a function of the tick.
 
-    compute parameter (dtype of forward) ──gradient, float32──▶ master [local part] ──AdamW──▶ copied back
+    compute parameter (dtype of forward) ──gradient, float32──▶ master [local part] ──optimizer──▶ copied back
 
-AdamW is elementwise, so it works on local parts alone and knows nothing of meshes. Where the
+AdamW is elementwise, so it works on local parts alone and knows nothing of meshes. Which optimizer it is, only
+``make_optimizer`` knows: of one it says what it keeps of each weight, and everything else goes by that. Where the
 compute dtype is float32 the master *is* the parameter's storage. Otherwise a hook adds each
 micro-batch's gradient to the master's in float32.
 """
@@ -21,9 +22,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.models.parallel import Cut, ParallelLayout, holds_first, local_tensor
 from llamarl.trainer.config import OptimizerConfig
 
-__all__ = ["MasterWeights", "TiedStages", "learning_rate"]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+__all__ = ["MasterWeights", "Optimizer", "TiedStages", "learning_rate", "make_optimizer"]
 
 
 def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> float:
@@ -48,6 +47,35 @@ def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> 
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer of PyTorch's, and what it keeps."""
+
+    update: torch.optim.Optimizer
+    """Its groups' ``lr`` is set before each step."""
+    kinds: Mapping[str, tuple[str, ...]]
+    """Name of each weight -> names of the tensors in its state once it was updated: of its shape, or scalars."""
+
+
+def make_optimizer(config: OptimizerConfig, weights: Mapping[str, nn.Parameter]) -> Optimizer:
+    """AdamW with decay of matrices alone.
+
+    Args:
+        weights: This rank's parts, float32, by name.
+    """
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [t for t in weights.values() if t.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [t for t in weights.values() if t.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    return Optimizer(adamw, dict.fromkeys(weights, ("step", "exp_avg", "exp_avg_sq")))
+
+
 @dataclass(frozen=True)
 class TiedStages:
     """Weights that the first pipeline stage and the last both hold: each computes a part of their
@@ -61,10 +89,7 @@ class TiedStages:
 
 
 class MasterWeights:
-    """This rank's float32 weights and AdamW moments, and the way from gradients to the next version."""
-
-    KINDS = frozenset({"weight", "step", *_MOMENTS})
-    """What ``state`` holds of each parameter."""
+    """This rank's float32 weights and their optimizer's state, and the way from gradients to the next version."""
 
     def __init__(
         self,
@@ -82,7 +107,7 @@ class MasterWeights:
             parameters: What the model computes with, by name; any dtype.
             tied: Those of them that another stage holds too.
             initial: Float32 values of ``parameters`` before they were rounded, if they were.
-            offload: Keep masters and moments in host memory, apart from the parameters.
+            offload: Keep masters and the optimizer's state in host memory, apart from the parameters.
         """
         self.parameters = dict(parameters)
         self.layout = layout
@@ -104,15 +129,9 @@ class MasterWeights:
                 if not isinstance(parameter, DTensor):  # FSDP2 adds up its own gradients, in float32 already
                     parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self.tensors[name] = nn.Parameter(local)
-        matrices = [t for t in self.tensors.values() if t.ndim >= 2]
-        vectors = [t for t in self.tensors.values() if t.ndim < 2]
-        self.adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(config, self.tensors)
+        self.kinds = frozenset({"weight"}.union(*self.optimizer.kinds.values()))
+        """Of the tensors in ``state``."""
 
     @torch.no_grad()
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -164,10 +183,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One AdamW update with the collected gradients, then the compute parameters follow."""
-        for group in self.adamw.param_groups:
+        """One update with the collected gradients, then the compute parameters follow."""
+        for group in self.optimizer.update.param_groups:
             group["lr"] = lr
-        self.adamw.step()
+        self.optimizer.update.step()
         self.copy_to_parameters()
 
     @torch.no_grad()
@@ -178,26 +197,27 @@ class MasterWeights:
                 local_tensor(parameter.detach()).copy_(self.tensors[name])
 
     def drop_gradients(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
+        self.optimizer.update.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def tensors_on_device(self) -> tuple[list[Tensor], list[Tensor]]:
         """What makes up the state, and what ``copy_to_parameters`` makes of it; both as plain local tensors.
 
-        Masters, moments and step counts that were offloaded are on the host and count as state all the same.
+        What was offloaded is on the host and counts as state all the same.
         """
-        kept = [value for entry in self.adamw.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        of_each = self.optimizer.update.state.values()
+        kept = [value for entry in of_each for value in entry.values() if isinstance(value, Tensor)]
         kept += [tensor.detach() for tensor in self.tensors.values()]
         derived = [local_tensor(self.parameters[name].detach()) for name in sorted(self._apart)]
         return kept, derived
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on: ``weight/NAME``, and once stepped the moments and step counts."""
+        """Everything that the next step depends on: ``weight/NAME``, and once stepped what the optimizer keeps."""
         state: dict[str, Tensor] = {f"weight/{name}": t.detach() for name, t in self.tensors.items()}
         for name, tensor in self.tensors.items():
-            for key, value in self.adamw.state.get(tensor, {}).items():
-                state[f"{key}/{name}"] = value
+            for kind, value in self.optimizer.update.state.get(tensor, {}).items():
+                state[f"{kind}/{name}"] = value
         return state
 
     @torch.no_grad()
@@ -205,7 +225,7 @@ class MasterWeights:
         """Restore what ``state`` gave.
 
         Raises:
-            KeyError: A weight is missing.
+            KeyError: A weight is missing, or a part of its optimizer's state.
             ValueError: A tensor has another shape than this rank's part.
         """
         for name, tensor in self.tensors.items():
@@ -213,11 +233,12 @@ class MasterWeights:
             if weight.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(weight.shape)}, this rank holds {tuple(tensor.shape)}")
             tensor.copy_(weight)
-            if f"step/{name}" in state:
-                moments = {key: state[f"{key}/{name}"].to(tensor.device).clone() for key in _MOMENTS}
-                self.adamw.state[tensor] = {"step": state[f"step/{name}"].to(tensor.device).clone(), **moments}
+            kinds = self.optimizer.kinds[name]
+            if any(f"{kind}/{name}" in state for kind in kinds):
+                kept = {kind: state[f"{kind}/{name}"].to(tensor.device).clone() for kind in kinds}
+                self.optimizer.update.state[tensor] = kept
             else:
-                self.adamw.state.pop(tensor, None)
+                self.optimizer.update.state.pop(tensor, None)
         self.copy_to_parameters()
 
     def _accumulator(self, name: str):  # type: ignore[no-untyped-def]

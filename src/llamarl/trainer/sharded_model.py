@@ -228,15 +228,17 @@ class ShardedModel(Generic[Module]):
         Raises:
             CheckpointError: Unreadable, incomplete, or of another model.
         """
-        kinds = MasterWeights.KINDS
+        kinds = self.weights.kinds
         tensors, values = read_state(Path(folder), lambda k: self._shards if k in kinds else self.sync_layout())
+        extra: dict[str, dict[str, Tensor]] = {kind: {} for kind in values.get("kinds", ())}
+        if unknown := sorted({key.partition("/")[0] for key in tensors} - kinds - extra.keys()):
+            raise CheckpointError(f"{self.role} state in {folder} is of another optimizer: it holds {unknown[0]!r}")
         try:
             self.weights.load_state(tensors)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{self.role} state in {folder} is of another model: {error}") from error
         for name in self.counters:
             setattr(self, name, values[name])
-        extra: dict[str, dict[str, Tensor]] = {kind: {} for kind in values.get("kinds", ())}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if kind not in kinds and _is_here(self.sync_layout()[name], self.layout):

@@ -301,6 +301,20 @@ def test_a_snapshot_before_the_first_step_resumes_too(model_folder: Path, tmp_pa
     assert resumed.train(make_groups(), 0) == _trainer(model_folder).train(make_groups(), 0)
 
 
+def test_a_snapshot_of_another_optimizer_is_refused_before_anything_changes(model_folder: Path, tmp_path: Path) -> None:
+    trainer = _trainer(model_folder)
+    trainer.train(make_groups(), 0)
+    state = trainer.stage()
+    renamed = {key.replace("exp_avg_sq/", "momentum_buffer/"): shard for key, shard in state.shards.items()}
+    trainer.write(dataclasses.replace(state, shards=renamed), tmp_path)
+    other = _trainer(model_folder)
+    before = {name: tensor.clone() for name, tensor in other.parameters_for_sync().items()}
+    with pytest.raises(CheckpointError, match="another optimizer: it holds 'momentum_buffer'"):
+        other.load(tmp_path)
+    assert other.policy_version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.parameters_for_sync().items())
+
+
 def test_a_torn_or_foreign_snapshot_is_refused(model_folder: Path, tmp_path: Path) -> None:
     trainer = _trainer(model_folder)
     with pytest.raises(CheckpointError, match="cannot be read"):

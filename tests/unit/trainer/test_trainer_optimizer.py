@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.config import OptimizerConfig
-from llamarl.trainer.optimizer import MasterWeights, learning_rate
+from llamarl.trainer.optimizer import MasterWeights, Optimizer, learning_rate
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
 
@@ -110,6 +111,45 @@ def test_state_restores_the_next_step_bit_for_bit() -> None:
     step(a, first, 7)
     step(b, second, 7)
     assert torch.equal(first, second)
+
+
+def test_another_optimizers_state_is_kept_and_restored_by_the_kinds_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def heavy_ball(config: OptimizerConfig, weights: Mapping[str, nn.Parameter]) -> Optimizer:
+        sgd = torch.optim.SGD(weights.values(), lr=config.lr, momentum=0.5)
+        return Optimizer(sgd, dict.fromkeys(weights, ("momentum_buffer",)))
+
+    monkeypatch.setattr("llamarl.trainer.optimizer.make_optimizer", heavy_ball)
+    first = nn.Parameter(torch.tensor([1.0]))
+    masters = _masters(first, OptimizerConfig())
+    assert masters.kinds == {"weight", "momentum_buffer"}
+    assert masters.state().keys() == {"weight/w"}
+    first.grad = torch.tensor([4.0])
+    masters.collect_gradients()
+    masters.step(0.25)
+    assert first.item() == 0.0  # 1 - 0.25 * 4
+    state = {key: value.clone() for key, value in masters.state().items()}
+    assert state == {"weight/w": 0.0, "momentum_buffer/w": 4.0}
+    second = nn.Parameter(torch.tensor([7.0]))
+    again = _masters(second, OptimizerConfig())
+    again.load_state(state)
+    second.grad = torch.tensor([2.0])
+    again.collect_gradients()
+    again.step(0.5)
+    assert second.item() == -2.0  # 0 - 0.5 * (0.5 * 4 + 2)
+
+
+def test_state_that_lacks_a_moment_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    masters = _masters(parameter, OptimizerConfig())
+    parameter.grad = torch.ones(2, 2)
+    masters.collect_gradients()
+    masters.step(0.1)
+    for kind in ("step", "exp_avg", "exp_avg_sq"):
+        torn = {key: value for key, value in masters.state().items() if key != f"{kind}/w"}
+        with pytest.raises(KeyError, match=f"{kind}/w"):
+            masters.load_state(torn)
 
 
 def test_state_of_another_shape_is_refused() -> None:
