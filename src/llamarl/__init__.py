@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llamarl.api.llm import LLM, Completion
-    from llamarl.api.run import Run
-    from llamarl.api.train import train
+    from llamarl.api.run import Run, train
     from llamarl.errors import LlamaRLError
 
 __version__ = "0.1.0"
@@ -26,7 +25,7 @@ _HOMES = {
     "Completion": "llamarl.api.llm",
     "LlamaRLError": "llamarl.errors",
     "Run": "llamarl.api.run",
-    "train": "llamarl.api.train",
+    "train": "llamarl.api.run",
 }
 
 

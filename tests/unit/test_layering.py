@@ -176,3 +176,35 @@ def test_nothing_is_unpickled_but_by_three_named_modules() -> None:
     call = re.compile(r"pickle\.loads?\b|Unpickler\b|torch\.load\(|from pickle import|allow_pickle=True")
     found = {path.relative_to(ROOT).as_posix() for path in MODULES if call.search(path.read_text(encoding="utf-8"))}
     assert found == UNPICKLES.keys()
+
+
+SETTINGS_IMPORT = {"errors", "strict", "import_path", "mistakes"}
+
+
+def test_settings_of_a_room_need_no_room() -> None:
+    """They stand below all rooms in the order of imports, so they may use nothing that stands in one but other settings."""
+    for path in ROOT.glob("*/config.py"):
+        own = {module.removeprefix("llamarl.") for module in imports_of(path) if module.startswith("llamarl.")}
+        assert {name for name in own if not name.endswith(".config")} <= SETTINGS_IMPORT, path
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Counted are imports inside functions and those for types alone, too: a reader follows them all the same."""
+    names = {".".join(("llamarl", *path.relative_to(ROOT).with_suffix("").parts)): path for path in MODULES}
+    left = {
+        name: {module for module in _all_imports(path) if module in names and module != name}
+        for name, path in names.items()
+    }
+    while free := {name for name, needs in left.items() if not needs & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert left == {}
+
+
+def _all_imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found

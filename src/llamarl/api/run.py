@@ -1,4 +1,4 @@
-"""A run on disk as an object: its metrics and rollouts, its policy, and going on with it."""
+"""``llamarl.train`` and what it returns: a run on disk as an object: its metrics and rollouts, its policy, and going on with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llamarl.api.llm import LLM, Completion
     from llamarl.observability.rollouts import Rollout
 
-__all__ = ["Metrics", "Run"]
+__all__ = ["Metrics", "Run", "train"]
 
 _CONFIG_FILE = "config.toml"
 
@@ -139,7 +139,7 @@ class Run:
             ConfigError: A setting would change bits.
             LlamaRLError: Whatever ended it again.
         """
-        from llamarl.api.train import dotted
+        from llamarl.api.settings import dotted
         from llamarl.config import read_settings
         from llamarl.controller.resume import begun_config, resume_run
 
@@ -155,3 +155,31 @@ class Run:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:,d}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> Run:
+    """Run a job to its end, with the console's live progress, and return it.
+
+        llamarl.train("tiny", num_ticks=20)
+        llamarl.train(model="bundled:tiny", task="steps", num_ticks=20, optimizer={"lr": 1e-4})
+        llamarl.train(model="path/to/model", data="questions.jsonl", reward=my_reward, **{"schedule.max_staleness": 0})
+
+    Args:
+        recipe: A TOML file, or the name of a recipe that ships with llamarl; without one, every key has its default.
+        settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a function or its import path, or a
+            list of them to add up), ``data`` (a JSONL file, another
+            table, or a data set of the Hub), ``dir``, ``seed``
+            ``num_ticks``, and ``cluster`` (as ``--cluster`` takes it); any section of a recipe as a mapping; any key by its dotted name. What is said here comes
+            before what the recipe says. Without ``dir`` a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.
+
+    Raises:
+        ConfigError: Something cannot run; every mistake is named, and nothing has been started.
+        LlamaRLError: Whatever ended the run. What it saved stays, and ``llamarl.Run(dir).resume()`` goes on from there.
+        KeyboardInterrupt: The user stopped it; the same holds.
+    """
+    from llamarl.api.settings import run_config
+    from llamarl.controller.run import start_run
+
+    config = run_config(recipe, settings)
+    start_run(config)
+    return Run(config.run.dir)

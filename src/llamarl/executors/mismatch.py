@@ -23,8 +23,9 @@ from llamarl.config import RunConfig
 from llamarl.engine.factory import make_engine, sampling_params
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ModelError
-from llamarl.models.loading import load_model_config, torch_dtype
+from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import ParallelLayout
+from llamarl.models.precision import torch_dtype
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import TrainingSequence, make_microbatch, pack_sequences
 from llamarl.trainer.building import build_policy

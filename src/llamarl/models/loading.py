@@ -35,7 +35,6 @@ from transformers.utils import logging as transformers_logging
 
 from llamarl.errors import FileError, ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.precision import resolve_dtype
 from llamarl.models.support import Use, text_part
 from llamarl.reading import read_object
 
@@ -57,20 +56,8 @@ __all__ = [
     "quiet",
     "resolve_model_path",
     "stored_files",
-    "torch_dtype",
     "use_of",
 ]
-
-
-def torch_dtype(asked: str, *, device: str, model: str | Path) -> torch.dtype:
-    """The type of a configured ``dtype``, what "auto" means here included (``models/precision.py``).
-
-    Args:
-        model: Hugging Face folder.
-    """
-    dtype = getattr(torch, resolve_dtype(asked, device=device, model=model))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def load_model_config(path: str | Path) -> PretrainedConfig:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.config import RunConfig
 from llamarl.engine.config import EngineConfig
 from llamarl.roles import Role, present_roles, with_settings
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BFLOAT16_PAYS_FROM",
@@ -28,6 +31,7 @@ __all__ = [
     "resolve_precision",
     "resolve_dtype",
     "resolved_precisions",
+    "torch_dtype",
 ]
 
 BFLOAT16_PAYS_FROM = 20_000_000
@@ -101,6 +105,19 @@ def resolve_dtype(asked: str, *, device: str, model: str | Path, processor: str 
     if device.startswith("cpu") and not has_bfloat16_products(processor or platform_facts()["processor"]):
         return "float32"
     return "bfloat16" if num_parameters(model) >= BFLOAT16_PAYS_FROM else "float32"
+
+
+def torch_dtype(asked: str, *, device: str, model: str | Path) -> torch.dtype:
+    """The type of a configured ``dtype``, what "auto" means here included.
+
+    Args:
+        model: Hugging Face folder.
+    """
+    import torch
+
+    dtype = getattr(torch, resolve_dtype(asked, device=device, model=model))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def engine_dtype(asked: str, quantization: str, *, device: str, model: str | Path, processor: str = "") -> str:

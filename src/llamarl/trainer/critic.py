@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.loading import load_model_config, torch_dtype
+from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import make_layout
+from llamarl.models.precision import torch_dtype
 from llamarl.trainer.building import build_value_model
 from llamarl.trainer.computes import Computes
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig

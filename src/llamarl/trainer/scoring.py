@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.loading import load_model_config, torch_dtype
+from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import make_layout
+from llamarl.models.precision import torch_dtype
 from llamarl.trainer.batch import TrainingSequence, trainable, training_sequence
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.computes import Computes, Packed

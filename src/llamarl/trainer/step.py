@@ -28,7 +28,8 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.models.adapters import with_targets
 from llamarl.models.exported import ExportFacts
-from llamarl.models.loading import load_model_config, torch_dtype
+from llamarl.models.loading import load_model_config
+from llamarl.models.precision import torch_dtype
 from llamarl.observability.ledger import scored_tokens
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.api.train import dotted, run_config
+from llamarl.api.settings import dotted, run_config
 from llamarl.errors import ConfigError
 
 

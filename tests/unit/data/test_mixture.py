@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.api.train import run_config
+from llamarl.api.settings import run_config
 from llamarl.config import RunConfig, load_config, save_config
 from llamarl.data.mixture import MixedStream, choose_tasks
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream

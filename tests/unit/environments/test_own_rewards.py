@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.api.train import run_config
+from llamarl.api.settings import run_config
 from llamarl.config import load_config, save_config
 from llamarl.data.items import TaskItem
 from llamarl.environments.config import RewardPart, TaskConfig

@@ -1,4 +1,4 @@
-"""``llamarl.train``: a job from Python. The same configuration, checks and bits as ``llamarl train``."""
+"""From the words of a Python call to a configuration: the same keys and checks as ``llamarl train``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.api.functions import import_path_of
-from llamarl.api.run import Run
 from llamarl.config import RunConfig, known_keys, load_config
 from llamarl.errors import ConfigError
 from llamarl.runtime.config import host_settings
 
-__all__ = ["dotted", "run_config", "train"]
+__all__ = ["dotted", "run_config"]
 
 _SHORT: Mapping[str, str] = {
     "model": "model.path",
@@ -27,33 +26,6 @@ _SHORT: Mapping[str, str] = {
     "num_ticks": "run.num_ticks",
 }
 """Words for the keys that every job is told."""
-
-
-def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> Run:
-    """Run a job to its end, with the console's live progress, and return it.
-
-        llamarl.train("tiny", num_ticks=20)
-        llamarl.train(model="bundled:tiny", task="steps", num_ticks=20, optimizer={"lr": 1e-4})
-        llamarl.train(model="path/to/model", data="questions.jsonl", reward=my_reward, **{"schedule.max_staleness": 0})
-
-    Args:
-        recipe: A TOML file, or the name of a recipe that ships with llamarl; without one, every key has its default.
-        settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a function or its import path, or a
-            list of them to add up), ``data`` (a JSONL file, another
-            table, or a data set of the Hub), ``dir``, ``seed``
-            ``num_ticks``, and ``cluster`` (as ``--cluster`` takes it); any section of a recipe as a mapping; any key by its dotted name. What is said here comes
-            before what the recipe says. Without ``dir`` a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.
-
-    Raises:
-        ConfigError: Something cannot run; every mistake is named, and nothing has been started.
-        LlamaRLError: Whatever ended the run. What it saved stays, and ``llamarl.Run(dir).resume()`` goes on from there.
-        KeyboardInterrupt: The user stopped it; the same holds.
-    """
-    config = run_config(recipe, settings)
-    from llamarl.controller.run import start_run
-
-    start_run(config)
-    return Run(config.run.dir)
 
 
 def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> RunConfig:
