@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import signal
 import socket
 import time
@@ -27,7 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.code_items import code_item, last_program
-from llamarl.environments.config import MixedTask, TaskConfig, TaskSection
+from llamarl.environments.config import MixedTask, RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.items import TableItems
 from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
@@ -66,28 +65,25 @@ class CodeOptions:
     """Whether programs and tests can import the installed packages, besides the standard library."""
 
     @classmethod
-    def read(
-        cls, options: Mapping[str, Any], *, pool_timeout_s: float = math.inf, pool_memory_mb: int = 0
-    ) -> CodeOptions:
+    def read(cls, options: Mapping[str, Any], pool: RewardPoolConfig | None = None) -> CodeOptions:
         """Options of a recipe.
 
         Args:
-            pool_timeout_s: ``task.pool.timeout_s``, after which the worker would be killed around the box.
-            pool_memory_mb: ``task.pool.memory_limit_mb``, which holds for what a worker starts; 0 is no limit.
+            pool: Of the worker around the box, whose time and memory must be enough for it; None: not looked at.
 
         Raises:
             DataError: Options that there are not, or values that cannot be; all mistakes at once.
         """
         made, found = Reader(cls).read(options)
         mistakes = [Mistake(f"task.options.{one.key}", one.text) for one in found]
-        if made.timeout_s + 1 > pool_timeout_s:
+        if pool and made.timeout_s + 1 > pool.timeout_s:
             text = (
-                f"must be at most task.pool.timeout_s ({pool_timeout_s}) less 1, got {made.timeout_s}: a worker over its "
+                f"must be at most task.pool.timeout_s ({pool.timeout_s}) less 1, got {made.timeout_s}: a worker over its "
                 "time fails the sample, a program over its time is a wrong answer"
             )
             mistakes.append(Mistake("task.options.timeout_s", text, ("task.pool.timeout_s",)))
-        if pool_memory_mb and made.memory_mb > pool_memory_mb:
-            text = f"must be at most task.pool.memory_limit_mb ({pool_memory_mb}), got {made.memory_mb}"
+        if pool and 0 < pool.memory_limit_mb < made.memory_mb:
+            text = f"must be at most task.pool.memory_limit_mb ({pool.memory_limit_mb}), got {made.memory_mb}"
             mistakes.append(Mistake("task.options.memory_mb", text, ("task.pool.memory_limit_mb",)))
         if mistakes:
             raise DataError("\n".join(map(str, mistakes)), mistakes=mistakes)
@@ -135,11 +131,7 @@ class CodeTask:
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         pool = None if isinstance(config, MixedTask) else config.pool  # a mixture's pool is of all its tasks
-        self._options = (
-            CodeOptions.read(config.options)
-            if pool is None
-            else CodeOptions.read(config.options, pool_timeout_s=pool.timeout_s, pool_memory_mb=pool.memory_limit_mb)
-        )
+        self._options = CodeOptions.read(config.options, pool)
         self._prepared = False
         self._items = TableItems(config, code_item, seed=seed)
 

@@ -10,6 +10,7 @@ raises ``ToolError``, which is meant for the policy.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import json
@@ -332,11 +333,4 @@ def _line(message: Message) -> str:
 
 def _with_parts(step: Step, *, calls: int, bad: int) -> Step:
     counts = {"moves": 1.0, "calls": float(calls), "bad_calls": float(bad)}
-    return Step(
-        text=step.text,
-        messages=step.messages,
-        reward=step.reward,
-        done=step.done,
-        truncated=step.truncated,
-        parts={**counts, **step.parts},
-    )
+    return dataclasses.replace(step, parts={**counts, **step.parts})

@@ -138,7 +138,7 @@ class WorkerPool:
         watched = [worker for worker in self._workers if worker.job is not None or not worker.ready]
         nearest = min([end, *(worker.deadline for worker in watched)])
         moved: set[WorkerProcess] = set()
-        for key, events in self._selector.select(max(0.0, nearest - running_s())):
+        for key, _ in self._selector.select(max(0.0, nearest - running_s())):
             worker = key.data
             if self._workers[worker.number] is not worker:
                 continue  # replaced while this round's events were handled
@@ -146,12 +146,7 @@ class WorkerPool:
                 if worker.has_ended():
                     self._lost(worker)
                 continue
-            if events & selectors.EVENT_WRITE:
-                worker.write()
-                if not worker.outbox:
-                    self._watch_jobs(worker)
-            if events & selectors.EVENT_READ:
-                self._read(worker)
+            self._read(worker)
             moved.add(worker)
         now = running_s()
         for worker in list(self._workers):
@@ -194,9 +189,8 @@ class WorkerPool:
 
     def _start(self, number: int) -> WorkerProcess:
         worker = WorkerProcess(number, self._hello, self._config)
-        worker.write()  # at once, so that it starts while nobody waits for it
-        self._selector.register(worker.control, selectors.EVENT_READ, worker)
-        self._watch_jobs(worker)
+        for end in (worker.control, worker.jobs):
+            self._selector.register(end, selectors.EVENT_READ, worker)
         return worker
 
     def _hand_out(self) -> None:
@@ -212,20 +206,10 @@ class WorkerPool:
                 self._homes[job.home] = worker.number
             request = pack_request((job.number, job.request, self._released.pop(worker.number, [])))
             worker.assign(job, request, self._timeout_s)
-            worker.write()  # at once: nobody may turn to it for a while
-            self._watch_jobs(worker)
 
     def _next_for(self, number: int) -> Job | None:
         """The first job that this worker may take: one whose home it holds, or nobody does."""
         return next((job for job in self._queue.values() if self._homes.get(job.home, number) == number), None)
-
-    def _watch_jobs(self, worker: WorkerProcess) -> None:
-        """Look for replies, and for room where there is something to send."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-        try:
-            self._selector.modify(worker.jobs, events, worker)
-        except KeyError:
-            self._selector.register(worker.jobs, events, worker)
 
     def _forget(self, worker: WorkerProcess) -> None:
         for end in (worker.jobs, worker.control):

@@ -92,7 +92,7 @@ class Job:
 
 
 class WorkerProcess:
-    """A worker and its guardian; nothing here blocks but ``stop``.
+    """A worker and its guardian; nothing here blocks but ``stop``, and sending what is more than a socket takes.
 
     Args:
         number: Its place in the pool.
@@ -105,7 +105,6 @@ class WorkerProcess:
         self.pid: int | None = None
         """Of the process that judges, once it is ready."""
         self.job: Job | None = None
-        self.outbox = memoryview(hello)
         self.started = running_s()
         self.deadline = self.started + START_TIMEOUT_S
         self.had_more_time = False
@@ -128,10 +127,12 @@ class WorkerProcess:
             )
         self.jobs.setblocking(False)
         self.control.setblocking(False)
+        self._send(hello, START_TIMEOUT_S)
 
     def assign(self, job: Job, request: bytes, timeout_s: float) -> None:
+        """Give a job to a worker that has none, and so is reading; returns when all of it is sent."""
+        self._send(request, timeout_s)
         self.job = job
-        self.outbox = memoryview(request)
         self.started = running_s()
         self.deadline = self.started + timeout_s
         self.had_more_time = False
@@ -144,15 +145,6 @@ class WorkerProcess:
             return False
         except OSError:
             return True
-
-    def write(self) -> None:
-        """Send what the socket takes. Where nobody reads any more, the worker's report will say why."""
-        try:
-            self.outbox = self.outbox[self.jobs.send(self.outbox) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.outbox = memoryview(b"")
 
     def read(self) -> list[Ready | Refused | Answered]:
         """The replies that are whole with what has come.
@@ -170,6 +162,13 @@ class WorkerProcess:
         if not piece:
             raise EOFError
         return [parse_reply(frame) for frame in self._frames.feed(piece)]
+
+    def _send(self, message: bytes, timeout_s: float) -> None:
+        """Send a message whole. Where nobody reads any more, the worker's report or deadline will tell."""
+        self.jobs.settimeout(timeout_s)
+        with contextlib.suppress(OSError):  # TimeoutError among them
+            self.jobs.sendall(message)
+        self.jobs.setblocking(False)
 
     def read_rest(self) -> Iterator[Ready | Refused | Answered]:
         """What a worker that has ended still answered."""

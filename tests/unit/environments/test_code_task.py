@@ -104,7 +104,7 @@ def test_a_line_that_cannot_be_judged_is_named(record: dict[str, Any], words: st
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        CodeOptions.read(options, pool_timeout_s=20.0, pool_memory_mb=4096)
+        CodeOptions.read(options, RewardPoolConfig(timeout_s=20.0, memory_limit_mb=4096))
 
 
 def test_every_mistake_of_the_options_is_told() -> None:
