@@ -3,9 +3,10 @@
     response ─▶ tidied, once ─▶ thinking cut off ─▶ <answer>, \\boxed{}, ####, "the answer is ..." ─▶ one quantity
                                                  └─▶ no marker: the last sentence with a quantity ─▶ one or none
 
-The *last* ``####`` or phrase wins, since a policy that reasons answers at the end; of several boxes each must be right. A
-quantity is read whole (``3/4``, ``10^3``, ``x = 5``, ``2, 3 and 5``) or not at all: a fragment of one is another answer,
-and so is one of two that a hedge offers. Each function passes over a response once, so a long one costs milliseconds.
+The *last* ``####`` or phrase wins, since a policy that reasons answers at the end. Final answers that differ are wrong: each
+box and tag counts, and a mark behind the last of them. So is an answer that a word beside it denies or leaves open (``not``,
+``may be``, ``at least``, a question mark). A quantity is read whole (``3/4``, ``10^3``, ``x = 5``, ``2, 3 and 5``) or not at
+all: a fragment of one is another answer. Each function passes over a response once, so a long one costs milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SIGNS = {
     "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∩": "\\cap ",
     "±": "\\pm ", "∈": "\\in ", "θ": "\\theta ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
     "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "′": "'", "’": "'", "≈": "=", "。": ". ", "、": ", ", "✅": " ", "✔": " ",
-    "\ufe0f": " ", "👉": " ", "➡": " ", "→": " ", "⇒": " ", "∴": " ", "\u200b": "", "\u2060": "",
+    "٫": ".", "٬": ",", "\ufe0f": " ", "👉": " ", "➡": " ", "→": " ", "⇒": " ", "∴": " ", "\u200b": "", "\u2060": "",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -55,12 +56,13 @@ _RULES = tuple(
         (r"<<[^<>\n]*>>", ""),
         (r"</?(?:b|i|u|em|strong|p|br|span|div|center|code|mark|sup|h[1-6])\s*/?>", " "),
         (rf"<\s*({_NUMBER}(?:/\d+)?)\s*>", r" \1 "),
+        (r"[\"']answer[\"']\s*:\s*(?:[\"']([^\"'\n]{0,300})[\"']|([^\"'{},\n]{1,100}))\s*[,}]", r"\n#### \1\2\n"),  # JSON
         # Markdown: powers apart, then bold, code, italics; quotes, list items, headings of other depth than GSM8K's mark.
         (r"(?<=[0-9)])\*\*(?=[0-9(])|(?<=\b[a-z])\*\*(?=[0-9(])", "^"),
         (r"\*\*|(?<!\w)__(?=\S)|(?<=\S)__(?!\w)|`+|~~", ""),
         (r"(?<![\w*)\]}])\*(?=[^\s*])([^*\n]*[^\s*])\*(?![\w*({\\])", r"\1"),
         (r"(?<!\w)_(?=[^\s_])([^_\n{}]*[^\s_])_(?!\w)", r"\1"),
-        (r"^(?:[ \t]*(?:>|\|))*[ \t]*(?:[-*•]\s+|#{1,3}\s+|#{5,6}\s+)?(?:\d{1,2}[.)]\s+(?=[A-Z]))?", ""),
+        (r"^(?:[ \t]*(?:>|\|))*[ \t]*(?:[-*•]\s+|#{1,3}\s+|#{5,6}\s+)?(?:\d{1,2}[.)]\s+(?=[A-Z])|step \d{1,2}: *)?", ""),
         (r"(?<=[^\W\d]) *\| *(?=[-$\d])|(?<![<=])=>", ": "),
         # LaTeX: boxes without braces, spaces, words, degrees, percent, separators.
         (r"\\(?:boxed|fbox)\s*(?:([-+]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)|([A-Za-z])(?![A-Za-z]))", r"\\boxed{\1\2}"),
@@ -69,6 +71,7 @@ _RULES = tuple(
         (r"(?<!\\)\\(?:left|right|displaystyle|bigg?[lr]?)(?![a-z]) *", ""),
         (r"(?<!\\)\\(?:[,;:! ]|q?quad\b)", " "),
         (r"\\[dtc]frac", r"\\frac"),
+        (r"\^\{ *\}", ""),
         (rf"{_TEXT}\s*\{{([^{{}}]*)\}}(?:\s*\^\s*(?:[0-9]|\{{[0-9]\}}))?", _words_of),
         (r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\{?\b[CF]\b\}?)?|\\degree\b", " "),
         (r"\s*\\?%|\s*\b(?:percent(?:age)?|per cent|pct)\b(?!\s*points)", "%"),
@@ -80,6 +83,7 @@ _RULES = tuple(
 
 _BLANKS, _BLANK_LINES = re.compile(r"[^\S\n]{3,}"), re.compile(r"(?:[^\S\n]{0,2}\n){4,}")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>(?:(?!<answer>)[\s\S])*?</answer>", re.IGNORECASE)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|,?\s*\b(?:and|or)\b)[\s$]*(?:\\?[A-Za-z](?:_\w)?\s*=\s*)?[\s$]*")
 _IS_NUMBER = re.compile(r"[-−+]?[\d,]*\.?\d+")
@@ -89,7 +93,7 @@ _ANSWER = (
 )
 _IS = "finale?|final|correct[ae]?|est|es|é|è|ist|lautet|is|är|on|to|je|adalah|là|είναι|है|هو|هي|是|为|為|は|은|는"
 _MARK = re.compile(
-    r"####+|\b(?:answers?|ans|final result)\b[^\n.:=]{0,80}?(?:\bis\b|\bare\b|[:=])"
+    r"####+|\b(?:answers?|ans|final result)\b[^\n.:=]{0,80}?(?:\bis\b|\bare\b|[:=~])"
     r"|\bfinal answer[ \t#]*\n|(?<!\w )(?<!\w)answer[ \t#]*\n"
     rf"|(?:{_ANSWER})(?: ?(?:{_IS})){{0,3}}\s*[:=]?",
     re.IGNORECASE,
@@ -106,6 +110,12 @@ _RETRACTED = re.compile(
     r"i mean|scratch that|not|but (?:it )?(?:could|might|may)|i am not sure|i'm not sure)\b",
     re.IGNORECASE,
 )
+_NOT_SO = re.compile(r"[^.\n]{0,20}\b(?:is|was) (?:not|wrong|incorrect|false)\b", re.IGNORECASE)
+"""Behind an answer: it is none."""
+_OPEN = re.compile(r"[\s.,;(]*(?:alternatively|or|maybe|perhaps|possibly)\b", re.IGNORECASE)
+"""Before a mark: what it marks is another answer beside an earlier one."""
+_ANOTHER_WAY = re.compile(r"\W*(?:or|alternatively)\b(?!\W*\d)", re.IGNORECASE)
+"""Behind a box: another solution of the same problem follows, not another answer."""
 _HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|wait|could|might)\b|\bno\W", re.IGNORECASE)
 """Between two quantities: which of them is meant stays open."""
 _OPERATORS = {
@@ -116,8 +126,15 @@ _CLAUSE = frozenset(
     "because since as so where which when if after given for from with who that this out in on per each of at making —".split()
 )
 _DENIES = frozenset(
-    "not isn't aren't wasn't never than twice double triple half root log ln sqrt sin cos tan between neither".split()
+    "not isn't aren't wasn't never than twice double triple half root log ln sqrt sin cos tan between neither "
+    "maybe perhaps possibly nicht pas non не".split()
 )
+_NEGATIONS = frozenset("not isn't never maybe perhaps possibly nicht pas не".split())
+"""Those that deny a formula too: "less than x is 12" and "at most 12" give 12 where it is boxed."""
+_DOUBTS = frozenset("cannot can't couldn't could might may".split())
+"""Before ``be``."""
+_DENIES_IN_CJK = ("不是", "不为", "并非")
+_IF = frozenset("if when unless otherwise else".split())
 _PART_OF = frozenset(
     "half halves third thirds quarter quarters fourth fifth tenth percent root square cube log double triple out".split()
 )
@@ -136,6 +153,8 @@ _WORD = re.compile(r"(?<![\\A-Za-z^_{])(?:[^\W\d_]{3,}|or|is|km|cm|mm|kg|ft|hr|o
 _EXPRESSION = re.compile(
     r"\(*[A-Za-z]\)*(?:[-+*^/]\(*[A-Za-z]\)*)+!?|\(*[A-Za-z]{1,3}\)*(?:[+*^]\(*[A-Za-z]{1,3}\)*)+|[A-Za-z]!"
 )
+_BARE = re.compile(r"[-+$\d.,/%]+[.;:!?]?")
+"""A sentence that is a number; two of them one after the other are guesses."""
 _TRAILING = ".,;:!?\"'"
 _ABBREVIATIONS = frozenset("approx. rs. e.g. i.e. vs. no. mr. mrs. ms. dr. st.".split())
 
@@ -146,9 +165,10 @@ def tidy(text: str) -> str:
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)
     text = unicodedata.normalize("NFKC", text)
-    text = _BLANK_LINES.sub("\n\n\n", _BLANKS.sub("  ", text))  # rules look on from each blank of a run
-    for pattern, new in _RULES:
-        text = pattern.sub(new, text)
+    if not text.isascii():
+        text = re.sub(r"\d", lambda match: str(int(match.group())), text)
+    for pattern, new in _RULES:  # they look on from each blank of a run, and may leave one behind
+        text = pattern.sub(new, _BLANK_LINES.sub("\n\n\n", _BLANKS.sub("  ", text)))
     return text
 
 
@@ -193,10 +213,41 @@ def final_answers(text: str, *, words: bool = False) -> list[str]:
     if end and said.strip():
         text = said
     answers: list[str | None] = []
-    for part in _tags(text) or [text]:
-        found: list[str | None] = list(_boxed(part)) or [_marked(part, words, tagged=part is not text)]
-        answers += [answer for answer in found if answer not in answers]
-    return [answer for answer in answers if answer] if None not in answers and "" not in answers else []
+    for part in _tags(text):
+        answers += list(_boxed(part)) or [_marked(part, words, tagged=True)]
+    rest = _TAGGED.sub("\n", text) if answers else text
+    boxes = _boxes(rest)
+    answers += [content for _, _, content in boxes]
+    if not answers:
+        answers = [_marked(text, words, tagged=False)]
+    elif not words:
+        if boxes:
+            answers += _taken_back(rest[: boxes[0][0]], rest[boxes[-1][1] :])
+        answers += _later(rest[boxes[-1][1] :] if boxes else text[text.lower().rfind("</answer>") :])
+    found = dict.fromkeys(answers)
+    return [answer for answer in found if answer] if None not in found and "" not in found else []
+
+
+def _taken_back(before: str, behind: str) -> list[str]:
+    """An empty answer where the words beside a box deny it or leave it open."""
+    words = before.rpartition("\n")[2].rstrip("$\\([ {*").lower().split()[-2:]
+    doubted = any(word in _NEGATIONS or word.endswith(_DENIES_IN_CJK) for word in words) or "d" in _kinds(words)
+    sentences = _sentences(behind[:MAX_ANSWER_CHARS].lstrip("$\\)]} \t"))[:2]
+    if sentences and re.match(r"\W*not\W{1,3}\d", sentences[0]):
+        sentences = sentences[1:]  # "12, not 13"
+    denied = doubted or bool(sentences) and (sentences[0][0] == "?" or _NOT_SO.match(sentences[0]))
+    retracted = any(_RETRACTED.match(one) and not _ANOTHER_WAY.match(one) for one in sentences)
+    return [""] if denied or retracted else []
+
+
+def _later(text: str) -> list[str]:
+    """The quantities that marks give right behind themselves, in a text behind the last box or tag."""
+    found = []
+    for mark in list(_MARK.finditer(text))[-8:]:
+        sentences = _sentences(text[mark.end() : mark.end() + MAX_ANSWER_CHARS].lstrip("*_:= \t\r\n#"))[:1]
+        given = [quantity(sentence) or "" for sentence in sentences if _kinds(sentence.split())[:1] == "Q"]
+        found += [one for one in given if "=" not in one]  # an equation checks an answer
+    return found
 
 
 def is_number(text: str) -> bool:
@@ -235,8 +286,14 @@ def quantity(sentence: str, *, last: bool = False) -> str | None:
         return None
     start, end = runs[-1] if last else runs[0]
     before, behind = tokens[:start], kinds[end:]
+    if "?" in tokens[end - 1] or tokens[end : end + 1] == ["(?)"]:
+        return ""
+    since = tokens[(runs[-2][1] if last and len(runs) > 1 else end) - 1 :]
+    if sum(token.strip(_TRAILING).lower() in _IF for token in since) > 1 or _NOT_SO.match(" ".join(tokens[end:])):
+        return ""
     equals = [place for place in range(start, end) if _OPERATORS.get(tokens[place].lower()) == "="]
-    if "n" in (kinds[max(0, start - 3) : start] if last else kinds[:start]) and not (last and equals):
+    near = kinds[max(0, start - 3) : start] if last else kinds[:start]
+    if "d" in near or "n" in near and not (last and equals):
         return ""
     joined = len(runs) > 1 and bool(before) and (before[-1].lower() in _JOINS or runs[-2][1] == start - 1)
     if last and joined and not equals:
@@ -263,7 +320,7 @@ def quantity(sentence: str, *, last: bool = False) -> str | None:
     text = re.sub(r"(?<=\d)!+$", "", text).replace(_HARD, " ").strip(" :").rstrip(",.;:? ")  # "It is 42!"
     return _with_unit(
         text,
-        [token.strip(_TRAILING + "()").lower() for token in re.split(r"[cpn]", behind)[0] and tokens[end : end + 2]],
+        [token.strip(_TRAILING + "()").lower() for token in re.split(r"[cdpn]", behind)[0] and tokens[end : end + 2]],
     )
 
 
@@ -271,6 +328,8 @@ def _with_unit(text: str, words: list[str]) -> str:
     """The quantity times what the word behind it stands for; "" where the word makes another quantity of it."""
     if words and words[0].removesuffix("s") in _MULTIPLIERS:
         return f"{text} \\times {_MULTIPLIERS[words[0].removesuffix('s')]}"
+    if words[:1] == ["is"] and words[1:] in (["the"], ["my"], ["our"], ["correct"]):
+        return text  # "18 is the final result"
     return "" if words and (words[0] in _NOT_UNITS or "or" in words) else text
 
 
@@ -282,10 +341,12 @@ def has_words(text: str) -> bool:
 
 
 def _kinds(tokens: list[str]) -> str:
-    """One letter a token: Q quantity, l letter, o operator, j and/or, c clause, p aside, n denial, w word."""
+    """One letter a token: Q quantity, l letter, o operator, j and/or, c clause, p aside, n denial, d doubt, w word."""
     kinds = ""
     for place, token in enumerate(tokens):
         bare = token.strip(_TRAILING + "*_").lower()
+        choice = re.fullmatch(r"\(([a-z])\)", bare)
+        bare = choice[1] if choice and "Q" not in kinds else bare
         previous = kinds[-1:]
         following = tokens[place + 1].lower() if place + 1 < len(tokens) else ""
         if bare in _OPERATORS or token in _OPERATORS:
@@ -294,6 +355,12 @@ def _kinds(tokens: list[str]) -> str:
             kind = "j"
         elif token[0] in "([" and "Q" in kinds and (previous == "w" or tokens[place - 1][-1] in "0123456789}%"):
             kind = "Q" if re.fullmatch(r"[(\[][-\d.,$]+[)\]][.,;:!?]*", token) and previous == "Q" else "p"
+        elif bare.endswith(_DENIES_IN_CJK) or bare in ("least", "most") and tokens[:place][-1:] in (["at"], ["At"]):
+            kind = "n"
+        elif bare == "no" and following in ("es", "son", "é"):
+            kind = "n"
+        elif bare in _DOUBTS and following.rstrip(_TRAILING) in ("be", "not"):
+            kind = "d"
         elif bare in _DENIES or bare == "of" and (previous == "Q" or place and tokens[place - 1].lower() in _PART_OF):
             kind = "n" if previous != "Q" or bare not in ("of", "sin", "log") else "c"
         elif bare in _CLAUSE:
@@ -328,7 +395,12 @@ def _tags(text: str) -> list[str]:
 
 
 def _boxed(text: str) -> list[str]:
-    """Contents of the complete ``\\boxed{...}`` that are not empty, braces balanced; in one pass.
+    """Contents of the boxes of a text."""
+    return [content for _, _, content in _boxes(text)]
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, content) of the complete ``\\boxed{...}`` that are not empty, braces balanced; in one pass.
 
     Boxes joined by a comma, "and" or "or" are one answer (``\\boxed{1}`` or ``\\boxed{-2}``): their contents, with commas.
     """
@@ -346,15 +418,14 @@ def _boxed(text: str) -> list[str]:
             opened.append(None)
         elif token[-1] == "{" and len(token) > 2:
             opened.append((match.start(), match.end()))
-    groups: list[list[str]] = []
-    end = 0
+    groups: list[tuple[int, int, list[str]]] = []
     for start, stop, content in boxes:
+        end = groups[-1][1] if groups else 0
         if groups and start - end <= 40 and _BETWEEN_BOXES.fullmatch(text[end:start]):
-            groups[-1].append(content)
+            groups[-1] = (groups[-1][0], stop, [*groups[-1][2], content])
         else:
-            groups.append([content])
-        end = stop
-    return [", ".join(dict.fromkeys(group)) for group in groups]
+            groups.append((start, stop, [content]))
+    return [(start, stop, ", ".join(dict.fromkeys(group))) for start, stop, group in groups]
 
 
 def _marked(text: str, words: bool, *, tagged: bool) -> str | None:
@@ -362,7 +433,9 @@ def _marked(text: str, words: bool, *, tagged: bool) -> str | None:
     for mark in reversed(list(_MARK.finditer(text))[-8:]):
         found = _first(text[mark.end() : mark.end() + MAX_ANSWER_CHARS], words)
         if found is not None:
-            return found
+            before = re.split(r"[.!?\n]\s", text[max(0, mark.start() - 200) : mark.start()])[-1]
+            hedged = _OPEN.match(before) or set("dn") & set(_kinds([*mark.group().split()[-2:], "be"]))
+            return "" if hedged and not words else found
     if tagged and "\n" not in text:
         return text if words else _first(text, words)
     if words:
@@ -390,10 +463,12 @@ def _first(text: str, words: bool) -> str | None:
 
 def _last_quantity(text: str) -> str | None:
     """The last quantity of free text; None or "" where there is none, or it is a part of a larger one."""
-    for sentence in reversed(_sentences(text)):
-        found = quantity(sentence, last=True)
+    sentences = _sentences(text)
+    for place in range(len(sentences) - 1, -1, -1):
+        found = quantity(sentences[place], last=True)
         if found is not None:
-            return found
+            guesses = place and all(_BARE.fullmatch(one) for one in sentences[place - 1 : place + 1])
+            return "" if guesses and quantity(sentences[place - 1]) != found else found
     return None
 
 

@@ -65,6 +65,8 @@ _SPELLINGS = tuple(
 )  # fmt: skip
 _COMMAS = re.compile(r"(?<![\d.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 _SPACED = re.compile(r"[-+]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
+_PAIR = re.compile(r"\([^()]*,[^()]*\)")
+_DECIMAL_COMMA = re.compile(r"[-+]?(?:0|[1-9][0-9]*),[0-9]+")
 _TWO_NUMBERS = re.compile(r"[0-9]\s+\.?[0-9]|[0-9]\.[0-9]+\.|\.\.|[0-9]\.(?![0-9])")
 _BASE = re.compile(r"[\(\[{]?((?=[A-F]*[0-9])[0-9A-F]+)[)\]}]?_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]+))")
 _REPEATING = re.compile(r"([-+]?)([0-9]{0,20})\.([0-9]{0,20})\\overline\s*\{\s*([0-9]{1,20})\s*\}")
@@ -120,6 +122,8 @@ def equals_reference(given: str, reference: str) -> bool:
     target = _reference(reference)
     try:
         answer, answer_percent = _expression(given)
+        if _PAIR.fullmatch(target.text) and "," in answer and not re.search(r"[(\[=]", answer):
+            return False  # two numbers are no pair
         if not _RELATION.search(target.text):
             answer = _value(answer, target.text)
         exact = _equal_exactly(answer, answer_percent, target)
@@ -187,7 +191,7 @@ def _reference(written: str) -> _Reference:
 
 def _equal_exactly(answer: str, percent: bool, target: _Reference) -> bool | None:
     """The verdict where it needs no algebra: equal text, times of day, bases, brackets of other kinds, plain numbers."""
-    if "".join(answer.split()) == "".join(target.text.split()):
+    if _without_spaces(answer) == _without_spaces(target.text):
         return True
     if _CLOCK.fullmatch(answer) and _CLOCK.fullmatch(target.text):
         return False
@@ -198,6 +202,8 @@ def _equal_exactly(answer: str, percent: bool, target: _Reference) -> bool | Non
     if "(" in kinds and kinds & {"\\", "{"} and re.match(r"\\?\{", answer if answer[0] != "(" else target.text):
         return False  # a pair is no set
     number = _as_number(answer)
+    if number is None and target.number is not None and _DECIMAL_COMMA.fullmatch(answer):
+        number = Fraction(answer.replace(",", "."))
     if number is None or target.number is None:
         return None
     values = {number}
@@ -206,6 +212,11 @@ def _equal_exactly(answer: str, percent: bool, target: _Reference) -> bool | Non
     if target.number in values:
         return True
     return None if _repeats(number) ^ _repeats(target.number) else False  # 1/3 and 0.333333 may be equal, rounded
+
+
+def _without_spaces(text: str) -> str:
+    """Without spaces but those between two digits: 1 2 is not 12."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def _unwrap(text: str) -> str:

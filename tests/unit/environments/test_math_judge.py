@@ -242,6 +242,14 @@ def test_the_library_says_nothing_about_its_time_limits(capfd: pytest.CaptureFix
     assert "imeout" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize("piece", ["\n> ", "> ", "<b>", "<b> \n", "|\n", "</s>", "**\n", "\\left ", "$\\quad$", "`\n"])
+def test_markup_that_leaves_blanks_behind_costs_no_more_than_its_length(piece: str) -> None:
+    began = time.process_time()
+    score = judge_answer(piece * 13_000 + "\nThe answer is 12", "12")
+    assert time.process_time() - began < 2.0, "a square of the length is 3 s and more"
+    assert score.value == 1.0
+
+
 @pytest.mark.parametrize("text", ["12{}x", "{}12", "12{}", "a{}12{}b"])
 @pytest.mark.parametrize("blank", [" ", "\n", "\t", " \n", "\u00a0"])
 def test_a_run_of_blanks_costs_no_more_than_its_length(text: str, blank: str) -> None:
