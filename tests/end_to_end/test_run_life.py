@@ -66,6 +66,7 @@ OTHER_VALUES: dict[str, Any] = {
 """Keys that are said to change no bit, each with a value that is not its default."""
 ELSEWHERE = {
     "run.dir": "any two runs of these tests",
+    "run.mirror": "test_runs_with_a_mirror.py",
     "run.num_ticks": "test_a_finished_run_can_be_prolonged_to_the_bits_of_a_longer_one",
     "run.runtime": "test_the_inline_runtime_gives_the_bits_of_the_processes",
     "observability.rollouts": "without them there is nothing to compare",

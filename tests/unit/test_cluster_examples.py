@@ -49,19 +49,27 @@ def test_all_pods_have_the_image_that_the_dockerfile_says_how_to_build(manifest:
     assert all(group["template"]["spec"]["securityContext"]["runAsUser"] == 1000 for group in groups)
 
 
-def test_it_begins_a_run_once_and_then_resumes_it(tmp_path: Path) -> None:
+def test_it_begins_a_run_once_and_then_resumes_it_and_from_its_mirror_where_the_folder_is_gone(tmp_path: Path) -> None:
     llamarl_program = tmp_path / "llamarl"
-    llamarl_program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    llamarl_program.write_text(
+        f'#!/bin/sh\ncase "$*" in *--dry-run*) test -e {tmp_path}/mirror; exit $?;; esac\nprintf "%s\\n" "$@"\n'
+    )
     llamarl_program.chmod(0o755)
     run = tmp_path / "run"
     words = ["sh", str(FOLDER / "begin_or_resume.sh"), str(run), "tiny", "--cluster", "auto"]
 
-    def said() -> list[str]:
+    def said(**environment: str) -> list[str]:
         path = f"{tmp_path}:{os.environ['PATH']}"
-        done = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, check=True)
+        done = subprocess.run(words, env={"PATH": path, **environment}, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
-    assert said() == ["train", "tiny", "--cluster", "auto", "--run.dir", str(run)]
+    assert said() == ["train", "tiny", "--run.dir", str(run), "--cluster", "auto"]
     run.mkdir()
     (run / "config.toml").touch()
     assert said() == ["train", "--resume", str(run), "--cluster", "auto"]
+    url, flags = "s3://bucket/x", ["--cluster", "auto", "--run.mirror", "s3://bucket/x"]
+    assert said(LLAMARL_MIRROR=url) == ["train", "--resume", str(run), *flags]
+    (run / "config.toml").unlink()
+    assert said(LLAMARL_MIRROR=url) == ["train", "tiny", "--run.dir", str(run), *flags]
+    (tmp_path / "mirror").touch()
+    assert said(LLAMARL_MIRROR=url) == ["train", "tiny", "--resume", url, "--run.dir", str(run), *flags]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated
 
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -9,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.strict import NO_BITS, STRICT
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "why_no_storage"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -51,3 +52,24 @@ class CheckpointConfig:
         if tick == num_ticks - 1 and self.at_end:
             return True
         return self.every > 0 and (tick + 1) % self.every == 0
+
+
+_STORAGES = {"file": "", "memory": "", "s3": "s3fs", "gs": "gcsfs"}
+"""What a storage's address begins with -> the module that it takes, besides fsspec."""
+
+
+def why_no_storage(url: str, *, installed: bool = True) -> str:
+    """Why ``url`` is no address of a storage, or cannot be used, as the end of a sentence that does not repeat it; empty: it can.
+
+    Args:
+        installed: Whether a package that is not here is such a reason.
+    """
+    scheme, colon, rest = url.partition("://")
+    if not colon or scheme not in _STORAGES or not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
+        return "must be s3://bucket/folder, gs://bucket/folder or file:///folder"
+    if "@" in rest.split("/")[0] or "?" in rest:
+        return "must hold no user, password or query: credentials come from the environment or the storage's own files"
+    module = _STORAGES[scheme]
+    if installed and module and importlib.util.find_spec(module) is None:
+        return f"needs the package {module}: pip install " + ("'llamarl[storage]'" if module == "s3fs" else module)
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
         "--resume",
         metavar="RUN_DIR",
         help="go on with this run from its last good checkpoint, under its own configuration; what RECIPE or overrides set "
-        "besides must change no bit",
+        "besides must change no bit. The address of a mirror (s3://..) is brought to --run.dir first",
     )
     parser.add_argument(
         "--fork",
@@ -185,6 +186,14 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     from llamarl.config import read_settings
     from llamarl.controller.run_folder import refuse_if_held
 
+    given = read_settings(args.recipe, [*overrides, *hosts])
+    if args.fork:
+        given.setdefault("run", {}).setdefault("mirror", "")  # that of the source is another run's
+    if "://" in args.resume:
+        args.resume, what_came = _download(args.resume, given, dry_run=args.dry_run)
+        print(what_came, file=sys.stderr)
+        if args.dry_run:
+            return 0
     if not args.fork and not args.dry_run:
         refuse_if_held(user_path(args.resume, "--resume"))  # before imports that take seconds
     from llamarl.controller.fork import fork_run
@@ -192,7 +201,7 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     from llamarl.controller.resume import begun_config, plan_resume, resume_run
 
     source = user_path(args.resume, "--resume")
-    config = begun_config(source, read_settings(args.recipe, [*overrides, *hosts]))
+    config = begun_config(source, given)
     if args.fork:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
     if args.dry_run:
@@ -203,6 +212,16 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     else:
         resume_run(config)
     return 0
+
+
+def _download(url: str, given: dict[str, Any], *, dry_run: bool) -> tuple[str, str]:
+    """Bring a run here from its mirror, into run.dir or runs/NAME, and have it go on there; the folder, and what came."""
+    from llamarl.checkpoint.mirror import restore
+
+    run = given.setdefault("run", {})
+    run.setdefault("mirror", url)
+    folder = user_path(run.get("dir", f"runs/{url.rstrip('/').rpartition('/')[2]}"), "run.dir")
+    return str(folder), restore(url, folder.resolve(), dry_run=dry_run)
 
 
 def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
@@ -219,7 +238,7 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
             raise ConfigError(f"--replay takes the run's own configuration and log: leave {name} out")
     source = Run(args.replay).dir
     into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
-    words = [*into, *overrides, *hosts]
+    words = [*into, "--run.mirror=", *overrides, *hosts]
     refuse_code_of_a_run(load_config(source / "config.toml", words), source, read_settings(None, overrides))
     config = load_config(source / "config.toml", words, [find_missing])
     if args.dry_run:

@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import absolute_dir, description, fix_end_of_decay, prepare
-from llamarl.controller.run import execute
+from llamarl.controller.run import execute, mirror_of
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
 from llamarl.controller.run_parts import save_settings
 from llamarl.controller.settings import Difference, differences
@@ -71,14 +72,15 @@ def fork_run(config: RunConfig, source: Path) -> None:
             f"--run.num_ticks {prepared.config.run.num_ticks}: give at least {checkpoint.tick + 2}"
         )
     make_folder(run_dir)
-    with held(run_dir) as folder:
+    with held(run_dir) as folder, ExitStack() as stack:
         refuse_a_run(run_dir)
         folder.begin()
+        mirror = stack.enter_context(mirror_of(prepared.config, folder))
         save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
         copied = copy_history(source, checkpoint, run_dir, description(prepared), changed)
         print(f"{run_dir} goes on from {checkpoint.path}, with {_changes(changed)}", file=sys.stderr)
-        execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path)
+        execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path, mirror=mirror)
 
 
 def refuse_bound(

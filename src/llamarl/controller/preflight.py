@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from llamarl.checkpoint.config import why_no_storage
 from llamarl.config import RunConfig
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
@@ -424,6 +425,8 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                     resolve_model_path(str(path), key=key, weights=False)
             except ModelError as error:
                 yield from error.mistakes
+    if config.run.mirror and (why := why_no_storage(config.run.mirror)):
+        yield Mistake("run.mirror", why)
     variable = config.judge.api_key_env
     if variable and not os.environ.get(variable):
         yield Mistake("judge.api_key_env", f"names {variable}, which is not set here: export it, or leave the key out")

@@ -4,6 +4,7 @@ RUN/adapter, RUN/critic) is proved file for file, and written again from the las
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.algorithms.config import spelled_out
+from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
@@ -31,7 +33,7 @@ from llamarl.controller.prepare import (
     join_network,
     prepare,
 )
-from llamarl.controller.run import execute
+from llamarl.controller.run import execute, mirror_of
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
@@ -171,8 +173,9 @@ def resume_run(config: RunConfig) -> None:
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     refuse_other_models(prepared.local, run_dir)
-    with held(run_dir) as folder:
+    with held(run_dir) as folder, contextlib.ExitStack() as stack:
         folder.keep_id()
+        mirror = stack.enter_context(mirror_of(prepared.config, folder))
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         for note in store.clean():
             print(left_behind(store.folder / note, store.list()), file=sys.stderr)
@@ -183,7 +186,7 @@ def resume_run(config: RunConfig) -> None:
                 )
                 return
             _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
-            _continue_run(prepared, folder, after_tick=-1, load_from=None)
+            _continue_run(prepared, folder, mirror, after_tick=-1, load_from=None)
             return
         checkpoint = store.load()
         _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
@@ -203,10 +206,12 @@ def resume_run(config: RunConfig) -> None:
             )
             return
         store.clean(after_tick=checkpoint.tick)
-        _continue_run(prepared, folder, after_tick=checkpoint.tick, load_from=checkpoint.path)
+        _continue_run(prepared, folder, mirror, after_tick=checkpoint.tick, load_from=checkpoint.path)
 
 
-def _continue_run(prepared: Prepared, folder: RunFolder, *, after_tick: int, load_from: Path | None) -> None:
+def _continue_run(
+    prepared: Prepared, folder: RunFolder, mirror: Mirror | None, *, after_tick: int, load_from: Path | None
+) -> None:
     """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
     join_network(prepared)
@@ -223,7 +228,7 @@ def _continue_run(prepared: Prepared, folder: RunFolder, *, after_tick: int, loa
     else:
         print(done_again(run_dir, after_tick + 1, num_rows(run_dir), latest=latest), file=sys.stderr)
     save_settings(prepared, run_dir)
-    execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed)
+    execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed, mirror=mirror)
 
 
 def _is_done(run_dir: Path, config: RunConfig) -> bool:

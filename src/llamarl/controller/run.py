@@ -9,8 +9,10 @@ depend on them.
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+from llamarl.checkpoint.mirror import Mirror, mirrored
 from llamarl.config import RunConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.frozen_models import record_models
@@ -28,7 +30,7 @@ from llamarl.observability.summary import RunSummary
 from llamarl.plural import plural
 from llamarl.runtime.journal import Resumed, remove_journal
 
-__all__ = ["execute", "raise_if_nothing_trained", "start", "start_run"]
+__all__ = ["execute", "mirror_of", "raise_if_nothing_trained", "start", "start_run"]
 
 
 def start_run(config: RunConfig) -> None:
@@ -52,16 +54,22 @@ def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = Fal
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     make_folder(run_dir)
-    with held(run_dir) as folder:
+    with held(run_dir) as folder, ExitStack() as stack:
         refuse_a_run(run_dir)  # another process may have run here since
         folder.begin()
+        mirror = stack.enter_context(mirror_of(prepared.config, folder))
         remove_journal(run_dir)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
         if repeats is not None and by_log:
             shutil.copyfile(repeats / EVENTS_FILE, run_dir / REPLAY_FILE)  # a killed replay goes on from there
         save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
-        execute(prepared, folder, resume_after_tick=None, load_from=None)
+        execute(prepared, folder, resume_after_tick=None, load_from=None, mirror=mirror)
+
+
+def mirror_of(config: RunConfig, folder: RunFolder) -> AbstractContextManager[Mirror | None]:
+    """That of a run: nobody else's while the block lasts, complete at its end (``mirrored``)."""
+    return mirrored(config.run.mirror, folder.identity, config.deadlines.disk_s)
 
 
 def execute(
@@ -71,13 +79,14 @@ def execute(
     resume_after_tick: int | None,
     load_from: Path | None,
     resumed: Resumed | None = None,
+    mirror: Mirror | None = None,
 ) -> None:
     """Carry the run out, to its end.
 
     Args:
         resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
-    with RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed()) as parts:
+    with RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts:
         run_graph(
             parts.marking,
             parts.runtime,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import silent_ranks, why_not_whole, writer_name
@@ -102,11 +103,13 @@ class RunCheckpoints:
         folder: RunFolder,
         ranks: Mapping[str, int],
         far: FarFiles | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """
         Args:
             ranks: Executor -> number of its ranks, at first: each must tell of its state.
             far: Where some of them have a run folder of their own.
+            mirror: Is told of each that is finished.
             num_ticks: Of the run; after the last one a checkpoint may be due too.
             description: What each checkpoint says of its run.
         """
@@ -119,6 +122,7 @@ class RunCheckpoints:
         self._ranks = ranks
         self._changes: list[tuple[int, str, int]] = []
         self._far = far
+        self._mirror = mirror
         self._recorder = recorder
         self._folders: dict[int, Path] = {}
         self._required: set[int] = set()
@@ -182,6 +186,8 @@ class RunCheckpoints:
             self._slow.begun(tick, now_s)
         for tick, seconds in self._slow.overdue(now_s):
             self._note_failure(tick, f"it is still being written after {seconds:.0f} s: the disk is slow or gone")
+        for text in self._mirror.news() if self._mirror is not None else ():
+            self._recorder.warn(report.tick, "mirror", text)
 
     def on_unsaved(self, tick: int, why: str) -> None:
         """
@@ -243,6 +249,8 @@ class RunCheckpoints:
             self._far.fetch(written, self._folders[tick])
             self._far.sweep()
         self._last = tick, self._store.finish(tick, written, self._description).path
+        if self._mirror is not None:
+            self._mirror.wake()
 
     def close(self) -> None:
         """Return when the last checkpoint is proved, and everything that hosts have written is here. They are still up.

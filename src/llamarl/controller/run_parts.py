@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.journaled import keeps_journal
@@ -59,6 +60,7 @@ class RunParts:
         resume_after_tick: The tick of the checkpoint from which it goes on; None: it begins.
         load_from: That checkpoint's folder.
         resumed: What its journal holds.
+        mirror: Of its folder, if it has one.
     """
 
     def __init__(
@@ -68,9 +70,13 @@ class RunParts:
         resume_after_tick: int | None,
         load_from: Path | None,
         resumed: Resumed,
+        mirror: Mirror | None = None,
     ) -> None:
         config, run_dir = prepared.config, folder.path
         self._prepared, self._folder, self._resumed = prepared, folder, resumed
+        self._mirror = mirror
+        if mirror is not None:
+            mirror.wake()
         self._files = None
         if prepared.hosts is not None:
             self._files = prepared.hosts.open_files(
@@ -150,6 +156,7 @@ class RunParts:
             ),
             **({"hosts": prepared.hosts.summary()} if prepared.hosts is not None else {}),
             **({"run folder": self._files.summary()} if self._files is not None else {}),
+            **({"mirror": config.run.mirror} if self._mirror is not None else {}),
             "run": str(run_dir),
         }
 
@@ -210,6 +217,7 @@ class RunParts:
             self._folder,
             ranks={spec.name: spec.num_ranks for spec in self._prepared.graph.executors},
             far=None if self._files is None else self._files.far,
+            mirror=self._mirror,
         )
 
     def _surviving(self, runtime: ProcessRuntime) -> Runtime:

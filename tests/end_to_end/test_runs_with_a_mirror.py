@@ -1,0 +1,82 @@
+"""A run whose folder is copied to a storage, and that goes on from there where nothing else of it is left."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import RECIPE, CommandLine, wait_until
+from same_run import assert_same_run
+
+SETTINGS = {
+    "run.num_ticks": 12,
+    "checkpoint.every": 2,
+    "schedule.max_staleness": 2,
+    "observability.tensorboard": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = llamarl.train(run, SETTINGS)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror_to_the_same_bits(
+    llamarl: CommandLine, undisturbed: Path, tmp_path: Path
+) -> None:
+    url, lost, back = f"file://{tmp_path}/storage/x", tmp_path / "lost", tmp_path / "back"
+    running = llamarl.start(lost, {**SETTINGS, "run.mirror": url})
+    wait_until(lambda: "tick_000005" in _manifest(tmp_path), limit_s=120, what="two checkpoints in the mirror")
+    running.kill()
+    shutil.rmtree(lost)
+    told = llamarl.run(["train", "--resume", url, "--dry-run", "--run.dir", str(back)])
+    assert told.returncode == 0 and f"they go to {back}" in told.stderr, told.stderr
+    assert not back.exists()
+    done = llamarl.run(["train", "--resume", url, "--run.dir", str(back)])
+    assert done.returncode == 0, done.stderr
+    assert_same_run(undisturbed, back)
+    again = llamarl.run(["train", "--resume", url, "--run.dir", str(tmp_path / "copy")])
+    assert again.returncode == 0 and "is complete at 12 ticks" in again.stdout, again.stderr
+    assert_same_run(undisturbed, tmp_path / "copy")
+
+
+def _manifest(tmp_path: Path) -> str:
+    path = tmp_path / "storage" / "x" / "manifest.json"
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_mirror_in_a_run_folder_is_named_by_the_user_and_left_behind_by_fork_and_replay(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    inline = {
+        "run.runtime": '"inline"',
+        "run.cores": 2,
+        "evaluation.every": 0,
+        "run.num_ticks": 2,
+        "checkpoint.every": 1,
+    }
+    run, url = tmp_path / "run", f"file://{tmp_path}/storage"
+    assert llamarl.train(run, {**inline, "run.mirror": url}).returncode == 0
+    longer = ["--run.num_ticks", "3"]
+    refused = llamarl.run(["train", "--resume", str(run), *longer])
+    assert refused.returncode == 2 and f"--run.mirror '{url}'" in refused.stderr
+    done = llamarl.run(["train", "--resume", str(run), *longer, "--run.mirror", ""])
+    assert done.returncode == 0, done.stderr
+    for words in (
+        ["--resume", str(run), "--fork", str(tmp_path / "fork"), "--run.num_ticks", "4"],
+        ["--replay", str(run), "--run.dir", str(tmp_path / "replay")],
+    ):
+        done = llamarl.run(["train", *words])
+        assert done.returncode == 0, done.stderr
+    second = llamarl.train(tmp_path / "second", {**inline, "run.mirror": url})
+    assert second.returncode == 2 and "holds another run" in second.stderr
+
+
+def test_a_dry_run_says_which_package_a_mirror_takes(llamarl: CommandLine, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    refused = llamarl.run(["train", str(RECIPE), "--dry-run", "--run.mirror", "gs://bucket/x"])
+    assert refused.returncode == 2 and "run.mirror needs the package gcsfs: pip install gcsfs" in refused.stderr
