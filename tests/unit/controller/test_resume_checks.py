@@ -54,11 +54,11 @@ def test_a_run_without_a_checkpoint_begins_again_under_its_own_configuration_onl
 ) -> None:
     run_dir = tmp_path / "run"
     run.start_run(config(run_dir))
-    assert executed == [{"resume_after_tick": None, "load_from": None}]
+    assert executed == [{"resume_after_tick": None, "load_from": None, "mirror": None}]
     with pytest.raises(ConfigError, match=r"optimizer\.lr: it has .*, this run 0\.5"):
         resume.resume_run(config(run_dir, lr=0.5))
     resume.resume_run(config(run_dir))
-    assert executed[1:] == [{"resume_after_tick": -1, "load_from": None, "resumed": Resumed()}]
+    assert executed[1:] == [{"resume_after_tick": -1, "load_from": None, "resumed": Resumed(), "mirror": None}]
 
 
 def test_a_run_whose_set_up_failed_can_be_started_again_with_another_setting(
@@ -84,7 +84,7 @@ def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     asked = config(run_dir)
     resume.resume_run(dataclasses.replace(asked, checkpoint=dataclasses.replace(asked.checkpoint, other_platform=True)))
     folder = run_dir / "checkpoints" / "tick_000004"
-    assert executed == [{"resume_after_tick": 4, "load_from": folder, "resumed": Resumed()}]
+    assert executed == [{"resume_after_tick": 4, "load_from": folder, "resumed": Resumed(), "mirror": None}]
 
 
 def test_the_same_configuration_and_machine_go_on(
@@ -307,7 +307,7 @@ NO_CODE_BY_NAME = {
     "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
     "system_prompt", "turn_template",
 }  # fmt: skip
-ADDRESSES = {"hosts.cluster", "judge.api_key_env"}
+ADDRESSES = {"hosts.cluster", "judge.api_key_env", "run.mirror"}
 
 
 def text_keys(hint: Any, key: str) -> Iterator[str]:
