@@ -30,7 +30,11 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror_to_the_same_bits(
 ) -> None:
     url, lost, back = f"file://{tmp_path}/storage/x", tmp_path / "lost", tmp_path / "back"
     running = llamarl.start(lost, {**SETTINGS, "run.mirror": url})
-    wait_until(lambda: "tick_000005" in _manifest(tmp_path), limit_s=120, what="two checkpoints in the mirror")
+    wait_until(
+        lambda: "tick_000005" in _manifest(tmp_path / "storage" / "x"),
+        limit_s=120,
+        what="two checkpoints in the mirror",
+    )
     running.kill()
     shutil.rmtree(lost)
     told = llamarl.run(["train", "--resume", url, "--dry-run", "--run.dir", str(back)])
@@ -44,12 +48,12 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror_to_the_same_bits(
     assert_same_run(undisturbed, tmp_path / "copy")
 
 
-def _manifest(tmp_path: Path) -> str:
-    path = tmp_path / "storage" / "x" / "manifest.json"
+def _manifest(mirror: Path) -> str:
+    path = mirror / "manifest.json"
     return path.read_text() if path.exists() else ""
 
 
-def test_a_mirror_in_a_run_folder_is_named_by_the_user_and_left_behind_by_fork_and_replay(
+def test_a_mirror_in_a_strangers_folder_is_refused_in_ones_own_taken_and_left_behind_by_fork_and_replay(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
     inline = {
@@ -62,10 +66,13 @@ def test_a_mirror_in_a_run_folder_is_named_by_the_user_and_left_behind_by_fork_a
     run, url = tmp_path / "run", f"file://{tmp_path}/storage"
     assert llamarl.train(run, {**inline, "run.mirror": url}).returncode == 0
     longer = ["--run.num_ticks", "3"]
+    (run / ".begun_by").rename(tmp_path / "mark")
     refused = llamarl.run(["train", "--resume", str(run), *longer])
-    assert refused.returncode == 2 and f"--run.mirror '{url}'" in refused.stderr
-    done = llamarl.run(["train", "--resume", str(run), *longer, "--run.mirror", ""])
+    assert refused.returncode == 2 and f"--run.mirror {url}" in refused.stderr
+    (tmp_path / "mark").rename(run / ".begun_by")
+    done = llamarl.run(["train", "--resume", str(run), *longer])
     assert done.returncode == 0, done.stderr
+    assert '"tick": 2' in _manifest(tmp_path / "storage")
     for words in (
         ["--resume", str(run), "--fork", str(tmp_path / "fork"), "--run.num_ticks", "4"],
         ["--replay", str(run), "--run.dir", str(tmp_path / "replay")],
