@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, rows
+from same_run import untimed
 from transformers import AutoModelForTokenClassification
 
 from llamarl.config import RunConfig, load_config
@@ -16,7 +17,6 @@ from llamarl.controller.prepare import plan_run
 from llamarl.controller.resume import resume_run
 from llamarl.controller.run import start_run
 from llamarl.errors import ConfigError
-from llamarl.observability.keys import is_timing_key
 
 SETTINGS = {
     "run.runtime": "inline",
@@ -41,10 +41,6 @@ def _config(run_dir: Path, **more: Any) -> RunConfig:
     return load_config(REPOSITORY / "recipes" / "ppo_critic.toml", words)
 
 
-def _untimed(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
-
-
 def test_a_run_with_reference_and_critic_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     start_run(_config(whole, **{"run.num_ticks": 4}))
@@ -52,7 +48,7 @@ def test_a_run_with_reference_and_critic_resumes_bit_for_bit(tmp_path: Path) -> 
     for left in ("checkpoints/tick_000003", "model", "critic"):
         shutil.rmtree(cut / left)
     resume_run(_config(cut, **{"run.num_ticks": 4}))
-    assert _untimed(cut) == _untimed(whole)
+    assert untimed(cut) == untimed(whole)
     for folder in ("model", "critic"):
         files = [run / folder / "model.safetensors" for run in (cut, whole)]
         assert files[0].read_bytes() == files[1].read_bytes()

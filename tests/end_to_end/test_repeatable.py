@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import CommandLine, rows, wait_until
-
-from llamarl.observability.keys import is_timing_key
+from same_run import assert_same_run
 
 PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
 RESUMABLE = {
@@ -21,17 +19,8 @@ RESUMABLE = {
 }
 
 
-def untimed(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
-
-
 def weights(run_dir: Path) -> bytes:
     return (run_dir / "model" / "model.safetensors").read_bytes()
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert untimed(one) == untimed(other)
-    assert weights(one) == weights(other)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import spaces_job
@@ -14,7 +13,6 @@ from conftest import RECIPE, SMALL, rows
 from forked_command import SERVER
 from other_space import place
 
-from llamarl.observability.keys import is_timing_key
 from llamarl.transports.network import Network
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -50,20 +48,12 @@ def train(run_dir: Path, networks: dict[str, list[Network]] | None, **more: obje
     return failure.read_text()
 
 
-def untimed(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
-
-
 def test_a_job_over_four_spaces_gives_the_bits_of_one_machine(tmp_path: Path) -> None:
     one, four = tmp_path / "one", tmp_path / "four"
     assert train(one, None) == ""
     assert train(four, SPREAD) == ""
-    assert untimed(four) == untimed(one) and len(untimed(one)) == 3
-    files = sorted(path.relative_to(one) for folder in ("model", "rollouts") for path in (one / folder).rglob("*"))
-    assert any(path.name == "model.safetensors" for path in files) and len(files) > 5
-    for path in files:
-        if (one / path).is_file():
-            assert (four / path).read_bytes() == (one / path).read_bytes(), path
+    assert_same_run(four, one)
+    assert len(rows(one)) == 3
 
 
 @pytest.mark.long

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, wait_until
 from forked_command import Started, run_llamarl
-from safetensors.torch import load_file
+from same_run import assert_same_run, untimed
 
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.observability.keys import is_timing_key
 
 sys.path.insert(0, str(REPOSITORY / "examples" / "reward_model"))
 from train_classifier import train_classifier
@@ -57,24 +56,14 @@ def train(*words: str, **changes: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not is_timing_key(key)} for line in lines]
-
-
-def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
-    assert rows(whole) == rows(other) and len(rows(whole)) == num_ticks
-    for name, tensor in load_file(whole / "model" / "model.safetensors").items():
-        assert tensor.equal(load_file(other / "model" / "model.safetensors")[name]), name
-
-
 def test_a_run_with_a_trained_classifier_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
     settings = SMALL | {"reward_model.path": classifier}
     train(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
     train(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
     train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", 4)
-    for row in rows(tmp_path / "whole"):
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert len(untimed(tmp_path / "whole")) == 4
+    for row in untimed(tmp_path / "whole"):
         # the total is the task's reward and a tenth of the classifier's score
         total = row["reward/parts/task"] + 0.1 * row["reward/parts/adds_up"]
         assert row["reward/mean"] == pytest.approx(total) and row["reward/parts/task"] == row["reward/parts/correct"]
@@ -98,7 +87,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(classifier: Path, tmp_pat
     done = CheckpointStore(checkpoints).load().tick + 1
     train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": done + 2, "run.runtime": "inline"})
     train(RECIPE, **{**settings, "run.num_ticks": done + 2}, **{"run.dir": tmp_path / "whole"})
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", done + 2)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert len(untimed(tmp_path / "whole")) == done + 2
 
 
 SECOND = """
@@ -129,7 +119,7 @@ def test_two_reward_models_alone_judge_and_their_shares_add_up(classifier: Path,
     recipe.write_text((REPOSITORY / RECIPE).read_text() + SECOND.format(path=other))
     settings = {**SMALL, "run.num_ticks": 2, "run.runtime": "local", "reward_model.path": classifier}
     train(str(recipe), **settings, **{"run.dir": tmp_path / "run"})
-    for row in rows(tmp_path / "run"):
+    for row in untimed(tmp_path / "run"):
         parts = 0.1 * row["reward/parts/adds_up"] - 0.5 * row["reward/parts/brief"]
         assert row["reward/mean"] == pytest.approx(parts)
         assert "reward/parts/task" not in row
@@ -159,11 +149,12 @@ def test_a_run_with_a_judge_on_an_engine_is_the_same_in_processes_and_resumed(cl
     train(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
     train(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
     train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", 4)
-    for row in rows(tmp_path / "whole"):
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert len(untimed(tmp_path / "whole")) == 4
+    for row in untimed(tmp_path / "whole"):
         assert row["judge/num_requests"] == 12 == row["judge/num_scored"] + row["judge/num_failed"]
         assert row["reward/failed"] == row["judge/num_failed"]
-    assert any(row["judge/num_scored"] for row in rows(tmp_path / "whole"))
+    assert any(row["judge/num_scored"] for row in untimed(tmp_path / "whole"))
     models = json.loads((tmp_path / "whole" / "models.json").read_text())
     assert set(models) == {"judge.path", "reward_model.path"}
 
@@ -200,14 +191,14 @@ def test_a_run_judged_by_a_server_repeats_its_ticks_with_what_the_server_said(tm
     }
     try:
         train(recipe, **settings, **{"run.dir": tmp_path / "run"})
-        before, asked = rows(tmp_path / "run"), Whimsical.asked
+        before, asked = untimed(tmp_path / "run"), Whimsical.asked
         assert asked == 5 * 12
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "tick_000004", ignore_errors=True)  # as if killed before it
         shutil.rmtree(tmp_path / "run" / "model")
         assert CheckpointStore(tmp_path / "run" / "checkpoints").load().tick == 2
         train("--resume", str(tmp_path / "run"))
         assert Whimsical.asked == asked  # ticks 3 and 4 were done again, and nobody was asked twice
-        assert rows(tmp_path / "run") == before and (tmp_path / "run" / "model").is_dir()
+        assert untimed(tmp_path / "run") == before and (tmp_path / "run" / "model").is_dir()
     finally:
         server.shutdown()
         server.server_close()

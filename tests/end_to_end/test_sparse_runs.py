@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, CommandLine, rows, wait_until
-
-from llamarl.observability.keys import is_timing_key
+from same_run import assert_same_run
 
 RECIPE = REPOSITORY / "recipes" / "moe.toml"
 SHORT: dict[str, Any] = {
@@ -23,14 +22,6 @@ INLINE = {"run.runtime": '"inline"'}
 OF_EXPERTS = {"model.path": '"bundled:tiny_moe"', "trainer.router": '"replay"'}
 
 
-def untimed(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "model" / "model.safetensors").read_bytes()
-
-
 def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: CommandLine, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run_dir, settings, flags in (
@@ -40,7 +31,7 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
     ):
         done = llamarl.train(run_dir, {**settings, **INLINE}, *flags, recipe=RECIPE)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert untimed(broken) == untimed(whole) and weights(broken) == weights(whole)
+    assert_same_run(broken, whole)
     table = rows(whole)
     assert table[1]["tokens/carried"] > 0  # responses went through the checkpoint with their experts
     assert max(row["rollout/segments_max"] for row in table) == 2
@@ -69,7 +60,7 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(
         process.communicate(timeout=30)
     done = llamarl.train(killed, longer, "--resume", str(killed))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert untimed(killed) == untimed(tmp_path / "whole") and weights(killed) == weights(tmp_path / "whole")
+    assert_same_run(killed, tmp_path / "whole")
 
 
 @pytest.mark.long

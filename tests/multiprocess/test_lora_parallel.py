@@ -1,7 +1,7 @@
 """Adapters on models that lie over FSDP2 x context- x tensor- x expert-parallel ranks x pipeline stages, over gloo, against one process:
 first values, metrics of three ticks, both ways of hand-over, exports, states in another layout.
 
-Tolerances are those of ``test_trainer_parallel``: relative 1e-4 for metrics and gradient norms, absolute 2e-5 for weights.
+Tolerances are those of ``test_trainer_meshes``: relative 1e-4 for metrics and gradient norms, absolute 2e-5 for weights.
 """
 
 from __future__ import annotations

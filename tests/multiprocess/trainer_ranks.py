@@ -1,4 +1,4 @@
-"""One rank of a trainer under test: train three ticks in each asked layout, leave weights and metrics in a folder.
+"""One rank of a trainer under test on any mesh: what ``CASES`` of ``test_trainer_meshes`` ask for, left in a folder.
 
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,28 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError, StaleTokenError
+from llamarl.models.attention import PackedSequences
+from llamarl.models.parallel import make_layout
 from llamarl.trainer import building
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
 
+AXES = ("pp", "fsdp", "cp", "tp", "ep")
+ALONE = "1x1x1x1x1"
 NUM_TICKS = 3
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01)
 GAE = AlgorithmConfig(advantage="gae")
 LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 20}
+
+
+def sizes_of(named: str) -> dict[str, int]:
+    """``1x2x1x1x2`` -> {"pp": 1, "fsdp": 2, ...}."""
+    return dict(zip(AXES, map(int, named.split("x")), strict=True))
 
 
 def share(groups: list[Group], fsdp: int, fsdp_rank: int) -> list[Group]:
@@ -46,25 +57,47 @@ def share(groups: list[Group], fsdp: int, fsdp_rank: int) -> list[Group]:
     return [groups[fsdp_rank]] if fsdp_rank < fsdp - 1 else groups[fsdp - 1 :]
 
 
-def make_trainer(
-    folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32", *, pp: int = 1, cp: int = 1
-) -> Trainer:
+def _own(trainer: Trainer | Critic, tick: int) -> list[Group]:
+    """What this rank trains on at a tick."""
+    return share(make_groups(seed=tick, **LENGTHS_DIFFER), trainer.layout.fsdp, trainer.layout.fsdp_rank)
+
+
+def make_trainer(folder: Path, family: str, named: str, dtype: str = "float32") -> Trainer:
+    """Uneven micro-batches of shared prompts, half of the layers computed again in the backward pass.
+
+    A gradient that is nothing but the rounding of its sum (1e-8 beside a median of 4e-4) is to make no step of its own: hence AdamW's eps.
+    """
     return Trainer(
         folder / family,
         TrainerConfig(
-            fsdp=fsdp, tp=tp, pp=pp, cp=cp, dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
+            **sizes_of(named), dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
             activation_checkpointing="selective",
         ),
-        OptimizerConfig(lr=1e-3, weight_decay=0.01),
+        OptimizerConfig(lr=1e-3, weight_decay=0.01, eps=1e-6),
         ALGORITHM,
         temperature=0.9,
     )  # fmt: skip
 
 
-def make_reference(folder: Path, family: str, fsdp: int, tp: int, dtype: str = "float32") -> FrozenScorer:
-    packing = TrainerConfig(max_tokens_per_microbatch=20, logprob_chunk_tokens=9)
-    config = ReferenceConfig(fsdp=fsdp, tp=tp, dtype=dtype)
-    return FrozenScorer(folder / family, config, ALGORITHM, packing, temperature=0.9)
+def _other_trainer(
+    folder: Path, family: str, named: str, algorithm: AlgorithmConfig, *, lora: LoraConfig | None = None, **more: Any
+) -> Trainer:
+    config = TrainerConfig(**sizes_of(named), max_tokens_per_microbatch=48, **more)
+    optimizer = OptimizerConfig(lr=1e-3)
+    return Trainer(folder / family, config, optimizer, algorithm, temperature=0.9, seed=1, lora=lora)
+
+
+def train(trainer: Trainer, folder: Path, family: str, tick: int) -> dict[str, float]:
+    """One tick. Log-probs of the reference are a frozen scorer's on the same mesh where it has only axes that a scorer has,
+    elsewhere those of transformers' own forward."""
+    sizes, groups = trainer.layout, _own(trainer, tick)
+    if sizes.pp == sizes.cp == sizes.ep == 1:
+        packing = TrainerConfig(max_tokens_per_microbatch=20, logprob_chunk_tokens=9)
+        config = ReferenceConfig(fsdp=sizes.fsdp, tp=sizes.tp)
+        groups = FrozenScorer(folder / family, config, ALGORITHM, packing, temperature=0.9).score(groups)
+    else:
+        groups = with_reference(groups, folder / family)
+    return trainer.train(groups, tick)
 
 
 @functools.cache
@@ -93,76 +126,63 @@ def with_reference(groups: list[Group], model: Path) -> list[Group]:
     ]
 
 
-def run_critic(folder: Path, fsdp: int, tp: int, out: Path, rank: int) -> None:
-    """Three ticks of the critic of one family; the last in a fresh one that loaded the state of the one before."""
-    config = CriticConfig(fsdp=fsdp, tp=tp, updates_per_tick=2, value_clip=0.1, lr=1e-3)
+def _train(folder: Path, family: str, named: str, out: Path, rank: int) -> None:
+    """Three ticks; the last once more from a state saved before it, and once more from what one process has saved."""
+    trainer = make_trainer(folder, family, named)
+    metrics = [train(trainer, folder, family, tick) for tick in range(NUM_TICKS - 1)]
+    trainer.save(out / "state")
+    metrics.append(train(trainer, folder, family, NUM_TICKS - 1))
+    _keep(trainer, out, "through", metrics)
+    trainer.export(out / "model")
+    again = make_trainer(folder, family, named)
+    again.load(out / "state")
+    assert train(again, folder, family, NUM_TICKS - 1) == metrics[-1]
+    for name, tensor in trainer.weights.state().items():
+        assert torch.equal(tensor, again.weights.state()[name]), name
+    if named != ALONE:
+        elsewhere = make_trainer(folder, family, named)
+        elsewhere.load(folder / f"{family}-{ALONE}-train" / "state")
+        _keep(elsewhere, out, "from_one", [train(elsewhere, folder, family, NUM_TICKS - 1)])
+
+
+def _keep(trainer: Trainer, out: Path, what: str, metrics: Any) -> None:
+    rank = trainer.layout.rank
+    held = {name: t.detach().contiguous() for name, t in trainer.parameters_for_sync().items()}
+    boxes = {name: shard.box for name, shard in trainer.sync_layout().items()}
+    save_file(held, out / f"{what}-{rank}.safetensors")
+    (out / f"{what}-{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
+
+
+def _critic(folder: Path, family: str, named: str, out: Path) -> dict[str, Any]:
+    """Three ticks of a critic; the last in a fresh one that loaded the state of the one before."""
+    sizes = sizes_of(named)
+    config = CriticConfig(fsdp=sizes["fsdp"], tp=sizes["tp"], updates_per_tick=2, value_clip=0.1, lr=1e-3)
     as_trainer = TrainerConfig(max_tokens_per_microbatch=40), OptimizerConfig(weight_decay=0.01)
-    critic = Critic(folder / "llama", config, GAE, *as_trainer)
+    critic = Critic(folder / family, config, GAE, *as_trainer)
     metrics, values = [], []
     for tick in range(NUM_TICKS):
         if tick == NUM_TICKS - 1:
-            state = folder / "critic_state" / f"{fsdp}x{tp}"  # one folder of all ranks
-            critic.save(state)
-            critic = Critic(folder / "llama", config, GAE, *as_trainer)
-            critic.load(state)
-        groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, critic.layout.fsdp_rank)
-        valued, row = critic.step(groups, tick)
+            critic.save(out / "state")  # one folder of all ranks
+            critic = Critic(folder / family, config, GAE, *as_trainer)
+            critic.load(out / "state")
+        valued, row = critic.step(_own(critic, tick), tick)
         metrics.append(row)
         values += [
             [r.prompt_index, r.sample_index, r.values[r.loss_mask].tolist()]
             for g in valued for r in g.responses if r.values is not None
         ]  # fmt: skip
-    (out / f"critic-{rank}.json").write_text(json.dumps({"metrics": metrics, "values": values}))
     critic.export(out / "critic")
+    return {"metrics": metrics, "values": values}
 
 
-PLANS: dict[str, dict[str, Any]] = {
-    "passes": {"minibatches": 2, "epochs": 2},
-}
-"""How a tick's batch may be cut into optimizer steps; each is trained in every layout."""
-
-
-def train_plans(
-    folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1, cp: int = 1
-) -> dict[str, list[dict[str, float]]]:
-    """Metrics of two ticks under each plan, with a loss that needs the proximal policy."""
-    metrics = {}
-    for name, plan in PLANS.items():
-        trainer = Trainer(
-            folder / family,
-            TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, cp=cp, max_tokens_per_microbatch=48, **plan),
-            OptimizerConfig(lr=1e-3),
-            AlgorithmConfig(name="decoupled_ppo"),
-            temperature=0.9,
-            seed=1,
-        )
-        ticks = [share(make_groups(seed=k, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank) for k in range(2)]
-        metrics[name] = [trainer.train(groups, k) for k, groups in enumerate(ticks)]
-    return metrics
-
-
-def train_replayed(folder: Path, family: str, fsdp: int, tp: int, *, pp: int = 1) -> list[dict[str, float]]:
-    """Metrics of two ticks of a sparse model whose routers choose what the samples say: other experts than they would."""
-    trainer = Trainer(
-        folder / family,
-        TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, max_tokens_per_microbatch=48, router="replay"),
-        OptimizerConfig(lr=1e-3),
-        AlgorithmConfig(),
-        temperature=0.9,
-    )
-    shape = (trainer.policy.num_sparse_layers, trainer.policy.num_experts, 2)
-    ticks = [with_experts(make_groups(seed=k, **LENGTHS_DIFFER), *shape) for k in range(2)]
-    return [trainer.train(share(groups, fsdp, trainer.layout.fsdp_rank), k) for k, groups in enumerate(ticks)]
-
-
-def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1, cp: int = 1) -> dict[str, Any]:
+def _refusals(folder: Path, family: str, named: str, out: Path) -> dict[str, Any]:
     """What one data-parallel rank alone sees and all must act on: a loss that is not finite, then a token too old."""
     trainer = Trainer(
-        folder / "llama", TrainerConfig(fsdp=fsdp, tp=tp, pp=pp, cp=cp), OptimizerConfig(lr=1e-3), AlgorithmConfig(),
-        temperature=0.9, max_staleness=1,
+        folder / family, TrainerConfig(**sizes_of(named)), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=0.9,
+        max_staleness=1,
     )  # fmt: skip
-    last = trainer.layout.fsdp_rank == fsdp - 1
-    groups = share(make_groups(seed=0, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
+    last = trainer.layout.fsdp_rank == trainer.layout.fsdp - 1
+    groups = _own(trainer, 0)
     trainer.train(groups, 0)
     before = {key: value.clone() for key, value in trainer.weights.state().items()}
     right = trainer.policy.forward
@@ -185,66 +205,98 @@ def refuse_together(folder: Path, fsdp: int, tp: int, *, pp: int = 1, cp: int = 
     raise AssertionError("a stale token was trained")
 
 
+def _unknown_logits(folder: Path, family: str, named: str, out: Path) -> str:
+    """Qwen3 ignores ``logits_scaling``, the trainer would obey it: on a mesh too it must say so."""
+    try:
+        make_trainer(folder, family, named)
+    except ModelError as error:
+        return str(error)
+    raise AssertionError("a mesh trained a model whose logits it does not know")
+
+
+def _row_parts(folder: Path, family: str, named: str, out: Path) -> dict[str, Any]:
+    """The row of 7 tokens of which 3 train, all by one rank: what each holds, and what comes out on every rank."""
+    context = ContextRanks.of(make_layout(device="cpu", keys=(), **sizes_of(named)))
+    assert context is not None
+    row = RowOverRanks(PackedSequences.of([0, 4, 7]), context)
+    held = row.own(torch.arange(10, 17), fill=-1)
+    mine = torch.tensor([2, 0, 1] if context.rank == 1 else [])
+    own = OwnTokens(0, 3, mine.long(), context)
+    values = torch.tensor([1.5, -torch.inf, 3.0])[mine.long()].requires_grad_()
+    whole = own.whole(values)
+    (whole[1:].nan_to_num(0.0, neginf=0.0) * torch.tensor([10.0, 100.0])).sum().backward()  # type: ignore[no-untyped-call]
+    assert values.grad is not None
+    return {"held": held.tolist(), "whole": whole.tolist(), "gradient": values.grad.tolist()}
+
+
+def _two_ticks(trainer: Trainer) -> list[dict[str, float]]:
+    return [trainer.train(_own(trainer, tick), tick) for tick in range(2)]
+
+
+def _passes(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
+    """Several optimizer steps a tick, with a loss that needs the proximal policy."""
+    algorithm = AlgorithmConfig(name="decoupled_ppo")
+    return _two_ticks(_other_trainer(folder, family, named, algorithm, minibatches=2, epochs=2))
+
+
+def _sequences(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
+    """A loss that looks at a sequence as one, whose tokens lie on several ranks."""
+    return _two_ticks(_other_trainer(folder, family, named, AlgorithmConfig(name="gspo", normalization="sequence")))
+
+
+def _lora(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
+    lora = LoraConfig(rank=3, targets=("q_proj", "v_proj", "down_proj"))
+    return _two_ticks(_other_trainer(folder, family, named, AlgorithmConfig(), lora=lora))
+
+
+def _replay(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
+    """A sparse model whose routers choose what the samples say: other experts than they would."""
+    trainer = _other_trainer(folder, family, named, AlgorithmConfig(), router="replay")
+    shape = (trainer.policy.num_sparse_layers, trainer.policy.num_experts, 2)
+    layout = trainer.layout
+    ticks = [with_experts(make_groups(seed=tick, **LENGTHS_DIFFER), *shape) for tick in range(2)]
+    return [trainer.train(share(groups, layout.fsdp, layout.fsdp_rank), k) for k, groups in enumerate(ticks)]
+
+
+def _bfloat16(folder: Path, family: str, named: str, out: Path) -> dict[str, float]:
+    """Gradients and one step are enough."""
+    return train(make_trainer(folder, family, named, "bfloat16"), folder, family, 0)
+
+
+KINDS = {
+    "critic": _critic,
+    "refusals": _refusals,
+    "unknown_logits": _unknown_logits,
+    "row_parts": _row_parts,
+    "passes": _passes,
+    "sequences": _sequences,
+    "lora": _lora,
+    "replay": _replay,
+    "bfloat16": _bfloat16,
+}
+"""What else than ``train`` a rank may be asked for -> what it leaves in its file."""
+
+
 def _refuse_whole_model(*args: object, **kwargs: object) -> None:
     raise AssertionError("a rank of a mesh asked for the whole model")
 
 
-def refuse_unknown_logits(folder: Path, world: int) -> None:
-    """Qwen3 ignores ``logits_scaling``, the trainer would obey it: on a mesh too it must say so."""
-    try:
-        Trainer(
-            folder / "scaled", TrainerConfig(fsdp=world), OptimizerConfig(lr=1e-3), AlgorithmConfig(), temperature=1.0
-        )
-    except ModelError as error:
-        assert "changes its logits" in str(error), error
-    else:
-        raise AssertionError("a mesh trained a model whose logits it does not know")
-
-
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
         join_group(rank, world, f"{folder}/rendezvous{world}")
         assert callable(building.load_model) and callable(
             building.load_value_model
         )  # so that these replace what is called
         building.load_model = building.load_value_model = _refuse_whole_model  # type: ignore[assignment]
-        refuse_unknown_logits(folder, world)
     for case in cases:
-        family, sizes, dtype = case.split(":")
-        fsdp, tp = (int(n) for n in sizes.split("x"))
-        if dtype == "refusals":
-            (folder / f"refusals-{sizes}-{rank}.json").write_text(json.dumps(refuse_together(folder, fsdp, tp)))
-            continue
-        if dtype == "plans":
-            (folder / f"plans-{sizes}-{rank}.json").write_text(json.dumps(train_plans(folder, family, fsdp, tp)))
-            continue
-        reference = make_reference(folder, family, fsdp, tp, dtype)
-        if dtype != "float32":  # gradients and one step are enough
-            trainer = make_trainer(folder, family, fsdp, tp, dtype)
-            groups = share(make_groups(seed=0, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
-            (folder / f"{dtype}-{fsdp}x{tp}-{rank}.json").write_text(
-                json.dumps(trainer.train(reference.score(groups), 0))
-            )
-            continue
-        out = folder / f"{family}-{fsdp}x{tp}"
-        trainer = make_trainer(folder, family, fsdp, tp, dtype)
-        metrics = []
-        for tick in range(NUM_TICKS):
-            groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, trainer.layout.fsdp_rank)
-            if tick == NUM_TICKS - 1:  # go on from a snapshot: the last tick runs in a fresh trainer
-                state = folder / "state" / f"{family}-{fsdp}x{tp}"
-                trainer.save(state)
-                trainer = make_trainer(folder, family, fsdp, tp, dtype)
-                trainer.load(state)
-            metrics.append(trainer.train(reference.score(groups), tick))
+        family, named, kind = case.split(":")
+        out = folder / f"{family}-{named}-{kind}"
         out.mkdir(exist_ok=True)
-        boxes = {name: shard.box for name, shard in trainer.sync_layout().items()}
-        save_file({n: t.contiguous() for n, t in trainer.parameters_for_sync().items()}, out / f"{rank}.safetensors")
-        (out / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "boxes": boxes}))
-        trainer.export(out / "model")
-        if family == "llama":
-            run_critic(folder, fsdp, tp, out, rank)
-        trainer.save(folder / "final" / f"{family}-{fsdp}x{tp}")
+        if kind == "train":
+            _train(folder, family, named, out, rank)
+        else:
+            (out / f"{rank}.json").write_text(json.dumps(KINDS[kind](folder, family, named, out)))
     if world > 1:
         dist.destroy_process_group()
