@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import CommandLine, rows, wait_until
-from killing import kill_environments, ranks
+from killing import ranks
 from tools.chaos.compare import differences
 
 from llamarl.observability.events import read_events
@@ -82,45 +81,6 @@ def test_a_generator_that_dies_inside_its_episodes_is_brought_up_again_and_chang
         run.kill()
     assert run.returncode == 0, said
     assert said.count("brought up again") == 1, said
-    assert not differences(tmp_path / "run", never_killed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("target", "written"), [("controller", 2), ("generator", 4)])
-def test_a_run_killed_inside_its_episodes_resumes_bit_for_bit(
-    llamarl: CommandLine, tmp_path: Path, never_killed: Path, target: str, written: int
-) -> None:
-    """``scripts/kill_runs.py --cases episodes`` draws the moments at random."""
-    run_dir = tmp_path / "run"
-    run = llamarl.start(run_dir, EPISODES | {"recovery.max_restarts": 0})  # what is tried here is the resume
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= written, limit_s=120, what=f"{written} rows")
-        time.sleep(0.05)
-        os.kill(run.pid if target == "controller" else ranks(run.pid)[target], signal.SIGKILL)
-        said, _ = run.communicate(timeout=200)
-    finally:
-        run.kill()
-    assert run.returncode != 0 and len(rows(run_dir)) < 6, said  # it was in fact cut short
-    done = llamarl.run(["train", "--resume", str(run_dir)])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not differences(run_dir, never_killed)
-
-
-@pytest.mark.long
-def test_a_run_whose_environments_are_killed_goes_on_to_the_same_bits(
-    llamarl: CommandLine, tmp_path: Path, never_killed: Path
-) -> None:
-    process = llamarl.start(tmp_path / "run", EPISODES)
-    killed = 0
-    try:
-        for written in range(1, 5):
-            wait_until(lambda: len(rows(tmp_path / "run")) >= written, limit_s=120, what=f"{written} rows")  # noqa: B023
-            killed += kill_environments(process.pid)
-        output, _ = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    assert killed >= 2
     assert not differences(tmp_path / "run", never_killed)
 
 

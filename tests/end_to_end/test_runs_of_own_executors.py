@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, wait_until
-from forked_command import Started, run_llamarl
+from conftest import REPOSITORY
+from forked_command import run_llamarl
 from same_run import assert_same_run, untimed
-
-from llamarl.checkpoint.storage import CheckpointStore
 
 SMALL = {
     "run.num_ticks": 4,
@@ -98,24 +96,3 @@ def test_two_generators_sample_prompts_of_their_own_and_say_who_sampled(tmp_path
     of_teacher = {r["prompt_index"] for r in rollouts if r.get("sampled_by") == "teacher"}
     others = {r["prompt_index"] for r in rollouts if "sampled_by" not in r}
     assert others == {0, 1, 2} and len(of_teacher) == 2 and not of_teacher & others
-
-
-@pytest.mark.long
-def test_two_generators_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
-    recipe = "examples/executors/two_generators.toml"
-    settings = SMALL | {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
-    words = [
-        word for key, value in (settings | {"run.dir": tmp_path / "cut"}).items() for word in (f"--{key}", str(value))
-    ]
-    process = Started(["train", recipe, *words], cwd=REPOSITORY)
-    try:
-        checkpoints = tmp_path / "cut" / "checkpoints"
-        wait_until(lambda: any(checkpoints.glob("tick_??????")), limit_s=180, what="a checkpoint")
-    finally:
-        process.kill()
-        process.wait(60)
-    done = CheckpointStore(checkpoints).load().tick + 1
-    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": done + 2, "run.runtime": "inline"})
-    train(recipe, **{**SMALL, "run.num_ticks": done + 2}, **{"run.dir": tmp_path / "whole"})
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert len(untimed(tmp_path / "whole")) == done + 2

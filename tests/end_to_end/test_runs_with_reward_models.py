@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, wait_until
-from forked_command import Started, run_llamarl
+from conftest import REPOSITORY
+from forked_command import run_llamarl
 from same_run import assert_same_run, untimed
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -71,24 +71,6 @@ def test_a_run_with_a_trained_classifier_is_the_same_in_processes_and_resumed(cl
     first = json.loads((tmp_path / "whole/rollouts/tick_000000.jsonl").read_text().splitlines()[0])
     parts = first["reward_parts"]
     assert first["reward"] == pytest.approx(parts["task"] + 0.1 * parts["adds_up"])
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(classifier: Path, tmp_path: Path) -> None:
-    settings = SMALL | {"reward_model.path": classifier}
-    long = {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
-    process = Started(command(RECIPE, **{**settings, **long, "run.dir": tmp_path / "cut"}), cwd=REPOSITORY)
-    checkpoints = tmp_path / "cut" / "checkpoints"
-    try:
-        wait_until(lambda: any(checkpoints.glob("tick_??????")), limit_s=180, what="a checkpoint")
-    finally:
-        process.kill()
-        process.wait(60)
-    done = CheckpointStore(checkpoints).load().tick + 1
-    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": done + 2, "run.runtime": "inline"})
-    train(RECIPE, **{**settings, "run.num_ticks": done + 2}, **{"run.dir": tmp_path / "whole"})
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert len(untimed(tmp_path / "whole")) == done + 2
 
 
 SECOND = """

@@ -3,18 +3,97 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from rank_processes import run_ranks
+import torch
+import torch.distributed as dist
+from rank_processes import join_group, run_ranks
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import episode_rank_program
+from llamarl.data.config import DataConfig
+from llamarl.data.prompts import PromptStream
+from llamarl.data.turn_template import TurnTemplate
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.episode_ranks import make_environments
+from llamarl.engine.episodes import EpisodeEngine
+from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.environments.config import TaskConfig
+from llamarl.environments.episode_pool import EpisodeItems, EpisodeOpener
+from llamarl.environments.episodes import begin_episode
+from llamarl.models.loading import load_tokenizer
+from llamarl.models.parallel import make_layout
+
+ENVIRONMENTS = Path(__file__).resolve().parents[1] / "small_environments.py"
+FAILS_AT = 5
+"""Prompt whose environment raises in its second turn."""
+
+
+def main(rank: int, axis: str, folder: Path) -> None:
+    """
+    Args:
+        axis: Over which the engine lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
+    """
+    torch.set_num_threads(1)
+    layout = None
+    if axis:
+        join_group(rank, 2, f"{folder}/rendezvous-{axis}")
+        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp"))  # type: ignore[arg-type]
+    task = TaskConfig(
+        name="episodes",
+        environment=f"{ENVIRONMENTS}:Ledgers",
+        environment_options={"turns": 4, "fewest": 2, "delay_s": 0.01, "fails_at": FAILS_AT},
+        max_turn_tokens=12,
+    )
+    tokenizer = load_tokenizer("bundled:tiny")
+    environments = make_environments(task, layout)
+    stream = PromptStream(EpisodeItems(), tokenizer, DataConfig(), 0, opener=EpisodeOpener(environments, task))
+    engine = NativeEngine("bundled:tiny", EngineConfig(), tokenizer=tokenizer, layout=layout)
+    template = TurnTemplate(tokenizer, DataConfig())
+    player = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=3)
+    told = play(player, stream)
+    (folder / f"{axis}-{rank}.json").write_text(json.dumps(told))
+    arriving = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=0, on_arrival=True)
+    arriving.begin_tick(None)
+    told = play(arriving, stream)
+    (folder / f"{axis}-{rank}-arriving.json").write_text(json.dumps([told, arriving.joins]))
+    environments.close()
+    if axis:
+        dist.destroy_process_group()
+
+
+def play(player: EpisodeEngine, stream: PromptStream) -> list[dict[str, Any]]:
+    """Eight episodes to their end."""
+    prompts = [stream.get(index) for index in range(8)]
+    sequences = [
+        Sequence(
+            prompt_index=prompt.index,
+            sample_index=0,
+            prompt_tokens=prompt.tokens.tolist(),
+            params=SamplingParams(max_new_tokens=100),
+            seed=prompt.index,
+            episode=begin_episode(prompt, 100),
+        )
+        for prompt in prompts
+    ]
+    player.add(sequences)
+    while player.has_work:
+        player.step()
+    return [
+        {
+            "tokens": s.tokens,
+            "reason": s.finish_reason,
+            "error": (s.error or "").splitlines()[:1],
+            "turns": [asdict(turn) for turn in s.episode.turns] if s.episode is not None else [],
+        }
+        for s in sequences
+    ]
 
 
 def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path: Path) -> None:
     run_ranks(
-        episode_rank_program.main,
+        main,
         [(rank, axis, tmp_path) for axis, rank in (("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1))],
         limit_s=120,
     )

@@ -6,15 +6,53 @@ import json
 import sys
 from pathlib import Path
 
-from rank_processes import run_ranks
+import torch
+import torch.distributed as dist
+from rank_processes import join_group, run_ranks
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import latest_ranks
+from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, EventLog
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "executors"))
+from test_generator_in_flight import generator, recipe, run
+
+ARRIVALS = [[0, 6, 0, 11, 3], [0, 9, 0, 2, 3]]
+"""By rank: at which look of each tick the next version is there. The later of two counts."""
+
+
+def main(rank: int, axis: str, folder: Path) -> None:
+    """
+    Args:
+        axis: Over which the engine lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
+    """
+    torch.set_num_threads(1)
+    asked = ARRIVALS[rank] if axis else list(map(max, *ARRIVALS))
+    config = recipe("recompute", **({axis: 2} if axis else {}))
+    folder = folder / (axis or "alone")
+    folder.mkdir(exist_ok=True)
+    if axis:
+        join_group(rank, 2, folder / "rendezvous")
+    made = run(generator(config, rank=rank), asked)
+    events = [event for _, event in made]
+    told = [[response.tokens.tolist() for group in groups for response in group.responses] for groups, _ in made]
+    if axis:  # the log of both ranks, as a run keeps it; then this rank's decisions again, with nothing to wait for
+        gathered: list[list[dict[str, object]]] = [[] for _ in range(2)]
+        dist.all_gather_object(gathered, events)
+        if rank == 0:
+            log = EventLog(folder)
+            for tick in zip(*gathered, strict=True):
+                log.append(tick)
+            (folder / EVENTS_FILE).rename(folder / REPLAY_FILE)
+        dist.barrier()
+        again = run(generator(config, folder, rank), [0] * len(asked))
+        assert [event for _, event in again] == events
+    (folder / f"{rank}.json").write_text(json.dumps({"events": events, "tokens": told}))
+    if axis:
+        dist.destroy_process_group()
 
 
 def test_ranks_swap_together_when_the_last_of_them_has_the_version_and_a_log_repeats_them(tmp_path: Path) -> None:
     places = [("", 0), *((axis, rank) for axis in ("tp", "pp") for rank in range(2))]
-    run_ranks(latest_ranks.main, [(rank, axis, tmp_path) for axis, rank in places], limit_s=120)
+    run_ranks(main, [(rank, axis, tmp_path) for axis, rank in places], limit_s=120)
     alone, *both = (json.loads((tmp_path / (axis or "alone") / f"{rank}.json").read_text()) for axis, rank in places)
     for first, second in zip(both[::2], both[1::2], strict=True):
         assert [event["swaps"] for event in first["events"]] == [

@@ -18,14 +18,14 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
 sys.path.insert(0, str(HERE))
 import trainer_ranks  # noqa: E402
-from trainer_ranks import ALONE, NUM_TICKS, sizes_of  # noqa: E402
-from training_fixtures import write_model  # noqa: E402
+from trainer_ranks import ALONE, NUM_TICKS, TEXTS, sizes_of  # noqa: E402
+from training_fixtures import tiny_config, write_model  # noqa: E402
 
 ONE_HEAD = "one_head"
 """Qwen3 with one key-value head and biases: both ranks of ``tp 2`` hold it, and FSDP2 cuts its rows over two more."""
@@ -66,6 +66,12 @@ OTHERWISE = {
 """What else is trained -> by whom, in which layouts."""
 REFUSING = ("1x2x1x2x1", "1x2x2x1x1", "2x2x1x1x1")
 VALUING = ("1x2x1x2x1", "1x1x1x4x1")
+SCORING = [
+    (f"{family}_classifier", sizes)
+    for family in ("llama", "gemma2")
+    for sizes in ("1x2x1x1x1", "1x1x1x2x1", "1x2x1x2x1")
+]
+PARKED = [(kind, sizes) for sizes in ("1x2x1x1x1", "1x1x1x2x1") for kind in ("parked", "parked_rounded")]
 ROUNDED = ("qwen3:1x2x1x2x1", "llama:2x2x1x1x1")
 pytestmark = pytest.mark.timeout(900)
 
@@ -85,11 +91,20 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_model(folder / family, "qwen3" if family == ONE_HEAD else family, num_hidden_layers=layers, **traits)
     config = write_model(folder / "scaled", "qwen3") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
+    for family in ("llama", "gemma2"):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(tiny_config(family, num_labels=1), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.normal_(0.0, 0.3)
+        model.save_pretrained(folder / f"{family}_classifier")
     cases = [":".join([*case.values, "train"]) for case in CASES if long or not case.marks]
     cases += [f"{case}:{kind}" for kind, layouts in OTHERWISE.items() for case in layouts]
     cases += [f"llama:{sizes}:critic" for sizes in VALUING] + [f"{case}:bfloat16" for case in ROUNDED]
+    cases += [f"{family}:{sizes}:scores" for family, sizes in SCORING]
     alone = {":".join((case.split(":")[0], ALONE, case.split(":")[2])) for case in cases}
-    cases += [f"llama:{sizes}:refusals" for sizes in REFUSING]
+    cases += [f"llama:{sizes}:refusals" for sizes in REFUSING] + [f"llama:{sizes}:{kind}" for kind, sizes in PARKED]
     cases += ["llama:1x1x2x1x1:row_parts", "scaled:1x2x1x1x1:unknown_logits"]
     cases += sorted(alone)
     for world in sorted({_world(case.split(":")[1]) for case in cases}):
@@ -244,6 +259,28 @@ def test_a_critic_on_a_mesh_values_and_learns_as_one_process_does(runs: Path, si
     assert set(weights) == set(expected_weights) and "score.weight" in weights
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("family", "sizes"), SCORING)
+def test_scores_of_a_reward_model_are_those_of_one_process(runs: Path, family: str, sizes: str) -> None:
+    (alone,) = _reports(runs, family, ALONE, "scores")
+    each, seen = len(TEXTS[0]), set()
+    for found in _reports(runs, family, sizes, "scores"):
+        expected = [score for g in found["groups"] for score in alone["scores"][g * each : (g + 1) * each]]
+        assert found["empty"] == [] and found["scores"] == pytest.approx(expected, abs=2e-5)
+        seen |= set(found["groups"])
+    assert seen == set(range(len(TEXTS)))
+
+
+@pytest.mark.parametrize(("kind", "sizes"), PARKED)
+def test_a_sharded_trainer_parked_between_ticks_gives_the_bits_of_one_that_stays(
+    runs: Path, kind: str, sizes: str
+) -> None:
+    """FSDP2's own views of its shards survive it."""
+    for shown in _reports(runs, "llama", sizes, kind):
+        assert shown["same"] == [[True] * 3] * NUM_TICKS
+        for before, freed, left in shown["parked"]:
+            assert before == freed > 0 and left == 0
 
 
 @pytest.mark.parametrize("sizes", REFUSING)

@@ -21,7 +21,7 @@ from rank_processes import join_group
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
-from training_fixtures import make_groups, with_experts
+from training_fixtures import VOCABULARY, make_groups, with_experts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -33,6 +33,8 @@ from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks
 from llamarl.trainer.critic import Critic
+from llamarl.trainer.parking import Parking
+from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group
@@ -44,13 +46,20 @@ ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01)
 GAE = AlgorithmConfig(advantage="gae")
 LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 20}
 
+TEXTS = [
+    [[(3 + 5 * g + 7 * t) % VOCABULARY for t in range(4)] + [(1 + r + 3 * t) % VOCABULARY for t in range(2 + 3 * r)]
+     for r in range(4)]
+    for g in range(5)
+]  # fmt: skip
+"""Groups of four texts that begin alike."""
+
 
 def sizes_of(named: str) -> dict[str, int]:
     """``1x2x1x1x2`` -> {"pp": 1, "fsdp": 2, ...}."""
     return dict(zip(AXES, map(int, named.split("x")), strict=True))
 
 
-def share(groups: list[Group], fsdp: int, fsdp_rank: int) -> list[Group]:
+def share(groups: list[Any], fsdp: int, fsdp_rank: int) -> list[Any]:
     """Uneven on purpose: rank 0 takes one group, the last takes what is left."""
     if fsdp == 1:
         return groups
@@ -62,7 +71,7 @@ def _own(trainer: Trainer | Critic, tick: int) -> list[Group]:
     return share(make_groups(seed=tick, **LENGTHS_DIFFER), trainer.layout.fsdp, trainer.layout.fsdp_rank)
 
 
-def make_trainer(folder: Path, family: str, named: str, dtype: str = "float32") -> Trainer:
+def make_trainer(folder: Path, family: str, named: str, dtype: str = "float32", **more: Any) -> Trainer:
     """Uneven micro-batches of shared prompts, half of the layers computed again in the backward pass.
 
     A gradient that is nothing but the rounding of its sum (1e-8 beside a median of 4e-4) is to make no step of its own: hence AdamW's eps.
@@ -71,7 +80,7 @@ def make_trainer(folder: Path, family: str, named: str, dtype: str = "float32") 
         folder / family,
         TrainerConfig(
             **sizes_of(named), dtype=dtype, max_tokens_per_microbatch=48, logprob_chunk_tokens=9,
-            activation_checkpointing="selective",
+            activation_checkpointing="selective", **more,
         ),
         OptimizerConfig(lr=1e-3, weight_decay=0.01, eps=1e-6),
         ALGORITHM,
@@ -263,7 +272,54 @@ def _bfloat16(folder: Path, family: str, named: str, out: Path) -> dict[str, flo
     return train(make_trainer(folder, family, named, "bfloat16"), folder, family, 0)
 
 
+def _scores(folder: Path, family: str, named: str, out: Path) -> dict[str, Any]:
+    """What a reward model says of this rank's texts."""
+    sizes = sizes_of(named)
+    scorer = RewardScorer(folder / family, fsdp=sizes["fsdp"], tp=sizes["tp"], max_tokens=40)
+    mine = share(list(range(len(TEXTS))), sizes["fsdp"], scorer.layout.fsdp_rank)
+    return {"groups": mine, "scores": scorer.score([TEXTS[g] for g in mine]), "empty": scorer.score([])}
+
+
+def _held_bytes(trainer: Trainer) -> int:
+    """Of the storages behind parameters (this rank's parts), masters and moments."""
+    local = [getattr(p, "_local_tensor", p) for p in trainer.policy.model.parameters()]
+    tensors = [*local, *trainer.weights.state().values()]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    ours, theirs = ({n: t.detach().reshape(-1).view(torch.uint8) for n, t in side.items()} for side in (one, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _parked(
+    folder: Path, family: str, named: str, out: Path, dtype: str = "float32", offload: bool = False
+) -> dict[str, list[object]]:
+    """Two trainers: one moves out between its ticks, the other stays."""
+    stays, parked = (make_trainer(folder, family, named, dtype, offload_optimizer=offload) for _ in range(2))
+    parked.parking = Parking(torch.device("cpu"), move=True)
+    found: dict[str, list[object]] = {"same": [], "parked": []}
+    for tick in range(NUM_TICKS):
+        groups = with_reference(_own(stays, tick), folder / family)
+        same = [parked.train(groups, tick) == stays.train(groups, tick)]
+        before = _held_bytes(parked)
+        freed = parked.park()
+        found["parked"].append([before, freed, _held_bytes(parked)])
+        same.append(_same_bits(parked.parameters_for_sync(), stays.parameters_for_sync()))
+        parked.unpark()
+        same.append(_same_bits(parked.weights.state(), stays.weights.state()) and _held_bytes(parked) == before)
+        found["same"].append(same)
+    return found
+
+
+def _parked_rounded(folder: Path, family: str, named: str, out: Path) -> dict[str, list[object]]:
+    return _parked(folder, family, named, out, "bfloat16", offload=sizes_of(named)["fsdp"] > 1)
+
+
 KINDS = {
+    "scores": _scores,
+    "parked": _parked,
+    "parked_rounded": _parked_rounded,
     "critic": _critic,
     "refusals": _refusals,
     "unknown_logits": _unknown_logits,
@@ -286,10 +342,9 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
         join_group(rank, world, f"{folder}/rendezvous{world}")
-        assert callable(building.load_model) and callable(
-            building.load_value_model
-        )  # so that these replace what is called
-        building.load_model = building.load_value_model = _refuse_whole_model  # type: ignore[assignment]
+        for loader in ("load_model", "load_value_model", "load_reward_model"):
+            assert callable(getattr(building, loader))  # so that these replace what is called
+        building.load_model = building.load_value_model = building.load_reward_model = _refuse_whole_model  # type: ignore[assignment]
     for case in cases:
         family, named, kind = case.split(":")
         out = folder / f"{family}-{named}-{kind}"

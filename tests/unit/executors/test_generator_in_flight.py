@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from lone_generators import Version
 
 from llamarl.config import RunConfig, validate
 from llamarl.controller.standard_graph import llamarl_graph
@@ -40,24 +39,6 @@ def recipe(kv: str, tp: int = 1, pp: int = 1) -> RunConfig:
             },
         }
     )
-
-
-class Version:
-    """Weights of version v: the first ones times 1 + v / 100."""
-
-    parameters: Mapping[str, object] = {}  # so that no engine takes them as they lie
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    def load_into(self, tensors: Mapping[str, torch.Tensor], layout: object = None) -> None:
-        if not FIRST:
-            FIRST.update({name: tensor.clone() for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            tensor.copy_(FIRST[name]).mul_(1.0 + 0.01 * self.version)
-
-
-FIRST: dict[str, torch.Tensor] = {}
 
 
 class Feed:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from lone_generators import Version, ranks_of
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import CheckpointError, ConfigError
-from llamarl.executors.base import Elastic, ExecutorContext, StepResult
+from llamarl.executors.base import Elastic, StepResult
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_shard import shards_of_rank
 from llamarl.executors.in_flight import digest_of
@@ -68,38 +67,6 @@ def recipe(dp: int, **generator: Any) -> RunConfig:
     )
 
 
-class Version:
-    """Weights of version v: the first ones times 1 + v / 100."""
-
-    parameters: Mapping[str, object] = {}  # so that no engine takes them as they lie
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    def load_into(self, tensors: Mapping[str, torch.Tensor], layout: object = None) -> None:
-        if not FIRST:
-            FIRST.update({name: tensor.clone() for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            tensor.copy_(FIRST[name]).mul_(1.0 + 0.01 * self.version)
-
-
-FIRST: dict[str, torch.Tensor] = {}
-
-
-def ranks_of(num_ranks: int, **generator: Any) -> list[GeneratorExecutor]:
-    config = recipe(num_ranks, **generator)
-    graph = llamarl_graph(config)
-    ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
-    ranks = []
-    for rank in range(num_ranks):
-        context = ExecutorContext(
-            name="generator", rank=rank, num_ranks=num_ranks, device="cpu", run_dir=None, seed=0, **ends
-        )
-        ranks.append(GeneratorExecutor(config, context))
-        ranks[-1].setup()
-    return ranks
-
-
 def tick_of(ranks: Sequence[GeneratorExecutor], tick: int) -> tuple[list[Group], Mapping[str, float]]:
     """Groups in the order of ranks, and the metrics of the executor but for times."""
     results = [rank.step(tick, {"weights": Version(max(0, tick - 1))}) for rank in ranks]
@@ -130,7 +97,7 @@ def run(moves: Mapping[int, int], move: Callable[..., list[GeneratorExecutor]], 
     ranks: list[GeneratorExecutor] = []
     for tick in range(TICKS):
         if tick in moves:
-            ranks = move(ranks, moves[tick], tick - 1) if ranks else ranks_of(moves[tick], **generator)
+            ranks = move(ranks, moves[tick], tick - 1) if ranks else ranks_of(recipe(moves[tick], **generator))
         groups, metrics = tick_of(ranks, tick)
         told.append(([group.prompt.index for group in groups], digest_of(groups), metrics))
     return told
@@ -138,7 +105,7 @@ def run(moves: Mapping[int, int], move: Callable[..., list[GeneratorExecutor]], 
 
 def test_every_response_has_a_seed_of_its_own() -> None:
     """Of prompts with equal text too: the seed follows the prompt's place, not its words."""
-    (rank,) = ranks_of(1)
+    (rank,) = ranks_of(recipe(1))
     groups = [rank._new_group(index, 0) for index in range(6)]
     seeds = [sequence.seed for group in groups for sequence in group.sequences]
     assert len(set(seeds)) == len(seeds) == 6 * rank.config.generator.group_size > 6
@@ -151,7 +118,7 @@ def stay(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[Gene
 
 def by_journal(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[GeneratorExecutor]:
     states = [rank.journal(tick) or b"" for rank in ranks]
-    others = ranks_of(num_ranks)
+    others = ranks_of(recipe(num_ranks))
     for rank in others:
         assert isinstance(rank, Elastic)
         rank.restore_from(states, tick)
@@ -182,7 +149,7 @@ def test_another_number_of_ranks_goes_on_from_saved_states(alone: list[Told], tm
             folder = tmp_path / f"{tick}" / f"rank_{rank}"
             folder.mkdir(parents=True)
             executor.save(folder, tick)
-        others = ranks_of(num_ranks)
+        others = ranks_of(recipe(num_ranks))
         for rank, executor in enumerate(others):
             executor.load(tmp_path / f"{tick}" / f"rank_{rank}", tick)
         return others
@@ -191,7 +158,7 @@ def test_another_number_of_ranks_goes_on_from_saved_states(alone: list[Told], tm
 
 
 def test_a_shard_that_nobody_saved_is_named(tmp_path: Path) -> None:
-    (executor,) = ranks_of(1)
+    (executor,) = ranks_of(recipe(1))
     (tmp_path / "rank_0").mkdir()
     with pytest.raises(CheckpointError, match="holds no state of shard 0: it was saved with fewer shards"):
         executor.load(tmp_path / "rank_0", 0)
@@ -227,7 +194,7 @@ def test_what_shards_do_not_go_with_is_refused(section: dict[str, Any], words: s
     ],
 )
 def test_a_state_with_numbers_that_no_engine_writes_is_refused(name: str, value: float | None, told: str) -> None:
-    (rank,) = ranks_of(1)
+    (rank,) = ranks_of(recipe(1))
     tick_of([rank], 0)
     state = json.loads(rank.journal(0) or b"")
     rank.restore(json.dumps(state).encode(), 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lone_generators import ranks_of
 from safetensors.torch import load_file
 
 from llamarl.config import RunConfig, load_config, to_plain, validate
@@ -16,7 +17,6 @@ from llamarl.controller.scaling import why_not_scale
 from llamarl.controller.settings import differences
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
-from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of
 from llamarl.executors.in_flight import digest_of
@@ -66,20 +66,6 @@ class Version:
 @functools.cache
 def first_weights() -> Mapping[str, torch.Tensor]:
     return load_file(resolve_model_path("bundled:tiny") / "model.safetensors")
-
-
-def ranks_of(config: RunConfig) -> list[GeneratorExecutor]:
-    graph = llamarl_graph(config)
-    spec = graph.executors[0]
-    ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
-    ranks = []
-    for rank in range(spec.num_ranks):
-        context = ExecutorContext(
-            name="generator", rank=rank, num_ranks=spec.num_ranks, device="cpu", run_dir=None, seed=0, **ends
-        )
-        ranks.append(GeneratorExecutor(config, context))
-        ranks[-1].setup()
-    return ranks
 
 
 def step(ranks: Sequence[GeneratorExecutor], tick: int) -> list[list[Group]]:
