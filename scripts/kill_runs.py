@@ -3,6 +3,7 @@
     python scripts/kill_runs.py --kills 1000                       # hours
     python scripts/kill_runs.py --kills 20 --cases exact critic    # minutes
     python scripts/kill_runs.py --hangs 100                        # SIGSTOP instead
+    python scripts/kill_runs.py --kills 10 --recipe my.toml        # of your own job, as it stands
 
 Each case is a small job. It is run once undisturbed; then, until enough processes have been killed, run again with a few kills at
 seeded moments: ranks, environments, the controller, now and then two at once. Each run must end by itself (a killed controller is
@@ -55,11 +56,12 @@ PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
 class Case:
     recipe: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    size: Mapping[str, Any] = field(default_factory=lambda: SMALL)
     repeats: bool = True
     """Whether two undisturbed runs are equal."""
 
     def words(self) -> tuple[str, ...]:
-        return tuple(f"--{key}={value}" for key, value in {**SMALL, **self.changes}.items())
+        return tuple(f"--{key}={value}" for key, value in {**self.size, **self.changes}.items())
 
 
 CASES: Mapping[str, Case] = {
@@ -100,7 +102,7 @@ def strike(
 ) -> dict[str, Any]:
     """One run under blows: what it was, in plain data."""
     trial = Trial(recipe=case.recipe, overrides=case.words(), kills=kills, hangs=hangs, seed=seed, limit_s=_LIMIT_S)
-    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck", tell=lambda line: None)
+    outcome, unlike = strike_and_compare(trial, undisturbed, alone_s, folder / "struck")
     if not case.repeats:
         replayed = folder / "replayed"
         words = ["--replay", str(folder / "struck"), "--run.dir", str(replayed)]
@@ -135,20 +137,22 @@ def main() -> int:
     parser.add_argument("--a-run", type=int, default=5, metavar="N", help="of them in each run (default 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--recipe", help="in place of the cases: name of a bundled recipe, or a file")
     parser.add_argument("--json", metavar="FILE", type=Path, help="append each run to this file, a line of JSON each")
     parser.add_argument(
         "--until", type=float, metavar="S", default=float("inf"), help="begin no run after this many seconds"
     )
     args = parser.parse_args()
     kills = args.kills or (0 if args.hangs else 20)
+    cases = {"own": Case(recipe=args.recipe, size={})} if args.recipe else {name: CASES[name] for name in args.cases}
     left, began = {"kills": kills, "hangs": args.hangs}, time.monotonic()
     struck = bad = in_vain = 0
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as name:
         folder, undisturbed, alone_s = Path(name), {}, {}
-        for number, case_name in enumerate(itertools.cycle(args.cases)):
+        for number, case_name in enumerate(itertools.cycle(cases)):
             if not any(left.values()) or time.monotonic() - began > args.until or in_vain == _IN_VAIN:
                 break
-            case = CASES[case_name]
+            case = cases[case_name]
             if case_name not in undisturbed:
                 undisturbed[case_name] = folder / f"undisturbed_{case_name}"
                 words = [case.recipe, *case.words(), "--run.dir", str(undisturbed[case_name])]

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,25 +81,21 @@ def play_struck(
     blows: Sequence[Blow],
     *,
     limit_s: float,
-    only: Collection[str] = (),
     most_failures: int = 3,
-    tell: Callable[[str], None] = lambda line: None,
 ) -> StruckRun:
     """Run ``llamarl train`` with ``words``, strike, and resume it where it ended, until it has ended well.
 
     Args:
         run_dir: Its folder.
         limit_s: Of all of it, from the first start.
-        only: Names of executors, ``controller`` or ``environments``: nobody else is struck. Empty: anybody.
         most_failures: Ends that should not have been, after which it is given up.
-        tell: Called with a line for each thing that happens.
     """
     outcome, until = StruckRun(), time.monotonic() + limit_s
     began, ahead, seen = time.monotonic(), list(blows), set[int]()
     arguments = list(words)
     while True:
         with _started(arguments, log) as process:
-            controller_struck = _strike_until_end(process, run_dir, ahead, outcome, until, only, seen, tell)
+            controller_struck = _strike_until_end(process, run_dir, ahead, outcome, until, seen)
             code = process.returncode
         if code == 0:
             break
@@ -107,14 +103,12 @@ def play_struck(
             outcome.resumes += 1
         else:
             outcome.failures.append(f"exit status {code}:\n{_tail(log)}")
-            tell(f"the run ended (exit status {code}) although its controller lived")
         if time.monotonic() >= until or len(outcome.failures) > most_failures:
             outcome.failures.append(f"given up after {time.monotonic() - began:.0f} s")
             break
         wait_for_end(seen, _LEAVE_S)  # the folder's lock is free, but ranks may be on their way out
         if (run_dir / METRICS_FILE).is_file():
             arguments = ["--resume", str(run_dir)]
-        tell("resumed")
     outcome.seconds = time.monotonic() - began
     outcome.left_over = frozenset(wait_for_end(seen, _LEAVE_S))
     return outcome
@@ -126,9 +120,7 @@ def _strike_until_end(
     ahead: list[Blow],
     outcome: StruckRun,
     until: float,
-    only: Collection[str],
     seen: set[int],
-    tell: Callable[[str], None],
 ) -> bool:
     """Until the process has ended; takes from ``ahead`` what has fallen. Whether the controller was struck."""
     reached: dict[int, float] = {}  # rows -> when there were as many
@@ -140,7 +132,6 @@ def _strike_until_end(
             seen.update(target.pid for target in targets(process.pid))
             look_s = now + _LOOK_S
         if now >= until:
-            tell("out of time: ended")
             process.kill()
             process.wait()
             return False
@@ -154,17 +145,15 @@ def _strike_until_end(
             pids = {target.pid for target in there}
             seen |= pids
             if len(pids) > 1 or rows:  # its ranks are there: not at its start
-                hit = _strike(ahead.pop(0), there, rows, only)
+                hit = _strike(ahead.pop(0), there, rows)
                 outcome.struck.append(hit)
-                tell(hit.describe())
                 struck = struck or any(target.name == "controller" for target in hit.victims)
         time.sleep(_POLL_S)
     return struck
 
 
-def _strike(blow: Blow, there: Sequence[Target], rows: int, only: Collection[str]) -> Struck:
-    allowed = [one for one in there if not only or one.name.partition("[")[0] in only]
-    victims = choose(blow, allowed)
+def _strike(blow: Blow, there: Sequence[Target], rows: int) -> Struck:
+    victims = choose(blow, there)
     return Struck(blow=blow, victims=victims, rows=rows, how=strike_processes(blow, victims))
 
 
