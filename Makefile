@@ -25,7 +25,7 @@ test: install  ## the whole CPU suite: a file at a time, whole runs before the u
 test-long: install  ## more cases of what the suite shows by one: every page, example, moment of a kill, the wheel
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile
 
-chaos: install  ## real jobs of eleven kinds under random deaths and hangs: 20 runs, minutes; the whole thousand: CHAOS="--kills 1000"
+chaos: install  ## real jobs of eight kinds under random deaths and hangs: 20 runs, minutes; the whole thousand: CHAOS="--kills 1000"
 	$(BIN)/python scripts/kill_runs.py --a-run 8 $(CHAOS)
 
 test-wheel:  ## the built wheel in an environment of its own, in an empty folder

@@ -76,9 +76,6 @@ CASES: Mapping[str, Case] = {
     ),
     "shards": Case(recipe="tiny", changes=PARTIAL | {"generator.dp": 2, "generator.shards": 4, "run.cores": 4}),
     "critic": Case(recipe="ppo_critic", changes=PARTIAL),
-    "experts": Case(recipe="moe", changes=PARTIAL | {"generator.pp": 2, "run.cores": 8, "evaluation.every": 0}),
-    "unlike": Case(recipe="unlike", changes=PARTIAL | {"evaluation.every": 0}),
-    "two generators": Case(recipe=str(ROOT / "examples/executors/two_generators.toml")),
     "judge": Case(recipe=str(ROOT / "examples/executors/judge_model.toml")),
     "episodes": Case(
         recipe="tiny",

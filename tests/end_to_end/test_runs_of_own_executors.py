@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
-from forked_command import run_llamarl
-from same_run import assert_same_run, untimed
+from conftest import REPOSITORY, wait_until
+from forked_command import Started, run_llamarl
+from safetensors.torch import load_file
+
+from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.observability.keys import is_timing_key
 
 SMALL = {
     "run.num_ticks": 4,
@@ -30,6 +33,17 @@ def train(*words: str, **changes: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not is_timing_key(key)} for line in lines]
+
+
+def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
+    assert rows(whole) == rows(other) and len(rows(whole)) == num_ticks
+    for name, tensor in load_file(whole / "model" / "model.safetensors").items():
+        assert tensor.equal(load_file(other / "model" / "model.safetensors")[name]), name
+
+
 @pytest.mark.parametrize(
     "example",
     ["filter"]
@@ -46,9 +60,8 @@ def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_pat
     train(recipe, **settings, **{"run.dir": tmp_path / "whole"})
     train(recipe, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
     train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert len(untimed(tmp_path / "whole")) == 4
-    for row in untimed(tmp_path / "whole"):
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", 4)
+    for row in rows(tmp_path / "whole"):
         CLAIMS[example](row)
 
 
@@ -96,3 +109,23 @@ def test_two_generators_sample_prompts_of_their_own_and_say_who_sampled(tmp_path
     of_teacher = {r["prompt_index"] for r in rollouts if r.get("sampled_by") == "teacher"}
     others = {r["prompt_index"] for r in rollouts if "sampled_by" not in r}
     assert others == {0, 1, 2} and len(of_teacher) == 2 and not of_teacher & others
+
+
+@pytest.mark.long
+def test_two_generators_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    recipe = "examples/executors/two_generators.toml"
+    settings = SMALL | {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
+    words = [
+        word for key, value in (settings | {"run.dir": tmp_path / "cut"}).items() for word in (f"--{key}", str(value))
+    ]
+    process = Started(["train", recipe, *words], cwd=REPOSITORY)
+    try:
+        checkpoints = tmp_path / "cut" / "checkpoints"
+        wait_until(lambda: any(checkpoints.glob("tick_??????")), limit_s=180, what="a checkpoint")
+    finally:
+        process.kill()
+        process.wait(60)
+    done = CheckpointStore(checkpoints).load().tick + 1
+    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": done + 2, "run.runtime": "inline"})
+    train(recipe, **{**SMALL, "run.num_ticks": done + 2}, **{"run.dir": tmp_path / "whole"})
+    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", done + 2)

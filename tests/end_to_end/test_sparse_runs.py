@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, CommandLine, rows
-from same_run import assert_same_run
+from conftest import REPOSITORY, CommandLine, rows, wait_until
+
+from llamarl.observability.keys import is_timing_key
 
 RECIPE = REPOSITORY / "recipes" / "moe.toml"
 SHORT: dict[str, Any] = {
@@ -18,6 +20,15 @@ SHORT: dict[str, Any] = {
     "optimizer.warmup_ticks": 0,
 }
 INLINE = {"run.runtime": '"inline"'}
+OF_EXPERTS = {"model.path": '"bundled:tiny_moe"', "trainer.router": '"replay"'}
+
+
+def untimed(run_dir: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "model" / "model.safetensors").read_bytes()
 
 
 def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: CommandLine, tmp_path: Path) -> None:
@@ -29,12 +40,36 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
     ):
         done = llamarl.train(run_dir, {**settings, **INLINE}, *flags, recipe=RECIPE)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_run(broken, whole)
+    assert untimed(broken) == untimed(whole) and weights(broken) == weights(whole)
     table = rows(whole)
     assert table[1]["tokens/carried"] > 0  # responses went through the checkpoint with their experts
     assert max(row["rollout/segments_max"] for row in table) == 2
     for row in table:
         assert 1 <= row["experts/load_mean"] <= row["experts/load_max"] <= 8
+
+
+STAGES = {"generator.pp": 2, "run.cores": 8}
+KEPT = {**STAGES, "generator.kv_on_update": '"keep"'}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("generator", [{}, STAGES, KEPT], ids=["one rank", "pp 2", "pp 2, cache kept"])
+def test_a_killed_run_with_replay_resumes_bit_for_bit(
+    llamarl: CommandLine, tmp_path: Path, generator: dict[str, Any]
+) -> None:
+    longer = {**SHORT, **OF_EXPERTS, "run.num_ticks": 8, "generator.max_segments": 2, "generator.oversubscription": 1.5}
+    longer |= generator
+    assert llamarl.train(tmp_path / "whole", longer).returncode == 0
+    killed = tmp_path / "killed"
+    process = llamarl.start(killed, longer)
+    try:
+        wait_until(lambda: killed.exists() and len(rows(killed)) >= 5, limit_s=120, what="5 rows")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+    done = llamarl.train(killed, longer, "--resume", str(killed))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert untimed(killed) == untimed(tmp_path / "whole") and weights(killed) == weights(tmp_path / "whole")
 
 
 @pytest.mark.long

@@ -1,22 +1,27 @@
-"""A whole job whose generator has unlike replicas, as processes: what each samples.
+"""A whole job whose generator has unlike replicas, as processes: what each samples, and the same bits whatever dies.
 
-What a replica samples is shown rank by rank in ``tests/unit/executors/test_unlike_replicas.py``; ``make chaos`` kills such runs.
+What a replica samples is shown rank by rank in ``tests/unit/executors/test_unlike_replicas.py``.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, CommandLine, rows
+from conftest import REPOSITORY, CommandLine, arguments, rows, wait_until
+from forked_command import Started
 from safetensors.torch import load_file
 
 from llamarl.models.folders import resolve_model_path
+from llamarl.observability.warning_log import read_warnings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from killing import ranks
 from same_run import assert_same_run
 
 UNLIKE = REPOSITORY / "recipes" / "unlike.toml"
@@ -46,6 +51,61 @@ def test_unlike_replicas_share_every_tick_as_the_recipe_says(llamarl: CommandLin
     initial = load_file(resolve_model_path("bundled:tiny") / "model.safetensors")
     trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(not tensor.equal(initial[name]) for name, tensor in trained.items())
+
+
+@pytest.mark.long
+def test_unlike_replicas_make_the_same_bits_when_ranks_and_the_controller_die(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    done = llamarl.train(whole, PARTIAL, recipe=UNLIKE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Started(["train", str(UNLIKE), *arguments(struck, PARTIAL)], together=True)
+    wait_for_rows(run, struck, 4)
+    os.kill(ranks(run.pid)["generator 1"], signal.SIGKILL)  # of two tensor-parallel ranks
+    wait_until(lambda: num_restarts(struck) >= 1, limit_s=60, what="its replacement")
+    wait_for_rows(run, struck, 6)
+    os.kill(ranks(run.pid)["generator 3"], signal.SIGKILL)
+    wait_until(lambda: num_restarts(struck) >= 2, limit_s=60, what="its replacement")
+    wait_for_rows(run, struck, 8)
+    run.send_signal(signal.SIGKILL)
+    run.communicate(timeout=30)
+    assert len(rows(struck)) < PARTIAL["run.num_ticks"]
+    done = llamarl.train(struck, PARTIAL, "--resume", str(struck), recipe=UNLIKE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(struck, whole)
+
+
+def num_restarts(run_dir: Path) -> int:
+    return sum(warning["kind"] == "restart" for warning in read_warnings(run_dir))
+
+
+def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
+    wait_until(lambda: run.poll() is not None or (run_dir.exists() and len(rows(run_dir)) >= number), limit_s=240,
+               what=f"{number} rows")  # fmt: skip
+
+
+@pytest.mark.long
+def test_a_tensor_parallel_replica_samples_what_it_would_beside_others_of_its_kind(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    """Tokens and log-probs, to the bit, of the first tick; the other replica's, of one rank, agree to rounding."""
+    sampled = []
+    for name, kinds in (("alike", "[{dp = 2, tp = 2}]"), ("unlike", "[{tp = 2}, {}]")):
+        settings = {**SHORT, "run.num_ticks": 1, "generator.replicas": kinds}
+        done = llamarl.train(tmp_path / name, settings, recipe=UNLIKE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "rollouts" / "tick_000000.jsonl").read_text().splitlines()
+        sampled.append({(r["prompt_index"], r["sample_index"]): r for r in map(json.loads, lines)})
+    alike, unlike = sampled
+    assert alike.keys() == unlike.keys() and {index for index, _ in alike} == set(range(4))
+    for key in alike:
+        ours, theirs = alike[key], unlike[key]
+        if key[0] % 2 == 0:
+            assert ours["tokens"] == theirs["tokens"] and ours["behavior_logprobs"] == theirs["behavior_logprobs"]
+        else:
+            assert ours["tokens"] == theirs["tokens"]
+            assert ours["behavior_logprobs"] == pytest.approx(theirs["behavior_logprobs"], abs=1e-4)
 
 
 @pytest.mark.long
