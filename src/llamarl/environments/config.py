@@ -13,7 +13,16 @@ from pydantic.dataclasses import dataclass
 from llamarl.errors import Mistake
 from llamarl.strict import NO_BITS, STRICT, ListOf, holding, refuse
 
-__all__ = ["BUILT_IN", "OWN_CODE", "MixedTask", "RewardPart", "RewardPoolConfig", "TaskConfig", "TaskSection"]
+__all__ = [
+    "BUILT_IN",
+    "OWN_CODE",
+    "MixedTask",
+    "RewardPart",
+    "RewardPoolConfig",
+    "TaskConfig",
+    "TaskSection",
+    "label_in",
+]
 
 BUILT_IN = (
     "steps",
@@ -181,6 +190,11 @@ class TaskConfig:
         return (RewardPart(function=self.reward),) if self.reward else self.rewards
 
     @property
+    def by_label(self) -> Mapping[str, TaskConfig]:
+        """Label -> task; of a lone task the label is empty."""
+        return {"": self}
+
+    @property
     def by_import_path(self) -> bool:
         """Whether ``name`` is where a task of the user's own is imported from."""
         module, _, name = self.name.rpartition(":")
@@ -291,6 +305,11 @@ class TaskSection(TaskConfig):
         return {task.title: task for task in self.mixture}
 
     @property
+    def by_label(self) -> Mapping[str, TaskConfig]:
+        """Label -> task; of a lone task the label is empty."""
+        return self.tasks or {"": self}
+
+    @property
     def has_environment(self) -> bool:
         """Whether any task's episodes have several turns."""
         return any(task.environment for task in (self, *self.tasks.values()))
@@ -311,6 +330,11 @@ class TaskSection(TaskConfig):
         for key in own if self.mixture else ():
             if getattr(self, key) != getattr(defaults, key):
                 yield Mistake(key, "is of one task: set it in the [[task]] that it is meant for", ("mixture",))
+
+
+def label_in(tasks: Mapping[str, object], label: str) -> str:
+    """Find where the task that a prompt names stands in ``by_label``: a lone one has the empty label there."""
+    return "" if "" in tasks else label
 
 
 for _of_several in (

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check
-from llamarl.types import Prompt, Score
 
-__all__ = ["MixtureTask", "PRESETS", "make_task", "task_mistakes", "with_preset"]
+__all__ = ["PRESETS", "make_task", "task_mistakes", "with_preset"]
 
 
 T = TypeVar("T", bound=TaskConfig)
@@ -29,7 +27,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
-    """The task that a configuration names.
+    """The task that a configuration names; of a mixture, one of its tasks.
 
     Args:
         seed: The run's seed; procedural tasks draw their questions from it, and all tasks their held-out share.
@@ -38,8 +36,7 @@ def make_task(config: TaskConfig, seed: int) -> Task:
         DataError: A data file is missing, empty or malformed, a dataset or option is unknown, or the user's function
             cannot exist. That function is not imported here: see ``llamarl.import_path``.
     """
-    if isinstance(config, TaskSection) and config.mixture:
-        return MixtureTask({label: make_task(task, seed) for label, task in config.tasks.items()})
+    assert config.name != "mixture", "each of its tasks is made by itself"
     task = _make_questions(config, seed)
     if config.judges:
         from llamarl.environments.functions import FunctionTask
@@ -142,30 +139,3 @@ def _users_task(config: TaskConfig, seed: int) -> Task:
             f"{type(task).__name__} lacks {', '.join(missing)}",
         )
     return cast(Task, task)
-
-
-class MixtureTask:
-    """Judges each prompt as the task that it comes from does. Its items are read task by task: see ``data.mixture``."""
-
-    name = "mixture"
-
-    def __init__(self, tasks: Mapping[str, Task]) -> None:
-        self.tasks = dict(tasks)
-
-    def prepare(self) -> None:
-        """Import the user's modules and look for boxes, as those of its tasks do that judge so."""
-        from llamarl.environments.code import CodeTask
-        from llamarl.environments.functions import FunctionTask
-
-        for task in self.tasks.values():
-            if isinstance(task, FunctionTask | CodeTask):
-                task.prepare()
-
-    def num_items(self, split: Split) -> int | None:
-        raise NotImplementedError("a mixture's items are those of its tasks")
-
-    def item(self, split: Split, index: int) -> TaskItem:
-        raise NotImplementedError("a mixture's items are those of its tasks")
-
-    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        return self.tasks[prompt.task].respond(prompt, turns)

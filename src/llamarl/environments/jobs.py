@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.environments.code import CodeTask
-from llamarl.environments.config import TaskConfig, TaskSection
+from llamarl.environments.config import TaskConfig, label_in
 from llamarl.environments.episode import Environment, Observation, Step
 from llamarl.environments.episodes import Ask, digest_of
-from llamarl.environments.factory import MixtureTask, make_task
+from llamarl.environments.factory import make_task
 from llamarl.environments.functions import FunctionTask, NotANumber, as_score, finite
 from llamarl.environments.messages import Answer, plain_text
 from llamarl.environments.registry import make_environment
@@ -37,17 +37,16 @@ class Judge:
     """Judges samples: prompt, the policy's words, their tokens."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._task = make_task(config, seed)
-        if isinstance(self._task, FunctionTask | MixtureTask | CodeTask):
-            self._task.prepare()
+        self._tasks = {label: make_task(task, seed) for label, task in config.by_label.items()}
+        for task in self._tasks.values():
+            if isinstance(task, FunctionTask | CodeTask):
+                task.prepare()
 
     def answer(
         self, samples: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]], released: object = ()
     ) -> tuple[Score | Failure, ...]:
         """The verdicts; raises what the user's code raises."""
-        task = self._task
-        if isinstance(task, MixtureTask):  # a job's samples are of one task
-            task = task.tasks[samples[0][0].task]
+        task = self._tasks[label_in(self._tasks, samples[0][0].task)]  # a job's samples are of one task
         if isinstance(task, FunctionTask):
             return tuple(map(_verdict, task.respond_to_batch(samples)))
         ((prompt, turns, _),) = samples
@@ -80,12 +79,11 @@ class Player:
     """Answers asks. Several episodes are live at once, one is asked at a time."""
 
     def __init__(self, config: TaskConfig) -> None:
-        tasks = config.tasks if isinstance(config, TaskSection) and config.mixture else {"": config}
         self._makers = {
             label: functools.partial(
                 make_environment, task.environment, task.environment_options, judged=bool(task.judges)
             )
-            for label, task in tasks.items()
+            for label, task in config.by_label.items()
             if task.environment
         }
         for make in self._makers.values():  # a wrong name or option is found before the run starts
@@ -148,7 +146,7 @@ class Player:
         return live
 
     def _make(self, ask: Ask) -> Environment:
-        return self._makers[ask.play.task if ask.play.task in self._makers else ""]()
+        return self._makers[label_in(self._makers, ask.play.task)]()
 
     def _close(self, key: tuple[Any, ...]) -> None:
         live = self._live.pop(key, None)

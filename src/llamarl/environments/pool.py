@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from llamarl.environments.config import TaskConfig, TaskSection
+from llamarl.environments.config import TaskConfig, label_in
 from llamarl.environments.episodes import episode_score
 from llamarl.environments.messages import Answer
 from llamarl.environments.worker_pool import WorkerPool
@@ -86,14 +86,9 @@ class RewardPool(WorkerPool):
         timeout_s: float | None = None,
         seed: int = 0,
     ) -> None:
-        tasks = task_config.tasks if isinstance(task_config, TaskSection) else {}
-        self._batch_sizes = {label: task.reward_batch_size or 1 for label, task in tasks.items()}
-        self._batch_size = task_config.reward_batch_size or 1
-        parts = [part for task in (task_config, *tasks.values()) for part in task.judges]
-        judges = ", ".join(repr(part.function) for part in parts)
-        self._judged = {label: bool(task.judges) for label, task in tasks.items()}
-        self._judged_alone = bool(task_config.judges)
-        needed = any(not task.environment or task.judges for task in tasks.values() or (task_config,))
+        self._tasks = task_config.by_label
+        judges = ", ".join(repr(part.function) for task in self._tasks.values() for part in task.judges)
+        needed = any(not task.environment or task.judges for task in self._tasks.values())
         suspect = f" (it imports task.reward {judges})" if judges else ""
         super().__init__(
             ("judge", task_config, seed), task_config.pool, num_workers if needed else 0, timeout_s, suspect
@@ -117,20 +112,21 @@ class RewardPool(WorkerPool):
         to_judge: dict[str, list[list[_Place]]] = {}  # task -> of each group what a worker judges
         for number, group in enumerate(groups):
             row: list[_Place] = []
+            label = label_in(self._tasks, group.prompt.task)
             for place, response in enumerate(group.responses):
                 if response.outcome is not None:
                     outcomes[number, place] = response.outcome
                 elif response.finish_reason in ("error", "cancelled"):
                     detail = f"generation ended with finish_reason {response.finish_reason!r}"
                     outcomes[number, place] = Failure(kind="generation", detail=detail)
-                elif response.turns and not self._is_judged(group):
+                elif response.turns and not self._tasks[label].judges:
                     outcomes[number, place] = episode_score(response.turns)
                 else:
                     row.append((number, place))
-            to_judge.setdefault(group.prompt.task if self._batch_sizes else "", []).append(row)
+            to_judge.setdefault(label, []).append(row)
         batches: list[tuple[_Place, ...]] = []
         for label, rows in to_judge.items():
-            batches += split_into_batches(rows, self._batch_sizes.get(label, self._batch_size))
+            batches += split_into_batches(rows, self._tasks[label].reward_batch_size or 1)
         self._judge(
             {batch: [_sample(groups[n].prompt, groups[n].responses[i]) for n, i in batch] for batch in batches}, limit_s
         )
@@ -173,10 +169,6 @@ class RewardPool(WorkerPool):
                 self.fail_all("timeout", detail)
                 return
             self.turn(end)
-
-    def _is_judged(self, group: Group) -> bool:
-        """Whether functions of the user's own judge it."""
-        return self._judged.get(group.prompt.task, self._judged_alone)
 
 
 def _with_turns(response: Response, verdict: Score | Failure) -> Score | Failure:
