@@ -208,3 +208,29 @@ def _all_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
+
+
+MAX_LINES, MAX_COMPLEXITY = 80, 30
+"""Of one function: about a screen, and as many ways through it as a reader can still hold in mind."""
+_BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.With, ast.Assert, ast.comprehension)
+
+
+def complexity_of(function: ast.AST) -> int:
+    nodes = list(ast.walk(function))
+    joined = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return 1 + joined + sum(isinstance(node, _BRANCHES) for node in nodes)
+
+
+def test_a_function_ends_before_a_screen_does() -> None:
+    functions = [
+        (node.end_lineno - node.lineno + 1, complexity_of(node), f"{path.relative_to(ROOT)}:{node.name}")
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno
+    ]
+    print("lines, complexity, function: the ten longest, the ten with most ways through them")
+    for order in (lambda found: -found[0], lambda found: -found[1]):
+        print(*sorted(functions, key=order)[:10], "", sep="\n")
+    (loop,) = [found for found in functions if found[2].endswith("controller.py:run_graph")]
+    assert loop[0] <= 80 and loop[1] <= 20
+    assert [found for found in functions if found[0] > MAX_LINES or found[1] > MAX_COMPLEXITY] == []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Literal
 
 __all__ = [
@@ -285,31 +286,10 @@ def quantity(sentence: str, *, last: bool = False) -> str | None:
     if not runs:
         return None
     start, end = runs[-1] if last else runs[0]
-    before, behind = tokens[:start], kinds[end:]
-    if "?" in tokens[end - 1] or tokens[end : end + 1] == ["(?)"]:
+    if _is_denied(sentence, tokens, kinds, runs, last=last):
         return ""
-    since = tokens[(runs[-2][1] if last and len(runs) > 1 else end) - 1 :]
-    if sum(token.strip(_TRAILING).lower() in _IF for token in since) > 1 or _NOT_SO.match(" ".join(tokens[end:])):
-        return ""
+    before = tokens[:start]
     equals = [place for place in range(start, end) if _OPERATORS.get(tokens[place].lower()) == "="]
-    near = kinds[max(0, start - 3) : start] if last else kinds[:start]
-    if "d" in near or "n" in near and not (last and equals):
-        return ""
-    joined = len(runs) > 1 and bool(before) and (before[-1].lower() in _JOINS or runs[-2][1] == start - 1)
-    if last and joined and not equals:
-        return ""
-    if last and (_RETRACTED.match(sentence) or len(runs) > 1 and _HEDGE.search(" ".join(tokens[runs[-2][1] : start]))):
-        return ""
-    explained = (
-        tokens[end - 1].endswith(":") or any(kind in kinds[end : runs[1][0]] for kind in "cp") if runs[1:] else True
-    )
-    if not last and not explained:
-        return ""
-    if any(
-        _RETRACTED.match(" ".join(tokens[place:]))
-        for place in (end, *(end + k.start() for k in re.finditer("p", behind)))
-    ):
-        return ""
     if equals and equals[0] > start and before and not before[-1].endswith(":"):
         start = equals[-1] + 1  # "half of 24 = 12": the left side may begin in the words before
     run = [_OPERATORS.get(token.lower(), token) for token in tokens[start:end]]
@@ -318,10 +298,44 @@ def quantity(sentence: str, *, last: bool = False) -> str | None:
     text = " ".join("," if kind == "j" else token for kind, token in zip(kinds[start:end], run, strict=True))
     text = re.sub(r"[,;]\s*,|;", ",", text.lstrip("= "))
     text = re.sub(r"(?<=\d)!+$", "", text).replace(_HARD, " ").strip(" :").rstrip(",.;:? ")  # "It is 42!"
-    return _with_unit(
-        text,
-        [token.strip(_TRAILING + "()").lower() for token in re.split(r"[cdpn]", behind)[0] and tokens[end : end + 2]],
-    )
+    near = re.split(r"[cdpn]", kinds[end:])[0] and tokens[end : end + 2]
+    return _with_unit(text, [token.strip(_TRAILING + "()").lower() for token in near])
+
+
+def _is_denied(sentence: str, tokens: list[str], kinds: str, runs: Sequence[tuple[int, int]], *, last: bool) -> bool:
+    """Whether a sentence denies or doubts its quantity, takes it back, makes it hang on a condition, or offers another one.
+
+    Args:
+        kinds: As of ``_kinds``.
+        runs: Begin and end of each quantity among the tokens.
+        last: As of ``quantity``.
+    """
+    start, end = runs[-1] if last else runs[0]
+    if "?" in tokens[end - 1] or tokens[end : end + 1] == ["(?)"]:
+        return True
+    since = tokens[(runs[-2][1] if last and len(runs) > 1 else end) - 1 :]
+    if sum(token.strip(_TRAILING).lower() in _IF for token in since) > 1 or _NOT_SO.match(" ".join(tokens[end:])):
+        return True
+    equals = any(_OPERATORS.get(token.lower()) == "=" for token in tokens[start:end])
+    near = kinds[max(0, start - 3) : start] if last else kinds[:start]
+    if "d" in near or "n" in near and not (last and equals):
+        return True
+    if last and len(runs) > 1:
+        between = tokens[runs[-2][1] : start]
+        joined = len(between) == 1 or tokens[start - 1].lower() in _JOINS
+        if joined and not equals or _HEDGE.search(" ".join(between)):
+            return True
+    if last and _RETRACTED.match(sentence):
+        return True
+    if (
+        not last
+        and len(runs) > 1
+        and not tokens[end - 1].endswith(":")
+        and not set("cp") & set(kinds[end : runs[1][0]])
+    ):
+        return True
+    places = (end, *(end + aside.start() for aside in re.finditer("p", kinds[end:])))
+    return any(_RETRACTED.match(" ".join(tokens[place:])) for place in places)
 
 
 def _with_unit(text: str, words: list[str]) -> str:
@@ -343,39 +357,54 @@ def has_words(text: str) -> bool:
 def _kinds(tokens: list[str]) -> str:
     """One letter a token: Q quantity, l letter, o operator, j and/or, c clause, p aside, n denial, d doubt, w word."""
     kinds = ""
-    for place, token in enumerate(tokens):
-        bare = token.strip(_TRAILING + "*_").lower()
-        choice = re.fullmatch(r"\(([a-z])\)", bare)
-        bare = choice[1] if choice and "Q" not in kinds else bare
-        previous = kinds[-1:]
-        following = tokens[place + 1].lower() if place + 1 < len(tokens) else ""
-        if bare in _OPERATORS or token in _OPERATORS:
-            kind = "o"
-        elif bare in ("and", "or"):
-            kind = "j"
-        elif token[0] in "([" and "Q" in kinds and (previous == "w" or tokens[place - 1][-1] in "0123456789}%"):
-            kind = "Q" if re.fullmatch(r"[(\[][-\d.,$]+[)\]][.,;:!?]*", token) and previous == "Q" else "p"
-        elif bare.endswith(_DENIES_IN_CJK) or bare in ("least", "most") and tokens[:place][-1:] in (["at"], ["At"]):
-            kind = "n"
-        elif bare == "no" and following in ("es", "son", "é"):
-            kind = "n"
-        elif bare in _DOUBTS and following.rstrip(_TRAILING) in ("be", "not"):
-            kind = "d"
-        elif bare in _DENIES or bare == "of" and (previous == "Q" or place and tokens[place - 1].lower() in _PART_OF):
-            kind = "n" if previous != "Q" or bare not in ("of", "sin", "log") else "c"
-        elif bare in _CLAUSE:
-            kind = "c"
-        elif previous == "Q" and _UNIT.fullmatch(bare):
-            kind = "w"
-        elif len(bare) == 1 and bare.isascii() and bare.isalpha():
-            alone = bare not in "ai" or not following or following in _OPERATORS or previous == "o"
-            unit = previous == "Q" and token.strip(_TRAILING) in "mgshlLAVWNJKCF" and following not in _OPERATORS
-            kind = "w" if unit or not alone else "Q" if previous == "Q" else "l"
-        else:
-            digits = not bare.strip("()[]|") or any(char.isdigit() or char in "\\^{}=<>" + _HARD for char in bare)
-            kind = "Q" if digits or _EXPRESSION.fullmatch(token.strip(".,;:?\"'")) else "w"
-        kinds += kind
+    for place in range(len(tokens)):
+        kinds += _kind_of_word(tokens, place, kinds) or _kind_of_thing(tokens, place, kinds)
     return kinds
+
+
+def _bare(token: str, kinds: str) -> str:
+    bare = token.strip(_TRAILING + "*_").lower()
+    choice = re.fullmatch(r"\(([a-z])\)", bare)
+    return choice[1] if choice and "Q" not in kinds else bare
+
+
+def _kind_of_word(tokens: list[str], place: int, kinds: str) -> str:
+    """The kind of a token that joins, denies, doubts or begins a clause; empty for any other.
+
+    Args:
+        kinds: Of the tokens before it.
+    """
+    token, bare, previous = tokens[place], _bare(tokens[place], kinds), kinds[-1:]
+    following = tokens[place + 1].lower() if place + 1 < len(tokens) else ""
+    if bare in _OPERATORS or token in _OPERATORS:
+        return "o"
+    if bare in ("and", "or"):
+        return "j"
+    if token[0] in "([" and "Q" in kinds and (previous == "w" or tokens[place - 1][-1] in "0123456789}%"):
+        return "Q" if re.fullmatch(r"[(\[][-\d.,$]+[)\]][.,;:!?]*", token) and previous == "Q" else "p"
+    if bare.endswith(_DENIES_IN_CJK) or bare in ("least", "most") and tokens[:place][-1:] in (["at"], ["At"]):
+        return "n"
+    if bare == "no" and following in ("es", "son", "é"):
+        return "n"
+    if bare in _DOUBTS and following.rstrip(_TRAILING) in ("be", "not"):
+        return "d"
+    if bare in _DENIES or bare == "of" and (previous == "Q" or place and tokens[place - 1].lower() in _PART_OF):
+        return "n" if previous != "Q" or bare not in ("of", "sin", "log") else "c"
+    return "c" if bare in _CLAUSE else ""
+
+
+def _kind_of_thing(tokens: list[str], place: int, kinds: str) -> str:
+    """The kind of any other token: a quantity, a letter, a unit or another word."""
+    token, bare, previous = tokens[place], _bare(tokens[place], kinds), kinds[-1:]
+    following = tokens[place + 1].lower() if place + 1 < len(tokens) else ""
+    if previous == "Q" and _UNIT.fullmatch(bare):
+        return "w"
+    if len(bare) == 1 and bare.isascii() and bare.isalpha():
+        alone = bare not in "ai" or not following or following in _OPERATORS or previous == "o"
+        unit = previous == "Q" and token.strip(_TRAILING) in "mgshlLAVWNJKCF" and following not in _OPERATORS
+        return "w" if unit or not alone else "Q" if previous == "Q" else "l"
+    digits = not bare.strip("()[]|") or any(char.isdigit() or char in "\\^{}=<>" + _HARD for char in bare)
+    return "Q" if digits or _EXPRESSION.fullmatch(token.strip(".,;:?\"'")) else "w"
 
 
 def _last(found: list[str]) -> str | None:
