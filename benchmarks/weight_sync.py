@@ -16,6 +16,7 @@ import json
 import multiprocessing as mp
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -30,7 +31,7 @@ from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySourc
 from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Piece
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 WAIT_S = 300.0
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, head size, vocabulary; Llama architecture, tied embeddings
@@ -164,7 +165,14 @@ def one_source(pipe: Connection, to_sink: Connection, model: str) -> None:
         else:
             version += 1
             before, started, cpu = reset_peak(), time.monotonic(), time.process_time()
-            handle = publisher.publish(version, tensors, layout=layout, background=what in ("streamed", "mapped"))
+            handle = publisher.publish(
+                WeightsPayload(
+                    version=version,
+                    tensors=tensors,
+                    layout=layout,
+                    released=threading.Event() if what in ("streamed", "mapped") else None,
+                )
+            )
             to_sink.send((started, handle))
             publisher.wait()
             spent = {"s": time.monotonic() - started, "cpu_s": time.process_time() - cpu}
@@ -289,7 +297,15 @@ def reshard_rank(pipe: Connection, rank: int, model: str, sink_kind: str, store:
         if what == "direct":
             version += 1
             if is_source:
-                handle = publisher.publish(version, tensors, layout=source, sink_layout=sink, background=True)
+                handle = publisher.publish(
+                    WeightsPayload(
+                        version=version,
+                        tensors=tensors,
+                        layout=source,
+                        sink_layout=sink,
+                        released=threading.Event(),
+                    )
+                )
                 pipe.send(handle)
                 publisher.wait()
             else:

@@ -21,6 +21,7 @@ import math
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -36,7 +37,7 @@ from llamarl.transports.segment_server import server_here
 from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync.layout import MeshLayout
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 WAIT_S = 300.0
 KEY = os.urandom(32)
@@ -50,7 +51,7 @@ def source(pipe: Connection, to_sink: Connection, model: str, namespace: str, ne
     tensors = {p.parameter: local_tensor(p, fill=True).bfloat16() for p in layout.pieces_of(0)}
     nbytes = sum(t.nbytes for t in tensors.values())
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
-    handle = publisher.publish(0, tensors, layout=layout)
+    handle = publisher.publish(WeightsPayload(version=0, tensors=tensors, layout=layout))
     slot = publisher._slots[0]
     assert slot is not None
     memory = memoryview(slot.buffer.data.numpy())[:nbytes]
@@ -68,7 +69,14 @@ def source(pipe: Connection, to_sink: Connection, model: str, namespace: str, ne
                 connection.recv(1)
         elif what in ("transport", "streamed"):
             version += 1
-            handle = publisher.publish(version, tensors, layout=layout, background=what == "streamed")
+            handle = publisher.publish(
+                WeightsPayload(
+                    version=version,
+                    tensors=tensors,
+                    layout=layout,
+                    released=threading.Event() if what == "streamed" else None,
+                )
+            )
             if what == "transport":
                 publisher.wait()
             to_sink.send(handle)

@@ -107,7 +107,7 @@ def test_both_ends_in_one_process(device: torch.device) -> None:
 def test_altered_device_memory_is_refused(device: torch.device) -> None:
     source, sink = sender("cuda_ipc", device), receiver("cuda_ipc", device)
     handle = source.send(0, WeightsPayload(version=1, tensors=model(1, device)))
-    slot = source._publisher._slots[0]
+    slot = source._slots[0]
     assert slot is not None
     slot.buffer.data[12345] ^= 1
     found = sink.receive((handle,), WAIT_S)

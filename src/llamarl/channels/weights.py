@@ -10,44 +10,20 @@ payload, and what is received, is then None.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Sequence
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import ChannelError
 from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller, WeightVersion
-from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 __all__ = ["WeightVersion", "WeightsPayload", "WeightsReceiver", "WeightsSender"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsPayload:
-    """One version of this source rank's shards. They may change again as soon as ``send`` has returned, or, with
-    ``released``, as soon as that event is set."""
-
-    version: int
-    """Trainer ticks done."""
-    tensors: Mapping[str, torch.Tensor]
-    """This rank's local tensors by name; a tied weight once."""
-    layout: MeshLayout | None = None
-    """Which boxes all source ranks hold; None: every rank holds all whole."""
-    wire_dtype: torch.dtype | None = None
-    """Floating-point parameters travel in it, one-byte codes excepted; None: all as they are."""
-    sink_layout: AnyLayout | None = None
-    """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
-    released: threading.Event | None = None
-    """If given, ``send`` returns at once and a thread copies; the event is set when the tensors may change again."""
-
-
-class WeightsSender:
+class WeightsSender(Publisher):
     """A source rank's end. Holds at most ``capacity`` slots, made when first needed and reused from then on.
 
     That many are enough: the source fires for token k only when the sink has finished with token k
@@ -65,14 +41,13 @@ class WeightsSender:
         transport: SourceTransport | None = None,
     ) -> None:
         _check(spec, rank, num_source_ranks)
-        self._spec = spec
-        self._num_sent = 0
-        self._publisher = Publisher(
+        super().__init__(
             rank=rank,
             num_source_ranks=num_source_ranks,
             num_slots=spec.capacity,
             transport=transport if transport is not None else SharedMemorySource(),
         )
+        self._spec = spec
 
     def send(self, tick: int, payload: WeightsPayload | None) -> Handle:
         """Publish a version; None sends nothing at this tick.
@@ -82,31 +57,17 @@ class WeightsSender:
             WeightSyncError: There is no memory for the slots, or the copy of the version before
                 failed in the background.
         """
-        token = self._num_sent
-        self._num_sent += 1
         if payload is None:
+            self.skip()
             return None
         if not isinstance(payload, WeightsPayload):
             raise ValueError(
                 f"channel {self._spec.name!r} carries WeightsPayload or None, got {type(payload).__name__}"
             )
-        return self._publisher.publish(
-            payload.version,
-            payload.tensors,
-            layout=payload.layout,
-            wire_dtype=payload.wire_dtype,
-            sink_layout=payload.sink_layout,
-            token=token,
-            background=payload.released is not None,
-            done=payload.released.set if payload.released is not None else None,
-        )
-
-    def close(self) -> None:
-        """Free the slots. Idempotent."""
-        self._publisher.close()
+        return self.publish(payload)
 
 
-class WeightsReceiver:
+class WeightsReceiver(Puller):
     """A sink rank's end. ``receive`` pulls only manifests; ``WeightVersion.load_into`` pulls the weights."""
 
     def __init__(
@@ -120,9 +81,7 @@ class WeightsReceiver:
         allow_unused: bool = False,
     ) -> None:
         _check(spec, rank, num_sink_ranks)
-        self._spec = spec
-        self._num_source_ranks = num_source_ranks
-        self._puller = Puller(
+        super().__init__(
             rank=rank,
             num_sink_ranks=num_sink_ranks,
             transport=transport if transport is not None else SharedMemorySink(),
@@ -130,6 +89,8 @@ class WeightsReceiver:
             allow_unused=allow_unused,
             fan_out=spec.fan_out and num_sink_ranks > 1,
         )
+        self._spec = spec
+        self._num_source_ranks = num_source_ranks
 
     def receive(self, handles: tuple[Handle, ...], deadline_s: float) -> WeightVersion | None:
         """Open one version.
@@ -152,9 +113,9 @@ class WeightsReceiver:
                 raise ChannelError(f"channel {self._spec.name!r}: source rank {rank} sent no version, others did")
             if not isinstance(handle, SlotHandle) or handle.source_rank != rank:
                 raise ValueError(f"channel {self._spec.name!r}: {handle!r} is not a handle of source rank {rank}")
-        return self._puller.open(handles, deadline_s)
+        return self.open(handles, deadline_s)
 
-    def fetch_ahead(self, handles: tuple[Handle, ...], deadline_s: float) -> None:
+    def fetch_ahead(self, handles: Sequence[Handle], deadline_s: float) -> None:
         """A version that ``receive`` will be asked for lies at its source: where that is another
         host, its bytes begin to come.
 
@@ -162,11 +123,7 @@ class WeightsReceiver:
         """
         slots = [handle for handle in handles if isinstance(handle, SlotHandle)]
         if len(slots) == self._num_source_ranks:
-            self._puller.fetch_ahead(slots, deadline_s)
-
-    def close(self) -> None:
-        """Unmap what was open. Idempotent."""
-        self._puller.close()
+            super().fetch_ahead(slots, deadline_s)
 
 
 def _check(spec: ChannelSpec, rank: int, num_own: int) -> None:

@@ -3,31 +3,55 @@
     publish ─▶ next slot of the ring ─▶ WRITING ─▶ copy a block (cast on the way), checksum it while it is in the cache,
                                                     count it ─▶ ... ─▶ READY
 
-Slots are registered once and reused; publishing a version allocates nothing. With ``background=True`` the handle leaves
-at once and a thread fills the slot: sinks follow block by block, and the trainer goes on with its next forward and
-backward pass. It calls ``wait`` before it changes the tensors.
+    slot = [ header | catalog | checksums | blocks ]        one copy a region: a bare memory copy where the region is one
+                                                            run of the tensor in the same dtype, else a cast on the way
+
+Slots are registered once and reused; publishing a version allocates nothing. With ``WeightsPayload.released`` the handle
+leaves at once and a thread fills the slot: sinks follow block by block, and the trainer goes on with its next forward and
+backward pass. It waits for that event before it changes the tensors.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from llamarl.errors import DeadlineExceeded, WeightSyncError
+from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.running_time import wait_for
-from llamarl.transports.base import SourceTransport
+from llamarl.transports.base import SourceBuffer, SourceTransport
 from llamarl.transports.checksum import block_digest, digest, mix64
-from llamarl.transports.slots import SlotState, Word
-from llamarl.weight_sync.layout import AnyLayout, MeshLayout, ParameterSpec
+from llamarl.transports.slots import PAGE, SlotState, Word, header_words
+from llamarl.weight_sync.layout import AnyLayout, MeshLayout, ParameterSpec, shift, span, whole_box
 from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
-from llamarl.weight_sync.source_slot import SourceSlot, make_slot, slot_offsets
 
-__all__ = ["Publisher", "own_part", "whole_on_each"]
+__all__ = ["Publisher", "WeightsPayload", "own_part", "whole_on_each"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsPayload:
+    """One version of this source rank's shards. They may change again as soon as it was published, or, with
+    ``released``, as soon as that event is set."""
+
+    version: int
+    """Trainer ticks done."""
+    tensors: Mapping[str, torch.Tensor]
+    """This rank's local tensors: what it holds of each parameter, by its name; a tied weight once."""
+    layout: MeshLayout | None = None
+    """Which boxes all source ranks hold; None: every rank holds all whole."""
+    wire_dtype: torch.dtype | None = None
+    """Floating-point parameters travel in it, one-byte codes excepted; None: all as they are."""
+    sink_layout: AnyLayout | None = None
+    """What the sinks will ask for, if known: the bytes are then laid out so that each sink reads only its own."""
+    released: threading.Event | None = None
+    """If given, a thread copies; the event is set when the tensors may change again, also after a failure."""
 
 
 class Publisher:
@@ -47,7 +71,7 @@ class Publisher:
         self._num_source_ranks = num_source_ranks
         self._num_slots = num_slots
         self._transport = transport
-        self._slots: list[SourceSlot | None] = [None] * num_slots
+        self._slots: list[_Slot | None] = [None] * num_slots
         self._catalog: Catalog | None = None
         self._catalog_bytes = b""
         self._catalog_checksum = 0
@@ -56,48 +80,22 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    @property
-    def catalog(self) -> Catalog | None:
-        """Of the last version published."""
-        return self._catalog
-
-    def publish(
-        self,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        layout: MeshLayout | None = None,
-        wire_dtype: torch.dtype | None = None,
-        sink_layout: AnyLayout | None = None,
-        token: int | None = None,
-        background: bool = False,
-        done: Callable[[], None] | None = None,
-    ) -> SlotHandle:
-        """Copy the shards into the next slot, cast on the way, and mark it ready.
-
-        Args:
-            tensors: This rank's local tensors: what it holds of each parameter, by its name.
-            layout: Of all source ranks; None: every rank holds every tensor whole.
-            wire_dtype: Floating-point parameters travel in it, one-byte codes excepted; None: all in their own dtype.
-            sink_layout: What the sinks will ask for, if known; the slot is then cut to fit.
-            token: Its number, above that of every earlier call; None: the last one's plus 1.
-            background: Return at once. The tensors must not change before ``wait`` has returned or ``done`` was called.
-            done: Called when the tensors are free, also after a failure; from the copying thread if ``background``.
+    def publish(self, payload: WeightsPayload) -> SlotHandle:
+        """Copy the shards into the next slot, cast on the way, and mark it ready; with ``payload.released``, beside
+        what this process goes on with.
 
         Raises:
             ValueError: The tensors do not fit the layout.
             WeightSyncError: No memory for the slots, or the copy of the version before this one failed.
         """
+        self.skip()
         self.wait()
-        local = {name: own_part(tensor) for name, tensor in tensors.items()}
-        self._prepare(local, layout, wire_dtype, sink_layout)
-        token = self._token + 1 if token is None else token
-        if token <= self._token:
-            raise ValueError(f"tokens are numbered upwards: {token} follows {self._token}")
-        self._token = token
-        index = self._free_slot(token)
+        local = {name: own_part(tensor) for name, tensor in payload.tensors.items()}
+        self._prepare(local, payload)
+        version = payload.version
+        index = self._free_slot(self._token)
         slot = self._slot(index, local)
-        slot.token = token
+        slot.token = self._token
         slot.generation += 1
         slot.words[Word.STATE] = SlotState.WRITING
         slot.words[Word.GENERATION] = slot.generation
@@ -105,19 +103,17 @@ class Publisher:
         slot.words[Word.PROGRESS] = 0
         checksum: int | None = None
         ready = torch.cuda.current_stream(slot.buffer.data.device).record_event() if slot.buffer.data.is_cuda else None
-        if background:
+        if payload.released is not None:
             self._thread = threading.Thread(
                 target=self._fill_in_background,
-                args=(slot, local, version, ready, done),
+                args=(slot, local, version, ready, payload.released),
                 name="weight-copy",
                 daemon=True,
             )
             self._thread.start()
         else:
             checksum = self._fill(slot, local, version, ready)
-            if done is not None:
-                done()
-        checksums_offset, data_offset = slot_offsets(slot.catalog, len(self._catalog_bytes))
+        checksums_offset, data_offset = _offsets(slot.catalog, len(self._catalog_bytes))
         return SlotHandle(
             source_rank=self._rank,
             version=version,
@@ -132,6 +128,10 @@ class Publisher:
             data_offset=data_offset,
             manifest_checksum=checksum,
         )
+
+    def skip(self) -> None:
+        """Count a token, of one that carries no version."""
+        self._token += 1
 
     def wait(self, deadline_s: float = 600.0) -> None:
         """Return when no tensor is being read any more.
@@ -152,7 +152,7 @@ class Publisher:
             raise WeightSyncError(f"source rank {self._rank}: a version could not be published: {failure}") from failure
 
     def _fill(
-        self, slot: SourceSlot, local: Mapping[str, torch.Tensor], version: int, ready: torch.cuda.Event | None
+        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, ready: torch.cuda.Event | None
     ) -> int:
         if slot.buffer.data.is_cuda:
             self._fill_on_device(slot, local, ready)
@@ -167,9 +167,7 @@ class Publisher:
         slot.words[Word.STATE] = SlotState.READY
         return checksum
 
-    def _fill_on_device(
-        self, slot: SourceSlot, local: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None
-    ) -> None:
+    def _fill_on_device(self, slot: _Slot, local: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> None:
         """All copies and checksums on a stream of their own, one wait at the end."""
         device = slot.buffer.data.device
         stream = torch.cuda.Stream(device)
@@ -188,11 +186,11 @@ class Publisher:
 
     def _fill_in_background(
         self,
-        slot: SourceSlot,
+        slot: _Slot,
         local: Mapping[str, torch.Tensor],
         version: int,
         ready: torch.cuda.Event | None,
-        done: Callable[[], None] | None,
+        released: threading.Event,
     ) -> None:
         try:
             with torch.no_grad():
@@ -201,8 +199,7 @@ class Publisher:
             slot.words[Word.STATE] = SlotState.FAILED
             self._failure = error
         finally:
-            if done is not None:
-                done()
+            released.set()
 
     def close(self) -> None:
         """Free the slots. Idempotent."""
@@ -222,7 +219,7 @@ class Publisher:
                 return index
         raise AssertionError("num_slots consecutive tokens cannot hold more than num_slots slots")
 
-    def _slot(self, index: int, local: Mapping[str, torch.Tensor]) -> SourceSlot:
+    def _slot(self, index: int, local: Mapping[str, torch.Tensor]) -> _Slot:
         """The slot at ``index``, made anew if it was laid out for another catalog."""
         slot = self._slots[index]
         if slot is None or slot.catalog is not self._catalog:
@@ -232,20 +229,15 @@ class Publisher:
                 slot.close()
             assert self._catalog is not None
             shapes = {name: tensor.shape for name, tensor in local.items()}
-            self._slots[index] = slot = make_slot(
+            self._slots[index] = slot = _make_slot(
                 self._catalog, self._catalog_bytes, self._transport, shapes, generation=generation
             )
         return slot
 
-    def _prepare(
-        self,
-        local: Mapping[str, torch.Tensor],
-        layout: MeshLayout | None,
-        wire_dtype: torch.dtype | None,
-        sink_layout: AnyLayout | None,
-    ) -> None:
+    def _prepare(self, local: Mapping[str, torch.Tensor], payload: WeightsPayload) -> None:
+        layout = payload.layout
         signature = tuple((name, tuple(t.shape), t.dtype) for name, t in local.items())
-        made_for = (signature, layout, wire_dtype, sink_layout)
+        made_for = (signature, layout, payload.wire_dtype, payload.sink_layout)
         if made_for == self._made_for:
             return
         source = whole_on_each(local, self._num_source_ranks) if layout is None else layout
@@ -255,8 +247,8 @@ class Publisher:
         catalog = build_catalog(
             source,
             self._rank,
-            wire_dtypes=_wire_dtypes(source, wire_dtype),
-            sink=sink_layout,
+            wire_dtypes=_wire_dtypes(source, payload.wire_dtype),
+            sink=payload.sink_layout,
             block_bytes=self._transport.block_bytes,
             checksum=self._transport.checksum,
         )
@@ -266,6 +258,113 @@ class Publisher:
             self._catalog_bytes = catalog.to_bytes()
             self._catalog_checksum = digest(self._catalog_bytes)
         self._made_for = made_for
+
+
+@dataclass(frozen=True, slots=True)
+class _RegionCopy:
+    """One region of a slot, and where its values come from."""
+
+    view: torch.Tensor
+    """The region, shaped, in the wire dtype."""
+    tensor: str
+    where: tuple[slice, ...]
+    start: int | None
+    """Elements from the tensor's first to the region's first, if the region is one run of the (contiguous) tensor."""
+
+    def run(self, tensor: torch.Tensor) -> None:
+        view = self.view
+        plain = (
+            self.start is not None
+            and tensor.dtype == view.dtype
+            and tensor.is_cpu
+            and view.is_cpu
+            and tensor.is_contiguous()
+        )
+        if plain and self.start is not None:  # a bare memory copy: half the overhead of a tensor copy at block size
+            address = tensor.data_ptr() + self.start * view.element_size()
+            ctypes.memmove(view.data_ptr(), address, view.numel() * view.element_size())
+        else:
+            view.copy_(tensor[self.where])
+
+
+@dataclass
+class _Slot:
+    """One slot of the ring, writable."""
+
+    buffer: SourceBuffer
+    catalog: Catalog
+    copies: list[list[_RegionCopy]]
+    """By block."""
+    blocks: list[torch.Tensor]
+    """By block: its bytes, uint8."""
+    words: npt.NDArray[np.uint64]
+    """The header."""
+    checksums: npt.NDArray[np.uint64]
+    """[num_blocks], in the slot."""
+    generation: int
+    token: int | None = None
+    """Number of the token it holds, counted by the sender; None before the first."""
+
+    def close(self) -> None:
+        self.copies.clear()
+        self.blocks.clear()
+        self.words = self.checksums = np.empty(0, np.uint64)
+        self.buffer.close()
+
+
+def _offsets(catalog: Catalog, catalog_bytes: int) -> tuple[int, int]:
+    """Where a slot's checksums and its data begin."""
+    checksums = -(-(PAGE + catalog_bytes) // 64) * 64
+    data = -(-(checksums + 8 * len(catalog.blocks)) // PAGE) * PAGE
+    return checksums, data
+
+
+def _make_slot(
+    catalog: Catalog,
+    catalog_bytes: bytes,
+    transport: SourceTransport,
+    shapes: Mapping[str, torch.Size],
+    *,
+    generation: int,
+) -> _Slot:
+    """Register memory for ``catalog`` and work out the copies that fill it.
+
+    Args:
+        shapes: Of the local tensors.
+        generation: Of the slot that it replaces; 0 for a first one.
+
+    Raises:
+        WeightSyncError: There is not that much memory.
+    """
+    checksums_offset, data_offset = _offsets(catalog, len(catalog_bytes))
+    try:
+        buffer = transport.register(data_offset, max(64, catalog.nbytes))
+    except ChannelError as error:
+        raise WeightSyncError(f"cannot register a slot for the weights: {error}") from error
+    buffer.control[PAGE : PAGE + len(catalog_bytes)] = torch.frombuffer(bytearray(catalog_bytes), dtype=torch.uint8)
+    starts = {piece.parameter: [a for a, _ in piece.box] for piece in catalog.pieces}
+    data = buffer.data
+    copies = []
+    for block in catalog.blocks:
+        of_block = []
+        for region in block.regions:
+            spec = catalog.parameters[region.parameter]
+            view = data[region.offset : region.offset + region.nbytes].view(getattr(torch, spec.dtype))
+            where = shift(region.box, starts[region.parameter], [0] * len(region.box))
+            start, stop = span(where, whole_box(shapes[region.parameter]))
+            of_block.append(
+                _RegionCopy(
+                    view=view.view([b - a for a, b in region.box]),
+                    tensor=region.parameter,
+                    where=tuple(slice(a, b) for a, b in where),
+                    start=start if stop - start == view.numel() else None,
+                )
+            )
+        copies.append(of_block)
+    blocks = [data[b.offset : b.offset + b.nbytes] for b in catalog.blocks]
+    control = buffer.control.numpy()
+    checksums = control[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
+    return _Slot(buffer, catalog, copies, blocks, header_words(control), checksums, generation)
 
 
 def _ended(thread: threading.Thread, within_s: float) -> bool:

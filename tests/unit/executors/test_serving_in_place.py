@@ -52,7 +52,7 @@ class Edge:
 
     @property
     def slot(self) -> torch.Tensor:
-        slot = self.sender._publisher._slots[0]
+        slot = self.sender._slots[0]
         assert slot is not None
         return slot.buffer.data
 
@@ -108,7 +108,7 @@ def test_serving_ends_within_the_channels_pull_deadline(use: str) -> None:
     sent = weights(of, 1)
     dtype = None if use == "in place" else torch.bfloat16
     handle = edge.sender.send(1, WeightsPayload(version=1, tensors=sent, wire_dtype=dtype))
-    slot = edge.sender._publisher._slots[0]
+    slot = edge.sender._slots[0]
     assert slot is not None
     version = edge.receiver.receive((dataclasses.replace(handle, manifest_checksum=None),), 0.2)
     slot.words[Word.STATE], slot.words[Word.PROGRESS] = SlotState.WRITING, 0  # the source has stopped in the middle
@@ -151,7 +151,7 @@ def test_parameters_asked_for_writing_are_own_copies_again() -> None:
     serve(edge.hand_over(1, sent), of)
     for tensor in of.parameters_for_sync().values():
         tensor.zero_()
-    again = edge.receiver.receive((edge.sender._publisher.publish(2, sent),), 60.0)
+    again = edge.receiver.receive((edge.sender.publish(WeightsPayload(version=2, tensors=sent)),), 60.0)
     assert again is not None and serve(again, of).in_place is not None
 
 

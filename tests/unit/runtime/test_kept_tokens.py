@@ -62,7 +62,7 @@ class Trainer:
         return Report(executor="trainer", tick=tick, outputs={"weights": (announced,)}, journal=(None,))
 
     def half_written(self) -> None:
-        (slot,) = (slot for slot in self.sender._publisher._slots if slot is not None)
+        (slot,) = (slot for slot in self.sender._slots if slot is not None)
         slot.words[Word.STATE] = SlotState.WRITING
 
     def die(self) -> None:

@@ -63,7 +63,7 @@ def test_sink_follows_a_slot_that_is_still_being_written(gate: Gate) -> None:
     live = {name: torch.zeros_like(t) for name, t in model().items()}
     loader = threading.Thread(target=version.load_into, args=(live,), daemon=True)
     loader.start()
-    words = sender._publisher._slots[0].words
+    words = sender._slots[0].words
     gate.tickets.release(2)
     loader.join(0.2)
     assert loader.is_alive() and int(words[Word.PROGRESS]) <= 2
@@ -105,7 +105,7 @@ def test_next_send_waits_for_the_copy_before_it(gate: Gate) -> None:
     second = threading.Thread(target=sender.send, args=(1, WeightsPayload(version=4, tensors=model())), daemon=True)
     second.start()
     second.join(0.3)
-    slots = sender._publisher._slots
+    slots = sender._slots
     assert second.is_alive() and not released.is_set() and slots[1] is None, "nothing of version 4 was begun"
     gate.tickets.release(100)
     second.join(WAIT_S)
@@ -133,7 +133,7 @@ def test_altered_checksum_of_an_announced_version_is_found_at_the_end() -> None:
     sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
     handle, released = announce(sender)
     assert released.wait(WAIT_S)
-    sender._publisher._slots[0].words[Word.CHECKSUM] += 1
+    sender._slots[0].words[Word.CHECKSUM] += 1
     version = receiver.receive((handle,), WAIT_S)
     assert version is not None
     with pytest.raises(WeightSyncError, match="its manifest does not match"):

@@ -49,7 +49,7 @@ def assert_bits_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Te
 
 def flip(sender: WeightsSender, handle: Any, offset: int, mask: int = 1) -> None:
     """Flip bits of a byte of the data that lies in the slot of ``handle``."""
-    sender._publisher._slots[handle.slot].buffer.data[offset] ^= mask
+    sender._slots[handle.slot].buffer.data[offset] ^= mask
 
 
 def test_fp32_arrives_bit_for_bit_with_its_version() -> None:
@@ -147,7 +147,7 @@ def test_slot_overwritten_between_receive_and_load_is_refused() -> None:
 def test_half_written_slot_is_refused() -> None:
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=4, tensors=model()))
-    sender._publisher._slots[handle.slot].words[Word.STATE] = SlotState.WRITING
+    sender._slots[handle.slot].words[Word.STATE] = SlotState.WRITING
     with pytest.raises(WeightSyncError, match="is writing with version 4"):
         receiver.receive((handle,), 5.0)
 
@@ -173,8 +173,8 @@ def test_flipped_bit_in_a_small_parameter_is_found() -> None:
 def test_swapped_blocks_are_found() -> None:
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
-    data = sender._publisher._slots[handle.slot].buffer.data
-    rows = sender._publisher.catalog.blocks
+    data = sender._slots[handle.slot].buffer.data
+    rows = sender._catalog.blocks
     assert rows[0].nbytes == rows[1].nbytes
     size = rows[0].nbytes
     first = data[:size].clone()
@@ -188,7 +188,7 @@ def test_altered_catalog_and_altered_checksums_are_found() -> None:
     for where in ("catalog", "checksums"):
         (sender,), (receiver,) = ends()
         handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
-        memory = sender._publisher._slots[handle.slot].buffer.control
+        memory = sender._slots[handle.slot].buffer.control
         memory[(PAGE if where == "catalog" else handle.checksums_offset) + 3] ^= 1
         with pytest.raises(
             WeightSyncError, match=f"its {'catalog' if where == 'catalog' else 'manifest'} does not match"
@@ -290,7 +290,7 @@ def test_mapped_tensors_are_proved_views_of_the_slot() -> None:
     handle = sender.send(0, WeightsPayload(version=0, tensors=model()))
     got = receiver.receive((handle,), 5.0).map_tensors()
     assert_bits_equal(got, model())
-    slot = sender._publisher._slots[handle.slot].buffer.data
+    slot = sender._slots[handle.slot].buffer.data
     at = bytes(slot.numpy()).find(model()["norm"].numpy().tobytes())
     slot[at] ^= 1
     assert not torch.equal(got["norm"], model()["norm"]), "the bytes are the source's own"

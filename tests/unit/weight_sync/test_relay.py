@@ -16,7 +16,7 @@ from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync import relay
 from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 A = place("a")
 NUM_BLOCKS = 6
@@ -40,7 +40,8 @@ class Source:
         generator = torch.Generator().manual_seed(version)
         self.tensors = {"w": torch.randn(NUM_BLOCKS * BLOCK_BYTES // 4096, 1024, generator=generator)}
         with being_at(A):
-            return self.publisher.publish(version, self.tensors, background=background)
+            released = threading.Event() if background else None
+            return self.publisher.publish(WeightsPayload(version=version, tensors=self.tensors, released=released))
 
     def sent(self, slot: int = 0) -> int:
         """Bytes that have left, of this slot's process."""

@@ -17,7 +17,7 @@ from llamarl.transports.table import sink_transport, source_transport
 from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.source import Publisher
+from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 A, B = place("a"), place("b")
 
@@ -39,7 +39,7 @@ def tensors(seed: int = 0, blocks: float = 5.5) -> dict[str, torch.Tensor]:
 def published(source: dict[str, torch.Tensor], version: int = 1) -> tuple[Publisher, SlotHandle]:
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
     with being_at(A):
-        return publisher, publisher.publish(version, source)
+        return publisher, publisher.publish(WeightsPayload(version=version, tensors=source))
 
 
 def empty_like(source: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ def test_versions_come_whole_from_another_space_and_cannot_be_mapped(streams: in
         assert_equal(live, source)
         source = tensors(seed=version)
         with being_at(A):
-            handle = publisher.publish(version + 1, source)
+            handle = publisher.publish(WeightsPayload(version=version + 1, tensors=source))
     puller.close()
     publisher.close()
 
@@ -86,7 +86,7 @@ def test_blocks_are_followed_while_the_source_still_writes() -> None:
     source = tensors(blocks=40)
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
     with being_at(A):
-        handle = publisher.publish(1, source, background=True)
+        handle = publisher.publish(WeightsPayload(version=1, tensors=source, released=threading.Event()))
     live = empty_like(source)
     with being_at(B):
         puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink())
@@ -148,7 +148,7 @@ def test_two_sinks_at_once_share_the_source() -> None:
 def test_on_one_machine_tcp_is_shared_memory() -> None:
     source = tensors()
     publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=source_transport("tcp", num_sink_ranks=1))
-    handle = publisher.publish(1, source)
+    handle = publisher.publish(WeightsPayload(version=1, tensors=source))
     assert handle.address.space == ""
     opened = Puller(rank=0, num_sink_ranks=1, transport=sink_transport("tcp", rank=0)).open([handle], 10.0)
     assert_equal(opened.map_tensors(), source)

@@ -141,7 +141,7 @@ def test_sink_uses_the_checksum_that_the_catalog_names() -> None:
     assert version is not None
     got = read_all(version)
     assert all(torch.equal(got[name], tensor) for name, tensor in sent.items())
-    sender._publisher._slots[0].buffer.data[9000] ^= 4
+    sender._slots[0].buffer.data[9000] ^= 4
     with pytest.raises(WeightSyncError, match="w: the bytes pulled"):
         read_all(version)
 
