@@ -157,6 +157,7 @@ class RunConfig:
             "algorithm.name": self.algorithm.name,
             "algorithm.advantage": self.algorithm.advantage,
             "generator.engine.name": self.generator.engine.name,
+            "schedule.transport": self.schedule.transport,
             **{f"task.rewards.{part.part}": part.function for part in self.task.rewards},
             **{f"task.mixture.{label}.name": t.name for label, t in self.task.tasks.items() if t.by_import_path},
             **{f"task.mixture.{label}.environment": task.own_environment for label, task in self.task.tasks.items()},
@@ -490,13 +491,6 @@ def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
             "gives the generator's weights back, which adapters alone cannot restore, but "
             "lora.hand_over is 'adapter': set it to 'merged', or colocated to false",
             ("lora.hand_over",),
-        )
-    if schedule.transport == "cuda_ipc":
-        yield Mistake(
-            "schedule.colocated",
-            "keeps the weights in host memory between the ticks, but schedule.transport is 'cuda_ipc', "
-            "which would hold another copy on the device: set it to 'auto'",
-            ("schedule.transport",),
         )
 
 

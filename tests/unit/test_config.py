@@ -280,7 +280,6 @@ def test_every_key_is_explained() -> None:
         (["--generator.kv_on_update", "keep"], "set it to 'recompute'"),
         (["--generator.engine.name", "vllm"], "set it to 'native'"),
         (["--lora.rank", "4", "--lora.hand_over", "adapter"], "set it to 'merged'"),
-        (["--schedule.transport", "cuda_ipc"], "set it to 'auto'"),
     ],
 )
 def test_what_cannot_be_co_located_is_refused_with_the_fix(overrides: list[str], fix: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+from llamarl.transports.table import transport_kind
+
 __all__ = ["ChannelKind", "ChannelSpec", "FetchesAhead", "Handle", "Receiver", "Sender"]
 
 Handle = Any
@@ -46,9 +48,9 @@ class ChannelSpec:
     one that lies on the edge, and hears of new ones while it works: it gets a
     :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
-    """What carries it: a name of ``llamarl.transports.table``. ``cuda_ipc`` is for WEIGHTS alone."""
+    """What carries it: a name of ``llamarl.transports.table``, or an import path. One on a device is for WEIGHTS alone."""
     fan_out: bool = True
-    """WEIGHTS over ``tcp`` with several sink ranks: each host reads a version once and passes it on
+    """WEIGHTS between hosts with several sink ranks: each host reads a version once and passes it on
     to the next. Off, every sink rank reads its own slices from the source, which is less where
     tensor-parallel ranks of one replica lie on several hosts."""
     kept: bool = False
@@ -66,7 +68,7 @@ class ChannelSpec:
     def fetched_ahead(self) -> bool:
         """Whether the sink hears of a token while it still works on the one before, so that its
         bytes can come meanwhile: weights that travel between hosts."""
-        return self.kind is ChannelKind.WEIGHTS and self.transport == "tcp"
+        return self.kind is ChannelKind.WEIGHTS and transport_kind(self.transport).between_hosts
 
 
 class Sender(Protocol):

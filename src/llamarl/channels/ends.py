@@ -9,8 +9,7 @@ from __future__ import annotations
 from llamarl.channels.base import ChannelKind, ChannelSpec, Receiver, Sender
 from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsReceiver, WeightsSender
-from llamarl.transports.network import mine
-from llamarl.transports.table import sink_transport, source_transport
+from llamarl.transports.table import name_here, transport_kind
 
 __all__ = ["make_receiver", "make_sender"]
 
@@ -23,7 +22,7 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
         rank=rank,
         num_source_ranks=num_source_ranks,
         num_sink_ranks=_num_parts(spec, num_sink_ranks),
-        transport=source_transport(_transport(spec), num_sink_ranks=num_sink_ranks),
+        transport=transport_kind(name_here(spec.transport)).source(num_sink_ranks=num_sink_ranks),
     )
 
 
@@ -36,12 +35,8 @@ def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_si
         rank=rank // spec.sink_replicas % num_parts if spec.kind is ChannelKind.SCATTER else rank,
         num_source_ranks=num_source_ranks,
         num_sink_ranks=num_parts,
-        transport=sink_transport(_transport(spec), rank=rank),
+        transport=transport_kind(name_here(spec.transport)).sink(rank=rank),
     )
-
-
-def _transport(spec: ChannelSpec) -> str:
-    return "tcp" if spec.transport == "shared_memory" and mine() is not None else spec.transport
 
 
 def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:

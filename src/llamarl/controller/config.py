@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
+from llamarl.import_path import why_no_name
 from llamarl.strict import NO_BITS, STRICT, refuse
 
 __all__ = ["DeadlineConfig", "RecoveryConfig", "ScheduleConfig"]
+
+
+def _transport(name: str) -> str:
+    if why := why_no_name(name, ("auto", "shared_memory", "cuda_ipc", "tcp"), "my_transport.py:Name"):
+        raise ValueError(why)
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,9 +39,10 @@ class ScheduleConfig:
     weights and KV cache, the trainer on GPUs everything, to host memory). Needs max_staleness 0, where they never work at the
     same time; the bits are those of the same run without it. With ``threads`` 0 each gets all cores that are left."""
 
-    transport: Annotated[Literal["auto", "shared_memory", "cuda_ipc", "tcp"], NO_BITS] = "auto"
+    transport: Annotated[str, AfterValidator(_transport), NO_BITS] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
-    of one host in processes of their own, "tcp" between hosts, else "shared_memory"."""
+    of one host in processes of their own, "tcp" between hosts, else "shared_memory". Or your own as package.module:Name or
+    path/to/file.py:Name, a ``llamarl.transports.base.Transport``."""
 
 
 _COLLECTIVE_MORE_S = 30.0

@@ -31,6 +31,7 @@ from llamarl.reading import read_json
 from llamarl.roles import ROLES
 from llamarl.runtime.placement import place
 from llamarl.transports.segments import SegmentHandle
+from llamarl.transports.table import transport_kind
 
 __all__ = [
     "SCALABLE",
@@ -50,8 +51,6 @@ __all__ = [
 
 SCALABLE = "generator"
 """The executor whose ranks may be another number."""
-_SINKS_PULL = ("shared_memory", "tcp")
-"""Transports whose sources do not know who reads: a version lies there, whole, for whoever has its handle."""
 _ASKED = "scale.json"
 _ANSWERS = "scale.jsonl"
 
@@ -231,7 +230,7 @@ def rescaled(
     if why := why_not_scale(config, SCALABLE) or why_not_replicas(config, replicas):
         raise ConfigError(why)
     for channel in graph.inputs[SCALABLE]:
-        if channel.kind is ChannelKind.WEIGHTS and channel.transport not in _SINKS_PULL:
+        if channel.kind is ChannelKind.WEIGHTS and transport_kind(channel.transport).on_device:
             raise ConfigError(
                 f"channel {channel.name!r} goes by {channel.transport}, where the source knows each sink: stop the run, and resume it "
                 "with another --generator.dp"

@@ -19,7 +19,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
-from llamarl.transports.table import Place, choose_transport
+from llamarl.transports.table import Place, choose_transport, transport_kind
 from llamarl.weight_sync.layout import STAGE_AXIS, MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, holding_stages, model_parameters
 
@@ -69,7 +69,7 @@ def choose_transports(
         hosts: Executor -> the host of each of its ranks; None: all are on this one.
 
     Raises:
-        ConfigError: ``schedule.transport`` asks for what these hosts do not have.
+        ConfigError: ``schedule.transport`` asks for what these hosts do not have, or this schedule does not allow.
     """
     executors = {spec.name: spec for spec in graph.executors}
     if hosts is None:
@@ -92,12 +92,11 @@ def choose_transports(
             name, reason = choose_transport(
                 _places(source, hosts[source.name], process), _places(sink, hosts[sink.name], process)
             )
-            if config.schedule.colocated and name == "cuda_ipc":
-                name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
-            if config.schedule.transport == "cuda_ipc" and len({*hosts[source.name], *hosts[sink.name]}) > 1:
-                raise ConfigError(f"schedule.transport 'cuda_ipc' stays on one host, and {reason}: set it to 'auto'")
             if config.schedule.transport != "auto":
+                _check(config, several_hosts=reason if len({*hosts[source.name], *hosts[sink.name]}) > 1 else "")
                 name, reason = config.schedule.transport, "schedule.transport says so"
+            elif config.schedule.colocated and transport_kind(name).on_device:
+                name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
             channel = replace(channel, transport=name)
             keeps = bool(channel.delay) and not any(
                 edge.checkpoint_copies for edge in edges
@@ -118,6 +117,20 @@ def choose_transports(
             )
         channels.append(channel)
     return Graph(graph.executors, tuple(channels)), tuple(edges)
+
+
+def _check(config: RunConfig, *, several_hosts: str) -> None:
+    """Refuse a transport that is named and does not fit."""
+    name = config.schedule.transport
+    if not transport_kind(name).on_device:
+        return
+    if several_hosts:
+        raise ConfigError(f"schedule.transport {name!r} stays on one host, and {several_hosts}: set it to 'auto'")
+    if config.schedule.colocated:
+        raise ConfigError(
+            "schedule.colocated keeps the weights in host memory between the ticks, but schedule.transport is "
+            f"{name!r}, which would hold another copy on the device: set it to 'auto'"
+        )
 
 
 def _carries(config: RunConfig, channel: ChannelSpec) -> Callable[[int], bool]:

@@ -517,7 +517,7 @@ def _close_all_of(segments: Sequence[Segment]) -> None:
 
 def _with_tokens_of_their_own(channel: ChannelSpec) -> ChannelSpec:
     """So that they can be held beyond the tick that reads them."""
-    data = channel.kind is not ChannelKind.WEIGHTS and not channel.latest and channel.transport == "shared_memory"
+    data = channel.kind is not ChannelKind.WEIGHTS and not channel.latest
     return dataclasses.replace(channel, kept=True) if data else channel
 
 

@@ -14,14 +14,14 @@ all of them.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from llamarl.transports.checksum import ChecksumKind
 from llamarl.transports.deadline import Clock
 
-__all__ = ["Address", "RemoteBuffer", "SinkTransport", "SourceBuffer", "SourceTransport"]
+__all__ = ["Address", "RemoteBuffer", "SinkTransport", "SourceBuffer", "SourceTransport", "Transport"]
 
 Address = Any
 """Small and picklable: it travels in the channel's handle."""
@@ -154,3 +154,26 @@ class SinkTransport(Protocol):
 
     def close(self) -> None:
         return
+
+
+class Transport(Protocol):
+    """A kind of transport, as a table or a recipe names it: makes its two ends in the process of a rank."""
+
+    on_device: ClassVar[bool] = False
+    """Whether versions lie in the device's memory, in buffers that are made for as many sinks as there are."""
+    between_hosts: ClassVar[bool] = False
+    """Whether a sink may lie on another host, and so gains by hearing of a version while it still works."""
+
+    @staticmethod
+    def source(*, num_sink_ranks: int) -> SourceTransport:
+        """The end of a source rank.
+
+        Raises:
+            ChannelError: The transport does not work here.
+        """
+        ...
+
+    @staticmethod
+    def sink(*, rank: int) -> SinkTransport:
+        """The end of sink rank ``rank``; otherwise as ``source``."""
+        ...

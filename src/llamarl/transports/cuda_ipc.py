@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from llamarl.errors import ChannelError
-from llamarl.transports.base import RemoteBuffer, SinkTransport, SourceTransport
+from llamarl.transports.base import RemoteBuffer, SinkTransport, SourceTransport, Transport
 from llamarl.transports.checksum import ChecksumKind
 from llamarl.transports.deadline import Clock, wait_for_device
 from llamarl.transports.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
@@ -85,6 +85,20 @@ _of_this_process: WeakValueDictionary[bytes, _Buffer] = WeakValueDictionary()
 """Registered buffers by the nonce of their control segment."""
 
 
+class CudaIpc(Transport):
+    """Between processes of one host that have GPUs: each end on its process's current one."""
+
+    on_device = True
+
+    @staticmethod
+    def source(*, num_sink_ranks: int) -> CudaIpcSource:
+        return CudaIpcSource(_current_gpu(), num_sink_ranks=num_sink_ranks)
+
+    @staticmethod
+    def sink(*, rank: int) -> CudaIpcSink:
+        return CudaIpcSink(_current_gpu(), rank=rank)
+
+
 class CudaIpcSource(SourceTransport):
     """Registers memory of one GPU.
 
@@ -104,11 +118,6 @@ class CudaIpcSource(SourceTransport):
         _check_device(device)
         self._device = device
         self._num_sink_ranks = num_sink_ranks
-
-    @classmethod
-    def here(cls, *, num_sink_ranks: int) -> CudaIpcSource:
-        """On this process's current GPU."""
-        return cls(_current_gpu(), num_sink_ranks=num_sink_ranks)
 
     def register(self, control_bytes: int, data_bytes: int) -> _Buffer:
         try:
@@ -165,11 +174,6 @@ class CudaIpcSink(SinkTransport):
         self.device = device
         self._rank = rank
         self._stream = torch.cuda.Stream(device)
-
-    @classmethod
-    def here(cls, *, rank: int) -> CudaIpcSink:
-        """On this process's current GPU."""
-        return cls(_current_gpu(), rank=rank)
 
     def open(self, address: CudaIpcAddress, deadline_s: float) -> _Remote:
         segment = None

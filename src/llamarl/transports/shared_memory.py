@@ -7,11 +7,11 @@ import ctypes
 import torch
 
 from llamarl.errors import ChannelError, SourceGone
-from llamarl.transports.base import RemoteBuffer, SinkTransport, SourceTransport
+from llamarl.transports.base import RemoteBuffer, SinkTransport, SourceTransport, Transport
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind
 from llamarl.transports.segments import MappedSegment, Segment, SegmentHandle, open_segment, owner_holds, tensor_over
 
-__all__ = ["SharedMemorySink", "SharedMemorySource"]
+__all__ = ["SharedMemory", "SharedMemorySink", "SharedMemorySource"]
 
 
 class _Buffer:
@@ -35,10 +35,6 @@ class SharedMemorySource(SourceTransport):
     name = "shared_memory"
     checksum: ChecksumKind = "xxh3"
     block_bytes = BLOCK_BYTES
-
-    @classmethod
-    def here(cls, *, num_sink_ranks: int) -> SharedMemorySource:
-        return cls()
 
     def register(self, control_bytes: int, data_bytes: int) -> _Buffer:
         return _Buffer(Segment(control_bytes + data_bytes), control_bytes)
@@ -73,9 +69,17 @@ class SharedMemorySink(SinkTransport):
     name = "shared_memory"
     device = torch.device("cpu")
 
-    @classmethod
-    def here(cls, *, rank: int) -> SharedMemorySink:
-        return cls()
-
     def open(self, address: SegmentHandle, deadline_s: float) -> _Remote:
         return _Remote(open_segment(address))
+
+
+class SharedMemory(Transport):
+    """Between processes of one host."""
+
+    @staticmethod
+    def source(*, num_sink_ranks: int) -> SharedMemorySource:
+        return SharedMemorySource()
+
+    @staticmethod
+    def sink(*, rank: int) -> SharedMemorySink:
+        return SharedMemorySink()

@@ -1,52 +1,46 @@
-"""The transports by name, and which one an edge takes: decided by where its ranks are, and said aloud.
+"""The transports by name or import path, and which one an edge takes: decided by where its ranks are, and said aloud.
 
 Only the one asked for is imported.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llamarl.transports.base import SinkTransport, SourceTransport
+from llamarl.import_path import resolve, why_no_name
+from llamarl.transports.network import mine
 
-__all__ = ["TRANSPORTS", "Place", "choose_transport", "sink_transport", "source_transport"]
+if TYPE_CHECKING:  # who only asks for a name needs no torch
+    from llamarl.transports.base import Transport
+
+__all__ = ["TRANSPORTS", "Place", "choose_transport", "name_here", "transport_kind"]
 
 TRANSPORTS = {
     "shared_memory": "llamarl.transports.shared_memory:SharedMemory",
     "cuda_ipc": "llamarl.transports.cuda_ipc:CudaIpc",
     "tcp": "llamarl.transports.tcp:Tcp",
 }
-"""Name -> module and the common part of its two classes' names: ``...Source`` and ``...Sink``."""
 
 
-def source_transport(name: str, *, num_sink_ranks: int) -> SourceTransport:
-    """The source rank's end. A transport between GPUs takes this process's current one.
+def transport_kind(name: str) -> type[Transport]:
+    """The transport of a name, or of an import path.
 
     Raises:
         ValueError: Unknown name.
-        ChannelError: The transport does not work here.
     """
-    made: SourceTransport = _end(name, "Source").here(num_sink_ranks=num_sink_ranks)
-    return made
+    if why := why_no_name(name, TRANSPORTS, "my_transport.py:Name"):
+        raise ValueError(f"transport {why}")
+    found: Any = resolve(TRANSPORTS.get(name, name))
+    kind: type[Transport] = found
+    return kind
 
 
-def sink_transport(name: str, *, rank: int) -> SinkTransport:
-    """The end of sink rank ``rank``; otherwise as ``source_transport``."""
-    made: SinkTransport = _end(name, "Sink").here(rank=rank)
-    return made
-
-
-def _end(name: str, end: str) -> Any:
-    if name not in TRANSPORTS:
-        near = difflib.get_close_matches(name, TRANSPORTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"transport {name!r} is unknown, expected one of {', '.join(TRANSPORTS)}{hint}")
-    module, _, kind = TRANSPORTS[name].partition(":")
-    return getattr(importlib.import_module(module), kind + end)
+def name_here(name: str) -> str:
+    """What carries the bytes of a channel that was given ``name``: in a job on several hosts memory that is shared on
+    one goes between them by sockets."""
+    return "tcp" if name == "shared_memory" and mine() is not None else name
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.transports.base import RemoteBuffer, SinkTransport
+from llamarl.transports.base import RemoteBuffer, SinkTransport, Transport
 from llamarl.transports.remote_segment import STREAMS, RemoteSegment
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
-__all__ = ["TcpSink", "TcpSource"]
+__all__ = ["Tcp", "TcpSink", "TcpSource"]
 
 _AHEAD = 4
 """Blocks that are on their way while one is proved, a stream."""
@@ -75,10 +75,6 @@ class TcpSink(SinkTransport):
         self._streams = streams
         self._mapped = SharedMemorySink()
 
-    @classmethod
-    def here(cls, *, rank: int) -> TcpSink:
-        return cls()
-
     def is_elsewhere(self, address: SegmentHandle) -> bool:
         return is_elsewhere(address)
 
@@ -86,3 +82,17 @@ class TcpSink(SinkTransport):
         if is_elsewhere(address):
             return _Remote(address, deadline_s, self._streams)
         return self._mapped.open(address, deadline_s)
+
+
+class Tcp(Transport):
+    """Between processes of any hosts."""
+
+    between_hosts = True
+
+    @staticmethod
+    def source(*, num_sink_ranks: int) -> TcpSource:
+        return TcpSource()
+
+    @staticmethod
+    def sink(*, rank: int) -> TcpSink:
+        return TcpSink()

@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.ends import make_receiver, make_sender
+from llamarl.channels.weights import WeightsPayload
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import Graph
 from llamarl.controller.prepare import plan_run
@@ -16,6 +18,7 @@ from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports, edge_copies_held, versions_held
 from llamarl.errors import ConfigError
 from llamarl.models.precision import resolve_precision
+from llamarl.transports.table import TRANSPORTS
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 
@@ -60,6 +63,40 @@ def test_ranks_on_several_hosts_take_tcp_and_the_hosts_are_named() -> None:
             graph,
             hosts=hosts,
         )
+
+
+def test_colocated_roles_leave_no_copy_of_the_weights_on_the_device() -> None:
+    together = ["--schedule.max_staleness", "0", "--schedule.colocated", "true"]
+    config = resolve_precision(load_config(None, [*together, "--schedule.transport", "cuda_ipc"]))
+    with pytest.raises(ConfigError, match="another copy on the device: set it to 'auto'"):
+        choose_transports(config, llamarl_graph(config))
+
+
+def test_a_recipe_may_bring_a_transport_of_its_own(tmp_path: Path) -> None:
+    path = f"{tmp_path / 'own.py'}:Own"
+    (tmp_path / "own.py").write_text(
+        "from llamarl.transports.tcp import Tcp\n\n\nclass Own(Tcp):\n    pass\n", encoding="utf-8"
+    )
+    config = resolve_precision(load_config(None, ["--schedule.transport", path]))
+    assert ("schedule.transport", path) in config.own_code
+    graph, _ = choose_transports(config, llamarl_graph(config))
+    (channel,) = (c for c in graph.channels if c.name == "weights")
+    assert channel.transport == path and channel.fetched_ahead
+    sender = make_sender(channel, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    receiver = make_receiver(channel, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    handle = sender.send(0, WeightsPayload(version=3, tensors={"w": torch.arange(6.0)}))
+    got = {"w": torch.zeros(6)}
+    receiver.receive((handle,), 10.0).load_into(got)
+    assert torch.equal(got["w"], torch.arange(6.0))
+    receiver.close()
+    sender.close()
+
+
+def test_every_transport_of_the_table_may_be_named() -> None:
+    for name in TRANSPORTS:
+        assert load_config(None, ["--schedule.transport", name]).schedule.transport == name
+    with pytest.raises(ConfigError, match="'tpc' is unknown; did you mean 'tcp'"):
+        load_config(None, ["--schedule.transport", "tpc"])
 
 
 @pytest.mark.parametrize(

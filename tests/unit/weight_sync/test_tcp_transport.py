@@ -13,7 +13,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import BLOCK_BYTES
-from llamarl.transports.table import sink_transport, source_transport
+from llamarl.transports.table import transport_kind
 from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller
@@ -147,10 +147,12 @@ def test_two_sinks_at_once_share_the_source() -> None:
 
 def test_on_one_machine_tcp_is_shared_memory() -> None:
     source = tensors()
-    publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=source_transport("tcp", num_sink_ranks=1))
+    publisher = Publisher(
+        rank=0, num_source_ranks=1, num_slots=1, transport=transport_kind("tcp").source(num_sink_ranks=1)
+    )
     handle = publisher.publish(WeightsPayload(version=1, tensors=source))
     assert handle.address.space == ""
-    opened = Puller(rank=0, num_sink_ranks=1, transport=sink_transport("tcp", rank=0)).open([handle], 10.0)
+    opened = Puller(rank=0, num_sink_ranks=1, transport=transport_kind("tcp").sink(rank=0)).open([handle], 10.0)
     assert_equal(opened.map_tensors(), source)
     publisher.close()
 
