@@ -28,7 +28,7 @@ import torch.distributed as dist
 from harness import claim, spread, write_report
 
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Piece
+from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Piece, Shard
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, tp_placements
 from llamarl.weight_sync.sink import Puller
 from llamarl.weight_sync.source import Publisher, WeightsPayload
@@ -45,7 +45,7 @@ def llama_parameters(name: str, dtype: str = "float32") -> ModelParameters:
     """Shapes of a Llama model and the dimensions its tensor-parallel plan cuts."""
     hidden, intermediate, layers, heads, kv_heads, head, vocabulary = SHAPES[name]
     specs = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-    tp_dims = {"model.embed_tokens.weight": 0}
+    cuts = {"model.embed_tokens.weight": Shard("tp", 0)}
     for layer in range(layers):
         for part, shape, dim in (
             ("self_attn.q_proj", (heads * head, hidden), 0),
@@ -61,8 +61,8 @@ def llama_parameters(name: str, dtype: str = "float32") -> ModelParameters:
             full_name = f"model.layers.{layer}.{part}.weight"
             specs[full_name] = shape
             if dim is not None:
-                tp_dims[full_name] = dim
-    return ModelParameters({n: ParameterSpec(s, dtype) for n, s in specs.items()}, tp_dims)
+                cuts[full_name] = Shard("tp", dim)
+    return ModelParameters({n: ParameterSpec(s, dtype) for n, s in specs.items()}, cuts)
 
 
 class Processes:

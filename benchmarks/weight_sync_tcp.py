@@ -85,7 +85,7 @@ def source(pipe: Connection, to_sink: Connection, model: str, namespace: str, ne
     publisher.close()
 
 
-def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, network: Network, streams: int) -> None:
+def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, network: Network) -> None:
     enter(namespace)
     join(network)
     torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, 
         count = torch.Size(shape).numel()
         live[name] = pool[at : at + count].view(shape)
         at += count
-    puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink(streams=streams))
+    puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink())
     pipe.send("ready")
     while (what := pipe.recv()) is not None:
         if what == "check":
@@ -220,7 +220,7 @@ def two_places(kind: str) -> Iterator[list[tuple[str, Network]]]:
         yield [(name, Network(space=name, address=address, key=KEY)) for name, address in hosts]
 
 
-def rate(model: str, kind: str, repeats: int, streams: int) -> dict[str, Any]:
+def rate(model: str, kind: str, repeats: int) -> dict[str, Any]:
     nbytes = sum(s.nbytes for s in llama_parameters(model, "bfloat16").values())
     times: dict[str, list[float]] = {"raw": [], "transport": [], "streamed": []}
     cpu: dict[str, list[float]] = {"raw": [], "transport": [], "streamed": []}
@@ -229,7 +229,7 @@ def rate(model: str, kind: str, repeats: int, streams: int) -> dict[str, Any]:
     try:
         with two_places(kind) as places:
             processes.start(source, a, model, *places[0])
-            processes.start(sink, b, model, *places[1], streams)
+            processes.start(sink, b, model, *places[1])
             processes.answers()
             for repeat in range(repeats + 1):
                 for what in times:
@@ -241,7 +241,7 @@ def rate(model: str, kind: str, repeats: int, streams: int) -> dict[str, Any]:
                         assert processes.ask("check")[1], "the sink does not hold the source's values"
     finally:
         processes.close()
-    result: dict[str, Any] = {"bytes": nbytes, "streams": streams}
+    result: dict[str, Any] = {"bytes": nbytes}
     result |= {what: spread(values) for what, values in times.items()}
     result |= {f"{what}_GB_per_s": nbytes / result[what]["median"] / 1e9 for what in times}
     result |= {f"{what}_sink_cpu_s_per_GB": spread(values)["median"] / nbytes * 1e9 for what, values in cpu.items()}
@@ -259,7 +259,6 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["135m", "1b"])
     parser.add_argument("--places", nargs="+", default=["loopback", "namespaces"], choices=["loopback", "namespaces"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--streams", type=int, default=1, help="connections on which blocks come")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     claims = []
@@ -272,7 +271,7 @@ def main() -> int:
             if free_bytes() < need:
                 results[f"{kind}_{model}"] = f"left out: needs {need / 1e9:.0f} GB of memory"
                 continue
-            result = results[f"{kind}_{model}"] = rate(model, kind, arguments.repeats, arguments.streams)
+            result = results[f"{kind}_{model}"] = rate(model, kind, arguments.repeats)
             rates = ", ".join(f"{what} {result[f'{what}_GB_per_s']:.2f}" for what in ("raw", "transport", "streamed"))
             print(f"{kind} {model}, {result['bytes'] / 1e6:.0f} MB: GB/s {rates}", flush=True)
             text = f"{model} bf16 over {kind}: tcp, every block proved, over a raw socket"

@@ -49,10 +49,6 @@ class ChannelSpec:
     :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
     """What carries it: a name of ``llamarl.transports.table``, or an import path. One on a device is for WEIGHTS alone."""
-    fan_out: bool = True
-    """WEIGHTS between hosts with several sink ranks: each host reads a version once and passes it on
-    to the next. Off, every sink rank reads its own slices from the source, which is less where
-    tensor-parallel ranks of one replica lie on several hosts."""
     kept: bool = False
     """Data only: each token gets memory of its own, which is never written again, so that whoever
     holds it may read it at any later time. Else ``capacity + 1`` slots are written in turn."""

@@ -78,7 +78,6 @@ class WeightsReceiver(Puller):
         num_source_ranks: int,
         num_sink_ranks: int,
         transport: SinkTransport | None = None,
-        allow_unused: bool = False,
     ) -> None:
         _check(spec, rank, num_sink_ranks)
         super().__init__(
@@ -86,8 +85,7 @@ class WeightsReceiver(Puller):
             num_sink_ranks=num_sink_ranks,
             transport=transport if transport is not None else SharedMemorySink(),
             name=f"channel {spec.name!r} ({spec.source} to {spec.sink})",
-            allow_unused=allow_unused,
-            fan_out=spec.fan_out and num_sink_ranks > 1,
+            fan_out=num_sink_ranks > 1,
         )
         self._spec = spec
         self._num_source_ranks = num_source_ranks

@@ -3,8 +3,8 @@
     RemoteSegment.expect(next bytes) ─▶ request goes out, the answer gathers in the socket       while the reader proves
     RemoteSegment.read(those bytes)  ─▶ recv_into the caller's memory, no copy in between         what it read before
 
-Expected bytes are spread over a few streams a segment; all other reads borrow a connection from a
-pool that the segments of one owner share. Whatever goes wrong, and every deadline, ends the
+Expected bytes come on a connection of the segment's own; all other reads borrow one from a pool
+that the segments of one owner share. Whatever goes wrong, and every deadline, ends the
 connection that it happened on: no answer is ever taken for another request's.
 """
 
@@ -43,12 +43,7 @@ from llamarl.transports.segment_wire import (
 )
 from llamarl.transports.segments import Segment, SegmentHandle
 
-__all__ = ["STREAMS", "RemoteSegment", "copy_of"]
-
-STREAMS = 1
-"""Connections on which a segment's expected bytes come. More lift a link that one connection does
-not fill; where cores are few their senders get in one another's way: two took a third of the rate
-between two busy cores."""
+__all__ = ["RemoteSegment", "copy_of"]
 
 _TICK_S = 1.0
 """Longest single wait in the kernel: between two, the deadline's own clock is asked, which stands
@@ -69,13 +64,12 @@ class RemoteSegment:
         DeadlineExceeded: The owner did not answer in time.
     """
 
-    def __init__(self, handle: SegmentHandle, deadline_s: float, *, streams: int = STREAMS) -> None:
+    def __init__(self, handle: SegmentHandle, deadline_s: float) -> None:
         self.handle = handle
         self._who = f"segment of process {handle.pid} at {handle.endpoint[0]}:{handle.endpoint[1]}"
         self._owner = _owner(handle.endpoint)
-        self._streams: list[_Connection | None] = [None] * streams
-        self._expected: deque[tuple[int, int, int]] = deque()  # stream, offset, bytes
-        self._turn = 0
+        self._stream: _Connection | None = None
+        self._expected: deque[tuple[int, int]] = deque()  # offset, bytes
         self.check(deadline_s)
 
     def read(self, offset: int, into: npt.NDArray[np.uint8], deadline_s: float, *, fresh: bool = True) -> None:
@@ -90,12 +84,11 @@ class RemoteSegment:
         """
         until = running_s() + deadline_s
         view = into.data
-        if not fresh and self._expected and self._expected[0][1:] == (offset, view.nbytes):
-            index = self._expected.popleft()[0]
-            connection = self._streams[index]
-            assert connection is not None, "an expectation has a stream"
+        if not fresh and self._expected and self._expected[0] == (offset, view.nbytes):
+            self._expected.popleft()
+            assert self._stream is not None, "an expectation has a connection"
             try:
-                return connection.take(view, until, self._who)
+                return self._stream.take(view, until, self._who)
             except BaseException:
                 self._forget_expected()
                 raise
@@ -107,15 +100,13 @@ class RemoteSegment:
         if not 0 < nbytes <= LONGEST_REQUEST:
             return
         until = running_s() + deadline_s
-        index = self._turn = (self._turn + 1) % len(self._streams)
         try:
-            connection = self._streams[index] or self._owner.dial(until, self._who)
-            self._streams[index] = connection
-            connection.ask(self.handle.nonce, offset, nbytes, until, self._who)
+            self._stream = self._stream or self._owner.dial(until, self._who)
+            self._stream.ask(self.handle.nonce, offset, nbytes, until, self._who)
         except BaseException:
             self._forget_expected()
             raise
-        self._expected.append((index, offset, nbytes))
+        self._expected.append((offset, nbytes))
 
     @property
     def num_expected(self) -> int:
@@ -157,7 +148,7 @@ class RemoteSegment:
             self._forget_expected()
 
     def close(self) -> None:
-        """End the streams of this segment. Idempotent."""
+        """End the connection of this segment. Idempotent."""
         self._forget_expected()
 
     def _ask(self, offset: int, into: memoryview, until: float) -> None:
@@ -183,10 +174,9 @@ class RemoteSegment:
 
     def _forget_expected(self) -> None:
         self._expected.clear()
-        for index, connection in enumerate(self._streams):
-            if connection is not None:
-                connection.close()
-            self._streams[index] = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 def copy_of(handle: SegmentHandle, deadline_s: float) -> Segment:

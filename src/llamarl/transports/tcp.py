@@ -13,14 +13,14 @@ from __future__ import annotations
 import torch
 
 from llamarl.transports.base import RemoteBuffer, SinkTransport, Transport
-from llamarl.transports.remote_segment import STREAMS, RemoteSegment
+from llamarl.transports.remote_segment import RemoteSegment
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 
 __all__ = ["Tcp", "TcpSink", "TcpSource"]
 
 _AHEAD = 4
-"""Blocks that are on their way while one is proved, a stream."""
+"""Blocks that are on their way while one is proved."""
 _CHECK_S = 5.0
 
 
@@ -33,15 +33,14 @@ class TcpSource(SharedMemorySource):
 class _Remote(RemoteBuffer):
     """A buffer of another space; implements :class:`llamarl.transports.base.RemoteBuffer`."""
 
-    def __init__(self, handle: SegmentHandle, deadline_s: float, streams: int) -> None:
-        self._segment = RemoteSegment(handle, deadline_s, streams=streams)
-        self._ahead = _AHEAD * streams
+    def __init__(self, handle: SegmentHandle, deadline_s: float) -> None:
+        self._segment = RemoteSegment(handle, deadline_s)
 
     def read(self, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
         self._segment.read(offset, into.numpy(), deadline_s, fresh=fresh)
 
     def expect(self, offset: int, nbytes: int, deadline_s: float) -> bool:
-        if self._segment.num_expected >= self._ahead:
+        if self._segment.num_expected >= _AHEAD:
             return False
         self._segment.expect(offset, nbytes, deadline_s)
         return True
@@ -62,17 +61,12 @@ class _Remote(RemoteBuffer):
 
 
 class TcpSink(SinkTransport):
-    """Reads segments of other hosts, and maps those of this one.
-
-    Args:
-        streams: Connections a segment on which blocks come.
-    """
+    """Reads segments of other hosts, and maps those of this one."""
 
     name = "tcp"
     device = torch.device("cpu")
 
-    def __init__(self, *, streams: int = STREAMS) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
         self._mapped = SharedMemorySink()
 
     def is_elsewhere(self, address: SegmentHandle) -> bool:
@@ -80,7 +74,7 @@ class TcpSink(SinkTransport):
 
     def open(self, address: SegmentHandle, deadline_s: float) -> RemoteBuffer:
         if is_elsewhere(address):
-            return _Remote(address, deadline_s, self._streams)
+            return _Remote(address, deadline_s)
         return self._mapped.open(address, deadline_s)
 
 

@@ -40,19 +40,16 @@ _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 
 
 class ModelParameters(dict[str, ParameterSpec]):
-    """Parameter name -> spec, tied ones once, with what tensor parallelism makes of each.
+    """Parameter name -> spec, tied ones once.
 
     Attributes:
-        tp_dims: The dimension it cuts, of those that it cuts.
-        at_most: Parts into which some are cut at most: a key-value head is not cut, more ranks hold the same one.
+        cuts: How tensor parallelism cuts those that it cuts; into some parts at most: a key-value
+            head is not cut, more ranks hold the same one.
     """
 
-    def __init__(
-        self, specs: Mapping[str, ParameterSpec], tp_dims: Mapping[str, int], at_most: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, specs: Mapping[str, ParameterSpec], cuts: Mapping[str, Shard]) -> None:
         super().__init__(specs)
-        self.tp_dims = dict(tp_dims)
-        self.at_most = dict(at_most or {})
+        self.cuts = dict(cuts)
 
     @property
     def num_elements(self) -> int:
@@ -82,8 +79,7 @@ def model_parameters(config: str | Path | Mapping[str, Any], *, dtype: str = "bf
     plan = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
     specs: dict[str, ParameterSpec] = {}
-    tp_dims: dict[str, int] = {}
-    at_most: dict[str, int] = {}
+    cuts: dict[str, Shard] = {}
     kv_heads = getattr(base.config, "num_key_value_heads", None)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     vocabulary = [p for layer in ends if layer is not None for p in layer.parameters(recurse=False)]
@@ -94,12 +90,11 @@ def model_parameters(config: str | Path | Mapping[str, Any], *, dtype: str = "bf
             path.rpartition(".")[0]
         )  # experts are parameters without a module of their own
         if plan and any(parameter is own for own in vocabulary):
-            tp_dims[name] = 0
+            cuts[name] = Shard("tp", 0)
         elif (dim := _cut_dim(style, parameter.ndim)) is not None:
-            tp_dims[name] = dim
-            if kv_heads and path.split(".")[-2] in KEY_VALUE_LAYERS:
-                at_most[name] = kv_heads
-    return ModelParameters(specs, tp_dims, at_most)
+            by_head = path.split(".")[-2] in KEY_VALUE_LAYERS
+            cuts[name] = Shard("tp", dim, kv_heads if kv_heads and by_head else None)
+    return ModelParameters(specs, cuts)
 
 
 def _cut_dim(style: str | None, ndim: int) -> int | None:
@@ -129,22 +124,15 @@ def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def tp_placements(parameters: ModelParameters, axis: str = "tp") -> dict[str, tuple[Shard, ...]]:
+def tp_placements(parameters: ModelParameters) -> dict[str, tuple[Shard, ...]]:
     """Cuts of a tensor-parallel generator; what the plan does not cut is replicated."""
-    return {name: (_tp_shard(parameters, name, axis),) for name in parameters.tp_dims}
+    return {name: (cut,) for name, cut in parameters.cuts.items()}
 
 
-def fsdp_tp_placements(parameters: ModelParameters, fsdp: str = "fsdp", tp: str = "tp") -> dict[str, tuple[Shard, ...]]:
+def fsdp_tp_placements(parameters: ModelParameters) -> dict[str, tuple[Shard, ...]]:
     """Cuts of a trainer: tensor parallelism first, then FSDP along dimension 0 of what is left."""
-    return {
-        name: (*([_tp_shard(parameters, name, tp)] if name in parameters.tp_dims else []), Shard(fsdp, 0))
-        for name, spec in parameters.items()
-        if spec.shape
-    }
-
-
-def _tp_shard(parameters: ModelParameters, name: str, axis: str) -> Shard:
-    return Shard(axis, parameters.tp_dims[name], parameters.at_most.get(name))
+    tp = tp_placements(parameters)
+    return {name: (*tp.get(name, ()), Shard("fsdp", 0)) for name, spec in parameters.items() if spec.shape}
 
 
 def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
@@ -190,16 +178,13 @@ def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Seque
         targets: Names of the layers that have one.
     """
     shapes = adapter_shapes({name: spec.shape for name, spec in parameters.items()}, rank=rank, targets=targets)
-    dims: dict[str, int] = {}
-    at_most: dict[str, int] = {}
+    cuts: dict[str, Shard] = {}
     for name in shapes:
         layer, _, factor = name.rpartition(".lora_")
-        cut = parameters.tp_dims.get(f"{layer}.weight")
-        if cut == (1 if factor.startswith("A") else 0):
-            dims[name] = cut
-            if (parts := parameters.at_most.get(f"{layer}.weight")) is not None:
-                at_most[name] = parts
-    return ModelParameters({name: ParameterSpec(shape, "float32") for name, shape in shapes.items()}, dims, at_most)
+        cut = parameters.cuts.get(f"{layer}.weight")
+        if cut is not None and cut.dim == (1 if factor.startswith("A") else 0):
+            cuts[name] = cut
+    return ModelParameters({name: ParameterSpec(shape, "float32") for name, shape in shapes.items()}, cuts)
 
 
 def adapter_stages(holding: Mapping[str, tuple[int, ...]], adapters: Iterable[str]) -> dict[str, tuple[int, ...]]:

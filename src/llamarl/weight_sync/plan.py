@@ -36,25 +36,18 @@ class SliceCopy:
     """In the sink's local tensor."""
 
 
-def copies_to_sink(
-    source: MeshLayout, sink: AnyLayout, rank: int, *, allow_unused: bool = False
-) -> tuple[SliceCopy, ...]:
+def copies_to_sink(source: MeshLayout, sink: AnyLayout, rank: int) -> tuple[SliceCopy, ...]:
     """List what sink ``rank`` pulls, in order of parameter and position.
-
-    Args:
-        allow_unused: Accept source parameters that no sink rank holds. They would keep their old values unnoticed if a
-            sink forgot them, so by default they are an error.
 
     Raises:
         PlanError: A parameter is missing on one side, or has another shape.
     """
-    _check_names(source, sink, allow_unused)
+    _check_names(source, sink)
     mesh, own = sink.part_of(rank)
     made: dict[tuple[Grid, Grid], list[tuple[Box, int, Box]]] = {}
     copies = []
     for name, there in source.grids.items():
-        if (here := mesh.grids.get(name)) is None:
-            continue
+        here = mesh.grids[name]
         if (there, here) not in made:
             made[there, here] = _boxes(there, here, own)
         copies += [SliceCopy(name, *box) for box in made[there, here]]
@@ -71,7 +64,7 @@ def _boxes(source: Grid, sink: Grid, rank: int) -> list[tuple[Box, int, Box]]:
     return [(box, ranks[turn % len(ranks)], shift(box, start, origin)) for box, ranks in source.meeting(wanted)]
 
 
-def _check_names(source: MeshLayout, sink: AnyLayout, allow_unused: bool) -> None:
+def _check_names(source: MeshLayout, sink: AnyLayout) -> None:
     """Both sides must mean the same parameters.
 
     Raises:
@@ -83,11 +76,11 @@ def _check_names(source: MeshLayout, sink: AnyLayout, allow_unused: bool) -> Non
             f"the sink needs {len(missing)} parameters that the source does not send: {_some(missing)}; "
             "tied weights are sent once, under the name the source gives them"
         )
-    unused = sorted(source.parameters.keys() - {name for name, spec in sink.parameters.items() if spec.nbytes})
-    if unused and not allow_unused:
+    unused = sorted(source.parameters.keys() - sink.parameters.keys())
+    if unused:
         raise PlanError(
             f"the source sends {len(unused)} parameters that no sink rank holds: {_some(unused)}; "
-            "they would keep old values: name them in the sink's layout, or pass allow_unused"
+            "they would keep old values: name them in the sink's layout"
         )
     for name, spec in sink.parameters.items():
         if spec.shape != source.parameters[name].shape:

@@ -3,7 +3,9 @@ what must its bytes be."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -62,7 +64,6 @@ class RemoteSlot:
         self._behind = False  # the mirror still holds an earlier version
         self._known = 0  # blocks whose checksums have been read
         self._checksums = np.zeros(len(catalog.blocks), np.uint64)
-        self._ends = [block.offset + block.nbytes for block in catalog.blocks]
         remote.forget()
         header = self._header(clock)
         if handle.manifest_checksum is not None:
@@ -74,10 +75,8 @@ class RemoteSlot:
     def read(self, offset: int, into: torch.Tensor, clock: Clock, *, fresh: bool = False) -> None:
         """Copy bytes of the data area into ``into``, uint8; ``fresh``: as they are at the source at this moment."""
         left_s = clock(f"reading from {self._source}")
-        try:
+        with _told(self.who):
             self._remote.read(self.handle.data_offset + offset, into, left_s, fresh=fresh)
-        except ChannelError as error:
-            raise WeightSyncError(f"{self.who}: {error}; this version is not served: resume the run") from error
 
     def expect(self, block: int, clock: Clock) -> bool:
         """Have a block sent that will be read soon, after those asked for before; False if not now,
@@ -86,10 +85,8 @@ class RemoteSlot:
             return False
         left_s = clock(f"reading from {self._source}")
         place = self.catalog.blocks[block]
-        try:
+        with _told(self.who):
             return self._remote.expect(self.handle.data_offset + place.offset, place.nbytes, left_s)
-        except ChannelError as error:
-            raise WeightSyncError(f"{self.who}: {error}; this version is not served: resume the run") from error
 
     def view(self) -> torch.Tensor | None:
         """The data area in place, uint8 and read-only, if the transport maps it here."""
@@ -157,13 +154,8 @@ class RemoteSlot:
                 return
             if time.monotonic() - looked > _CHECK_SOURCE_S:
                 looked = time.monotonic()
-                try:
+                with _told(self.who, f", with {header.progress} of {len(self.catalog.blocks)} blocks written"):
                     self._remote.check_source()
-                except ChannelError as error:
-                    raise WeightSyncError(
-                        f"{self.who}: {error}, with {header.progress} of {len(self.catalog.blocks)} blocks written; "
-                        "this version is not served: resume the run"
-                    ) from error
             time.sleep(pause)
             pause = min(self._longest_pause_s, 2 * pause)
 
@@ -223,8 +215,15 @@ def read_catalog(handle: SlotHandle, remote: RemoteBuffer, who: str, clock: Cloc
 
 def _read(remote: RemoteBuffer, offset: int, nbytes: int, deadline_s: float, who: str) -> npt.NDArray[np.uint8]:
     into = torch.empty(nbytes, dtype=torch.uint8)
-    try:
+    with _told(who):
         remote.read(offset, into, deadline_s, fresh=True)
-    except ChannelError as error:
-        raise WeightSyncError(f"{who}: {error}; this version is not served: resume the run") from error
     return into.numpy()
+
+
+@contextlib.contextmanager
+def _told(who: str, when: str = "") -> Iterator[None]:
+    """Tell what goes wrong with a source's buffer as an error of this version."""
+    try:
+        yield
+    except ChannelError as error:
+        raise WeightSyncError(f"{who}: {error}{when}; this version is not served: resume the run") from error

@@ -92,13 +92,11 @@ class Puller:
         num_sink_ranks: int,
         transport: SinkTransport,
         name: str = "weights",
-        allow_unused: bool = False,
         fan_out: bool = False,
     ) -> None:
         self.rank = rank
         self.num_sink_ranks = num_sink_ranks
         self._name = name
-        self._allow_unused = allow_unused
         self._transport = transport
         self.slots = Slots(name, rank, transport, passes_on=fan_out)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -159,7 +157,7 @@ class Puller:
         found = next((share for share in self._shares if share.key == (source, sink)), None)
         if found is None:
             try:
-                copies = copies_to_sink(source, sink, self.rank, allow_unused=self._allow_unused)
+                copies = copies_to_sink(source, sink, self.rank)
             except PlanError as error:
                 raise WeightSyncError(f"{self._name}: sink rank {self.rank} cannot be served: {error}") from error
             found = _Share((source, sink), copies, tuple(sorted({copy.source_rank for copy in copies})))

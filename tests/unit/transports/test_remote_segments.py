@@ -95,7 +95,7 @@ def test_segment_of_another_space_is_read_over_a_socket_as_its_owner_last_wrote_
 def test_expected_bytes_come_in_order_also_between_other_reads() -> None:
     segment = made(1 << 16)
     with being_at(B):
-        remote = RemoteSegment(segment.handle, 5.0, streams=3)
+        remote = RemoteSegment(segment.handle, 5.0)
         for start in range(0, 700, 100):
             remote.expect(start, 100, 5.0)
         assert read(remote, 5000, 1) == [5000 % 251]  # on a connection of its own

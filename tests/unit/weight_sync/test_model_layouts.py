@@ -44,12 +44,12 @@ def test_neighbouring_ranks_hold_the_same_key_value_head_and_other_query_heads()
 
 def test_tied_and_untied_vocabularies_are_cut() -> None:
     ends = {"model.embed_tokens.weight", "lm_head.weight"}
-    assert ends <= small_llama(4, 2).tp_dims.keys()
+    assert ends <= small_llama(4, 2).cuts.keys()
     tied = small_llama(4, 2, tied=True)
-    assert "model.embed_tokens.weight" in tied.tp_dims and "lm_head.weight" not in tied
+    assert "model.embed_tokens.weight" in tied.cuts and "lm_head.weight" not in tied
     phi = {"model_type": "phi", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 61,
            "num_attention_heads": 2, "partial_rotary_factor": 0.5}  # fmt: skip
-    assert model_parameters(phi).tp_dims["lm_head.bias"] == 0
+    assert model_parameters(phi).cuts["lm_head.bias"].dim == 0
 
 
 def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_right() -> None:
