@@ -88,17 +88,20 @@ class RunSection:
     """Folder of the run. "{name}" becomes the recipe's file name. Refused if it already holds a run."""
 
     mirror: Annotated[str, NO_BITS, AfterValidator(_mirror)] = ""
-    """Storage to which the folder is copied while the run goes on, such as s3://bucket/runs/x, gs:// or file:///; ``--resume`` takes
-    that address on another machine. Credentials come from the environment or the storage's own files, never from here. Empty: none."""
+    """Storage to which the folder is copied while the run goes on, such as s3://bucket/runs/x,
+    gs:// or file:///; ``--resume`` takes that address on another machine. Credentials come from the
+    environment or the storage's own files, never from here. Empty: none."""
 
     seed: NonNegativeInt = 0
     """Every random choice of the run derives from it. Same recipe, seed and thread counts: same bits."""
 
     num_ticks: Annotated[int, NO_BITS, Field(ge=1, le=_MAX_TICKS)] = 100
-    """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches * trainer.epochs`` optimizer steps."""
+    """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches *
+    trainer.epochs`` optimizer steps."""
 
     runtime: Annotated[Literal["local", "inline"], NO_BITS] = "local"
-    """"local": each executor in processes of its own, all at once. "inline": all in this process, one after the other."""
+    """"local": each executor in processes of its own, all at once. "inline": all in this process,
+    one after the other."""
 
     cores: Annotated[NonNegativeInt, NO_BITS] = 0
     """CPU cores to divide among the executors whose ``threads`` is 0; 0 takes what this process may use."""
@@ -107,12 +110,14 @@ class RunSection:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     path: str = "bundled:tiny"
-    """The policy to start from: a Hugging Face folder, the id of a model of the Hub (org/name, or org/name@REVISION for a branch, tag
-    or commit; the run's config.toml says the commit that it was), or "bundled:tiny"."""
+    """The policy to start from: a Hugging Face folder, the id of a model of the Hub (org/name, or
+    org/name@REVISION for a branch, tag or commit; the run's config.toml says the commit that it
+    was), or "bundled:tiny"."""
 
     trust_remote_code: bool = False
-    """Whether the folder's tokenizer may be Python code of its own, which then runs with all your rights in every process
-    that reads text. Code of the model itself never runs: its architecture is one that llamarl knows."""
+    """Whether the folder's tokenizer may be Python code of its own, which then runs with all your
+    rights in every process that reads text. Code of the model itself never runs: its architecture
+    is one that llamarl knows."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -135,8 +140,8 @@ class RunConfig:
     critic: CriticConfig = Field(default_factory=CriticConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     executors: dict[str, ExecutorConfig] = Field(default_factory=dict)
-    """Executors of your own, and standard ones rewired: a section [executors.NAME] each, with factory, reads, writes, delays,
-    ranks, threads, device, options (docs/executors.md)."""
+    """Executors of your own, and standard ones rewired: a section [executors.NAME] each, with
+    factory, reads, writes, delays, ranks, threads, device, options (docs/executors.md)."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observability: ObservabilityConfig = Field(default_factory=ObservabilityConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
@@ -178,8 +183,9 @@ class RunConfig:
 
     @property
     def named_code(self) -> list[tuple[str, str, Literal["import path", "address", "consent"]]]:
-        """(key, value, kind) of everything by which a configuration makes a run execute what is not llamarl's: the one table of it.
-        ``resume``, ``fork``, ``replay``, ``eval``, ``generate`` and ``doctor`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
+        """(key, value, kind) of everything by which a configuration makes a run execute what is not
+        llamarl's: the one table of it. ``resume``, ``fork``, ``replay``, ``eval``, ``generate`` and
+        ``doctor`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
         found: list[tuple[str, str, Literal["import path", "address", "consent"]]] = []
         found += [(key, path, "import path") for key, path in self.own_code]
         if self.hosts.cluster not in ("", "auto"):  # it is sent the user's token
@@ -196,8 +202,8 @@ class RunConfig:
         return found
 
     def for_executor(self, name: str) -> RunConfig:
-        """The recipe as an executor sees it: with the ``settings`` of its own, if it has any. Unlike replicas are of the job's own
-        generator alone."""
+        """The recipe as an executor sees it: with the ``settings`` of its own, if it has any.
+        Unlike replicas are of the job's own generator alone."""
         own = self.executors.get(name)
         if self.generator.replicas and own is not None and name not in ROLES:
             alike = dataclasses.replace(self.generator, replicas=())

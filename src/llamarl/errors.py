@@ -157,7 +157,8 @@ class TransferError(LlamaRLError):
 
 
 class RunFolderLost(LlamaRLError):
-    """The run's folder was moved, removed or started over while the run wrote into it. The message says what is left where."""
+    """The run's folder was moved, removed or started over while the run wrote into it. The message
+    says what is left where."""
 
 
 class EventLogError(LlamaRLError):
@@ -175,7 +176,8 @@ class DeadlineExceeded(LlamaRLError):
 
 
 class StaleTokenError(LlamaRLError):
-    """A token is older than the schedule allows, or of a policy version that does not exist. Nothing was trained on it."""
+    """A token is older than the schedule allows, or of a policy version that does not exist.
+    Nothing was trained on it."""
 
 
 class RunStopped(LlamaRLError):

@@ -2,8 +2,9 @@
 
     loss(t) = -log pi(token_t | prompt, tokens before it)
 
-No reward, no baseline, no ratio: what wrote the tokens has no distribution here. Averaged as ``algorithm.normalization``
-says, so ``token`` gives the usual mean over all completion tokens of the step.
+No reward, no baseline, no ratio: what wrote the tokens has no distribution here. Averaged as
+``algorithm.normalization`` says, so ``token`` gives the usual mean over all completion tokens of
+the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``llamarl.train`` and what it returns: a run on disk as an object: its metrics and rollouts, its policy, and going on with it."""
+"""``llamarl.train`` and what it returns: a run on disk as an object: its metrics and rollouts, its
+policy, and going on with it."""
 
 from __future__ import annotations
 
@@ -166,11 +167,12 @@ def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> R
 
     Args:
         recipe: A TOML file, or the name of a recipe that ships with llamarl; without one, every key has its default.
-        settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a function or its import path, or a
-            list of them to add up), ``data`` (a JSONL file, another
-            table, or a data set of the Hub), ``dir``, ``seed``
-            ``num_ticks``, and ``cluster`` (as ``--cluster`` takes it); any section of a recipe as a mapping; any key by its dotted name. What is said here comes
-            before what the recipe says. Without ``dir`` a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.
+        settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a
+            function or its import path, or a list of them to add up), ``data`` (a JSONL file,
+            another table, or a data set of the Hub), ``dir``, ``seed`` ``num_ticks``, and
+            ``cluster`` (as ``--cluster`` takes it); any section of a recipe as a mapping; any key
+            by its dotted name. What is said here comes before what the recipe says. Without ``dir``
+            a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.
 
     Raises:
         ConfigError: Something cannot run; every mistake is named, and nothing has been started.

@@ -48,7 +48,8 @@ class ChannelSpec:
     one that lies on the edge, and hears of new ones while it works: it gets a
     :class:`llamarl.executors.base.Feed` instead of a payload."""
     transport: str = "shared_memory"
-    """What carries it: a name of ``llamarl.transports.table``, or an import path. One on a device is for WEIGHTS alone."""
+    """What carries it: a name of ``llamarl.transports.table``, or an import path. One on a device
+    is for WEIGHTS alone."""
     kept: bool = False
     """Data only: each token gets memory of its own, which is never written again, so that whoever
     holds it may read it at any later time. Else ``capacity + 1`` slots are written in turn."""

@@ -59,7 +59,8 @@ _STORAGES = {"file": "", "memory": "", "s3": "s3fs", "gs": "gcsfs"}
 
 
 def why_no_storage(url: str, *, installed: bool = True) -> str:
-    """Why ``url`` is no address of a storage, or cannot be used, as the end of a sentence that does not repeat it; empty: it can.
+    """Why ``url`` is no address of a storage, or cannot be used, as the end of a sentence that does
+    not repeat it; empty: it can.
 
     Args:
         installed: Whether a package that is not here is such a reason.

@@ -61,8 +61,8 @@ def plan_upload(
         others: Objects that may be there besides, left by uploads that were torn.
 
     Returns:
-        Every path -> its object, where those to be sent are the ones that ``remote`` has otherwise or not at all; and the
-        objects to be deleted once a manifest names the former.
+        Every path -> its object, where those to be sent are the ones that ``remote`` has otherwise
+        or not at all; and the objects to be deleted once a manifest names the former.
     """
     had = {record.path: record for record in remote.files} if remote else {}
     named = objects_of(remote)
@@ -138,7 +138,8 @@ class Storage:
         return record
 
     def get(self, name: str, record: FileRecord, target: Path) -> str:
-        """Bring an object that is to hold ``record``, unless ``target`` does already; what is wrong with it, empty: nothing."""
+        """Bring an object that is to hold ``record``, unless ``target`` does already; what is wrong
+        with it, empty: nothing."""
         found: tuple[int, str] | tuple[None, None] = checksum_file(target) if target.is_file() else (None, None)
         if what_is_wrong(record, *found):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -344,7 +345,8 @@ class Mirror:
     def _list(
         self, stack: contextlib.ExitStack, had: Mapping[str, FileRecord]
     ) -> tuple[dict[str, FileRecord], dict[str, BinaryIO]]:
-        """Every file that means something elsewhere; those of new checkpoints are held open, as they may be removed meanwhile."""
+        """Every file that means something elsewhere; those of new checkpoints are held open, as
+        they may be removed meanwhile."""
         local: dict[str, FileRecord] = {}
         held: dict[str, BinaryIO] = {}
         for folder in self._checkpoints():  # first, so that no row up to one of them is missed
@@ -384,7 +386,8 @@ def _words(error: BaseException) -> str:
 
 
 def _patiently(action: Callable[[], T], limit_s: float) -> T:
-    """What ``action`` returns, which is called again while a storage fails; what is missing, refused or wrong stays so."""
+    """What ``action`` returns, which is called again while a storage fails; what is missing,
+    refused or wrong stays so."""
     until, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
     while True:
         try:
@@ -400,7 +403,8 @@ def _patiently(action: Callable[[], T], limit_s: float) -> T:
 
 @contextlib.contextmanager
 def mirrored(url: str, folder: RunIdentity, limit_s: float) -> Iterator[Mirror | None]:
-    """Keep a mirror while a run goes on, and wait for it at the end, for ``limit_s`` at most. No address: there is none.
+    """Keep a mirror while a run goes on, and wait for it at the end, for ``limit_s`` at most. No
+    address: there is none.
 
     Raises:
         ConfigError: It is not for this run, or cannot be reached.
@@ -422,7 +426,8 @@ def mirrored(url: str, folder: RunIdentity, limit_s: float) -> Iterator[Mirror |
 
 
 def restore(url: str, folder: Path, *, dry_run: bool = False) -> str:
-    """Bring a run from its mirror into a new folder, every byte of it proved; a download that was stopped is gone on with.
+    """Bring a run from its mirror into a new folder, every byte of it proved; a download that was
+    stopped is gone on with.
 
     Returns:
         What was brought, or would be, for the user.

@@ -35,7 +35,8 @@ def platform_facts() -> Mapping[str, str]:
 
 
 def joint_facts(machines: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
-    """Of all machines that hold ranks of a job: where they are alike, those of each; else every value that there is, in order."""
+    """Of all machines that hold ranks of a job: where they are alike, those of each; else every
+    value that there is, in order."""
     names = sorted({name for facts in machines for name in facts})
     return {name: " and ".join(sorted({facts.get(name, "absent") for facts in machines})) for name in names}
 

@@ -2,8 +2,8 @@
 
 RUN/.run_id   random, made with the run; a run that is resumed keeps it
 
-Whoever writes into the folder notes the identity when it starts and asks again before it writes: data of one run never comes
-to lie in two places, nor data of two runs in one.
+Whoever writes into the folder notes the identity when it starts and asks again before it writes:
+data of one run never comes to lie in two places, nor data of two runs in one.
 """
 
 from __future__ import annotations
@@ -73,11 +73,13 @@ class RunIdentity:
             raise RunFolderLost(f"the run's folder {self.path} {change}: nothing more is written")
 
     def replace_folder(self, name: str, write: Callable[[Path], object], *, writes: bool) -> tuple[Path, ...]:
-        """A folder of the run, such as its model: the old one, if any, stays until the new one is whole. All ranks call it.
+        """A folder of the run, such as its model: the old one, if any, stays until the new one is
+        whole. All ranks call it.
 
         Args:
             write: Fills the folder that it is given.
-            writes: Whether this rank is the one that writes; it alone tidies, as another would remove what it has begun.
+            writes: Whether this rank is the one that writes; it alone tidies, as another would
+                remove what it has begun.
 
         Returns:
             The files of the folder, on the disk; none for a rank that does not write.

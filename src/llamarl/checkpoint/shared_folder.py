@@ -1,12 +1,14 @@
-"""Whether a host and the controller see one run folder: proved by files, in both directions, before anything depends on it.
+"""Whether a host and the controller see one run folder: proved by files, in both directions, before
+anything depends on it.
 
     controller                              host
     ask: writes .shared-X  ── its name ──▶  answer: reads it, writes .shared-X-host
     judge  ◀── what it read, what it wrote ──
       reads .shared-X-host
 
-The words in the files are random and new each time, so a folder of the same name on a disk of its own, a copy, or a folder that the
-host sees and cannot write is told from the same folder. No torch here: a host answers before any rank of it is started.
+The words in the files are random and new each time, so a folder of the same name on a disk of its
+own, a copy, or a folder that the host sees and cannot write is told from the same folder. No torch
+here: a host answers before any rank of it is started.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ __all__ = ["FolderAnswer", "FolderQuestion", "answer", "ask", "judge", "why_not_
 
 _NAME = re.compile(r"\.shared-[0-9a-f]{16}")
 _PATIENCE_S = 2.0
-"""How long a file that was just written elsewhere may take to be seen: network file systems keep listings for a while."""
+"""How long a file that was just written elsewhere may take to be seen: network file systems keep
+listings for a while."""
 _MAX_BYTES = 256
 
 
@@ -89,7 +92,8 @@ def answer(question: FolderQuestion, host: str, *, patience_s: float = _PATIENCE
 
 
 def judge(question: FolderQuestion, host: str, found: FolderAnswer, *, patience_s: float = _PATIENCE_S) -> str:
-    """On the controller: empty if the folder is shared with ``host``, else why not, in words that follow the host's name."""
+    """On the controller: empty if the folder is shared with ``host``, else why not, in words that
+    follow the host's name."""
     ours = _read_patiently(Path(question.folder) / question.name, 0.0)
     theirs = _read_patiently(_host_file(question, host), patience_s if found.wrote else 0.0)
     return why_not_shared(ours=ours, found=found, theirs=theirs, folder=question.folder)

@@ -5,8 +5,9 @@
         generator/rank_0/...          written by generator rank 0 after its own tick 9
         trainer/rank_0/...            written by trainer rank 0 after its own tick 9
 
-The manifest is canonical JSON (sorted keys, one spelling) that carries a checksum of itself, so a change of any byte of the
-folder is found: in a file by its checksum, in the manifest by the spelling or by its own checksum.
+The manifest is canonical JSON (sorted keys, one spelling) that carries a checksum of itself, so a
+change of any byte of the folder is found: in a file by its checksum, in the manifest by the
+spelling or by its own checksum.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Manifest:
     platform: Mapping[str, str] = field(default_factory=dict)
     """What wrote it (see ``platform_facts``)."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run says of itself: ``config``, the resolved configuration as nested plain values (what ``config.toml`` holds)."""
+    """What the run says of itself: ``config``, the resolved configuration as nested plain values
+    (what ``config.toml`` holds)."""
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:

@@ -4,8 +4,9 @@
     tick_000009.partial/  ──────▶  tick_000009.partial/trainer/rank_0 …  ──▶  prove and sync every file, write the manifest,
                                                                               rename to tick_000009, sync the parent, prune
 
-A name without a suffix is a finished checkpoint; the rename is the one moment at which it comes to be, and everything that
-it names lies on the disk before. Suffixes mark what a killed process may leave, and ``clean`` deals with each:
+A name without a suffix is a finished checkpoint; the rename is the one moment at which it comes to
+be, and everything that it names lies on the disk before. Suffixes mark what a killed process may
+leave, and ``clean`` deals with each:
 
     .partial    being written: removed
     .replaced   an older checkpoint of the same tick, moved aside for a new one: put back if the new one did not arrive
@@ -131,8 +132,8 @@ class CheckpointStore:
         """Remove what a killed run left; call it once, before a run starts or goes on.
 
         Args:
-            after_tick: If given, the run goes on from this checkpoint: later ones belong to a future that will be computed
-                anew, and are removed too.
+            after_tick: If given, the run goes on from this checkpoint: later ones belong to a
+                future that will be computed anew, and are removed too.
 
         Returns:
             Names of the folders that were removed or put back.
@@ -277,9 +278,11 @@ class CheckpointStore:
 
 @contextlib.contextmanager
 def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Put around an executor's writing of its state: a disk's failure becomes a ``CheckpointError`` that says what to do.
+    """Put around an executor's writing of its state: a disk's failure becomes a ``CheckpointError``
+    that says what to do.
 
-    Libraries report a full disk in errors of their own (safetensors, torch), so any error while no space is left counts.
+    Libraries report a full disk in errors of their own (safetensors, torch), so any error while no
+    space is left counts.
 
     Raises:
         CheckpointError: The disk is full or not writable.

@@ -2,8 +2,9 @@
 
     rank: writes, record_files (flush, size, checksum) ── FileRecord ──▶ controller: why_not_whole (re-reads, with patience)
 
-A checkpoint counts by what was *written*, not by what its reader happens to see: in a folder that is not the writer's, or that a
-network file system shows late, a listing alone would call a checkpoint whole that lacks a rank's state.
+A checkpoint counts by what was *written*, not by what its reader happens to see: in a folder that
+is not the writer's, or that a network file system shows late, a listing alone would call a
+checkpoint whole that lacks a rank's state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def writer_name(executor: str, rank: int) -> str:
 
 
 def record_files(root: Path, paths: Iterable[Path]) -> tuple[FileRecord, ...]:
-    """Flush files to the disk, and say what they hold: called by whoever has just written them, while they are in its memory.
+    """Flush files to the disk, and say what they hold: called by whoever has just written them,
+    while they are in its memory.
 
     Args:
         root: What the records' paths are relative to; its folders down to the files are flushed too.

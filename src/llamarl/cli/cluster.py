@@ -1,4 +1,5 @@
-"""``llamarl cluster up a,b,c`` and ``down``: a Ray cluster on machines that ssh reaches, started and ended by Ray itself."""
+"""``llamarl cluster up a,b,c`` and ``down``: a Ray cluster on machines that ssh reaches, started
+and ended by Ray itself."""
 
 from __future__ import annotations
 

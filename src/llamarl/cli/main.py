@@ -169,8 +169,8 @@ def _outliving(stream: TextIO) -> TextIO:
 
 
 class _Outliving(io.RawIOBase):
-    """Writes to a descriptor until that fails, which it hides. A full one is waited for, also where whoever shares it (a terminal
-    with a program beside this one) made it non-blocking."""
+    """Writes to a descriptor until that fails, which it hides. A full one is waited for, also where
+    whoever shares it (a terminal with a program beside this one) made it non-blocking."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -119,7 +119,8 @@ def launch(config: RunConfig, *, dry_run: bool, every_key: bool) -> None:
 
 
 def start_fork_servers(config: RunConfig) -> None:
-    """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the checks that follow do."""
+    """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the
+    checks that follow do."""
     from llamarl.controller.standard_graph import colocated_group, llamarl_graph
     from llamarl.errors import LlamaRLError
     from llamarl.runtime.children import shared_modules, start_early
@@ -215,7 +216,8 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
 
 
 def _download(url: str, given: dict[str, Any], *, dry_run: bool) -> tuple[str, str]:
-    """Bring a run here from its mirror, into run.dir or runs/NAME, and have it go on there; the folder, and what came."""
+    """Bring a run here from its mirror, into run.dir or runs/NAME, and have it go on there; the
+    folder, and what came."""
     from llamarl.checkpoint.mirror import restore
 
     run = given.setdefault("run", {})

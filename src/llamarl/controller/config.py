@@ -30,19 +30,22 @@ class ScheduleConfig:
     """Delay of the weights edge less one, in trainer ticks; 0 runs synchronously, 1 is LlamaRL's schedule."""
 
     weights: Literal["exact", "latest"] = "exact"
-    """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run repeats bit for bit.
-    "latest": the newest there is, swapped in between decode steps; no trained token is older than max_staleness. Such a run
-    depends on timing; its decisions go to events.jsonl, from which ``llamarl train --replay RUN_DIR`` repeats it."""
+    """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run
+    repeats bit for bit. "latest": the newest there is, swapped in between decode steps; no trained
+    token is older than max_staleness. Such a run depends on timing; its decisions go to
+    events.jsonl, from which ``llamarl train --replay RUN_DIR`` repeats it."""
 
     colocated: Annotated[bool, NO_BITS] = False
-    """Generator and trainer share their devices and take turns: the one that waits gives its memory back (the generator its
-    weights and KV cache, the trainer on GPUs everything, to host memory). Needs max_staleness 0, where they never work at the
-    same time; the bits are those of the same run without it. With ``threads`` 0 each gets all cores that are left."""
+    """Generator and trainer share their devices and take turns: the one that waits gives its memory
+    back (the generator its weights and KV cache, the trainer on GPUs everything, to host memory).
+    Needs max_staleness 0, where they never work at the same time; the bits are those of the same
+    run without it. With ``threads`` 0 each gets all cores that are left."""
 
     transport: Annotated[str, AfterValidator(_transport), NO_BITS] = "auto"
-    """What carries weight versions. "auto" chooses by where the ranks are and says so at the start: "cuda_ipc" between GPUs
-    of one host in processes of their own, "tcp" between hosts, else "shared_memory". Or your own as package.module:Name or
-    path/to/file.py:Name, a ``llamarl.transports.base.Transport``."""
+    """What carries weight versions. "auto" chooses by where the ranks are and says so at the start:
+    "cuda_ipc" between GPUs of one host in processes of their own, "tcp" between hosts, else
+    "shared_memory". Or your own as package.module:Name or path/to/file.py:Name, a
+    ``llamarl.transports.base.Transport``."""
 
 
 _COLLECTIVE_MORE_S = 30.0
@@ -56,18 +59,21 @@ class DeadlineConfig:
     """Seconds until every executor stands ready (model loaded, pools up)."""
 
     step_s: Annotated[PositiveFloat, NO_BITS] = 1800.0
-    """Seconds one executor may spend on one tick. One that takes longer hangs: it is ended and brought up again, as far as
-    recovery allows it. Judges get nine tenths of it for all samples of a tick; in an evaluation what sampling leaves of these, so
-    that a short one loses verdicts there (eval/failed)."""
+    """Seconds one executor may spend on one tick. One that takes longer hangs: it is ended and
+    brought up again, as far as recovery allows it. Judges get nine tenths of it for all samples of
+    a tick; in an evaluation what sampling leaves of these, so that a short one loses verdicts there
+    (eval/failed)."""
 
     disk_s: Annotated[NonNegativeFloat, NO_BITS] = 600.0
-    """Seconds for which the run waits for a disk that refuses its records (metrics, rollouts, events, verdicts): full, read-only or
-    out of reach. Then it ends, since a run whose records are lost must not go on. 0: at once."""
+    """Seconds for which the run waits for a disk that refuses its records (metrics, rollouts,
+    events, verdicts): full, read-only or out of reach. Then it ends, since a run whose records are
+    lost must not go on. 0: at once."""
 
     @property
     def collective_s(self) -> float:
-        """Seconds for which a rank waits for others of its executor in a collective: a little longer than the controller waits for
-        the executor, since that tells where each rank is and may bring the executor up again, and a rank's own error does neither."""
+        """Seconds for which a rank waits for others of its executor in a collective: a little
+        longer than the controller waits for the executor, since that tells where each rank is and
+        may bring the executor up again, and a rank's own error does neither."""
         return max(self.setup_s, self.step_s) + _COLLECTIVE_MORE_S
 
 
@@ -76,12 +82,14 @@ class RecoveryConfig:
     """What happens when a process dies in the middle of a run (docs/survival.md)."""
 
     max_restarts: Annotated[NonNegativeInt, NO_BITS] = 8
-    """Executors that are brought up again within an hour before a death ends the run; the tick that was lost is done again, to
-    the same bits (trainer and critic repeat those since their last checkpoint). 0: every death ends the run."""
+    """Executors that are brought up again within an hour before a death ends the run; the tick that
+    was lost is done again, to the same bits (trainer and critic repeat those since their last
+    checkpoint). 0: every death ends the run."""
 
     straggler_multiple: Annotated[NonNegativeFloat, NO_BITS] = 0.0
-    """A rank whose tick takes longer than so many times the median of its executor's last ticks, and 10 s at least, is ended, and the
-    tick done again as after any death, to the same bits. 0: none is. Not trainer and critic, which would repeat earlier ticks."""
+    """A rank whose tick takes longer than so many times the median of its executor's last ticks,
+    and 10 s at least, is ended, and the tick done again as after any death, to the same bits. 0:
+    none is. Not trainer and critic, which would repeat earlier ticks."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())

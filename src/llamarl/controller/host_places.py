@@ -103,7 +103,8 @@ class HostPlaces:
         return sorted(set(self._where[executor]) & self._launcher.lost)
 
     def _other(self, host: int) -> int | None:
-        """The host that takes the place of another, with room for its ranks that is ours already; None: there is none."""
+        """The host that takes the place of another, with room for its ranks that is ours already;
+        None: there is none."""
         if (known := self._stand_ins.get(host)) is not None and known not in self._launcher.lost:
             return known
         while True:

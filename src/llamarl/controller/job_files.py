@@ -64,7 +64,8 @@ class _Host:
 
 
 class JobFiles:
-    """Made by :func:`open_job_files`. ``far`` is for ``RunCheckpoints``; the rest is called by one thread, if it does not say otherwise.
+    """Made by :func:`open_job_files`. ``far`` is for ``RunCheckpoints``; the rest is called by one
+    thread, if it does not say otherwise.
 
     Args:
         run_dir: The controller's.
@@ -85,7 +86,8 @@ class JobFiles:
         self.far = HostFolders(run_dir, self._folders, where)
 
     def open(self, numbers: Collection[int]) -> None:
-        """Ask hosts that were not asked yet whether they see the run's folder; give those that do not one of their own. Any thread.
+        """Ask hosts that were not asked yet whether they see the run's folder; give those that do
+        not one of their own. Any thread.
 
         Raises:
             CheckpointError: The run's folder cannot be written.
@@ -129,7 +131,8 @@ class JobFiles:
             self.far.send_state(load_from, Manifest.from_bytes(read_bytes(load_from / MANIFEST)).files)
 
     def send_to_new_hosts(self, executor: str, load_from: Path | None, hosts: Collection[int]) -> None:
-        """Have what an executor reads on the hosts where its ranks will be: content that its plan names, its saved state. Any thread.
+        """Have what an executor reads on the hosts where its ranks will be: content that its plan
+        names, its saved state. Any thread.
 
         Args:
             load_from: None: its ranks need no saved state. Else ``hosts`` are those of its ranks in ``where``.
@@ -149,8 +152,9 @@ class JobFiles:
             self.far.send_state_of(executor, load_from, files)
 
     def bring(self, executor: str, report: RankReport, host: int) -> None:
-        """Bring what a rank on ``host`` has written into the run's folder, before its report counts; any thread. Of its saved states
-        that of this very tick: after the last one nobody would write it again, should its host go.
+        """Bring what a rank on ``host`` has written into the run's folder, before its report
+        counts; any thread. Of its saved states that of this very tick: after the last one nobody
+        would write it again, should its host go.
 
         Raises:
             TransferError: It did not come.
@@ -160,7 +164,8 @@ class JobFiles:
             self.far.bring(host, state, f"{CHECKPOINTS}/{being_written(report.tick)}")
 
     def lose(self, number: int) -> None:
-        """A host's agent is gone: nothing more is asked of it; if the host gets ranks again, it is opened anew. Any thread."""
+        """A host's agent is gone: nothing more is asked of it; if the host gets ranks again, it is
+        opened anew. Any thread."""
         self.far.lose(number)
         if (host := self._hosts.pop(number, None)) is not None:
             host.client.hurry()
@@ -208,7 +213,8 @@ class JobFiles:
             host.client.hurry()
 
     def end(self) -> None:
-        """Bring what is left, let the hosts forget the run, and hang up. What cannot be brought is told, with where it lies."""
+        """Bring what is left, let the hosts forget the run, and hang up. What cannot be brought is
+        told, with where it lies."""
         try:
             self.far.sweep()
         except LlamaRLError as error:

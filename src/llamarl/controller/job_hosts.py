@@ -1,4 +1,5 @@
-"""The hosts of one job, which are nodes of a Ray cluster: given ranks, and told to the ranks as the network that they are on.
+"""The hosts of one job, which are nodes of a Ray cluster: given ranks, and told to the ranks as the
+network that they are on.
 
 [hosts] ─▶ Cluster: nodes and what they are ─▶ which node each rank gets ─▶ their cores and GPUs taken ─▶ launcher, networks
 """
@@ -155,7 +156,8 @@ class JobHosts:
         return placement
 
     def take(self, where: Mapping[str, Sequence[int]], within_s: float) -> str:
-        """Take what ranks need of their nodes beyond what is ours there, of all nodes at once; why it is not to be had, empty: it is.
+        """Take what ranks need of their nodes beyond what is ours there, of all nodes at once; why
+        it is not to be had, empty: it is.
 
         Args:
             where: Executor -> the host of each rank, as they are to be.
@@ -182,7 +184,8 @@ class JobHosts:
     def place_rescaled(
         self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
     ) -> tuple[ExecutorSpec, tuple[int, ...]]:
-        """Where the ranks of an executor go that shall be another number, and what each gets there. Nothing is changed yet.
+        """Where the ranks of an executor go that shall be another number, and what each gets there.
+        Nothing is changed yet.
 
         Args:
             executors: Of the job, as :meth:`place` settled them.
@@ -210,8 +213,8 @@ class JobHosts:
         return settled, ranks
 
     def why_unreached(self, executor: str, ranks: Sequence[int], sources: Sequence[tuple[str, int]]) -> str:
-        """Which hosts that get ranks of an executor for the first time do not reach what these read, in words; takes some seconds
-        at most.
+        """Which hosts that get ranks of an executor for the first time do not reach what these
+        read, in words; takes some seconds at most.
 
         Args:
             sources: Addresses and ports.
@@ -247,7 +250,8 @@ class JobHosts:
     def open_files(
         self, run_dir: Path, run_id: str, executors: Sequence[ExecutorSpec], load_from: Path | None
     ) -> JobFiles:
-        """Take what the job needs of its nodes, settle how files go between the run's folder and them, send what their ranks read.
+        """Take what the job needs of its nodes, settle how files go between the run's folder and
+        them, send what their ranks read.
 
         Raises:
             ConfigError: The cluster does not give it.
@@ -267,7 +271,8 @@ class JobHosts:
         return files
 
     def plan_lines(self, channels: Sequence[ChannelSpec], run_dir: Path) -> str:
-        """What a dry run says of the cluster, for people: security, health, how payloads travel, whose folder is shared."""
+        """What a dry run says of the cluster, for people: security, health, how payloads travel,
+        whose folder is shared."""
         assert self.placement is not None, "planned before placed"
         spaces = {node.name: one.space for node, one in zip(self.cluster.nodes, self.cluster.inventories, strict=True)}
         lines = {

@@ -2,8 +2,9 @@
 
     config.toml, working directory ──HMAC with the user's key──▶ RUN/.begun_by ──▶ a resume of the same user's proves it
 
-Written where a run's configuration names code, before that configuration is. It holds for these settings alone, wherever
-the folder is moved; where they hold relative paths, in the same working directory alone.
+Written where a run's configuration names code, before that configuration is. It holds for these
+settings alone, wherever the folder is moved; where they hold relative paths, in the same working
+directory alone.
 """
 
 from __future__ import annotations

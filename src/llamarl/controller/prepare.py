@@ -1,4 +1,5 @@
-"""From a configuration to a run that can start: what cannot run is refused, threads and devices are settled. Starts nothing.
+"""From a configuration to a run that can start: what cannot run is refused, threads and devices are
+settled. Starts nothing.
 
 recipe ─▶ preflight (paths, data, first prompts) ─▶ graph ─▶ placement ─▶ transports ─▶ Prepared
 """
@@ -217,7 +218,8 @@ def _device_kind(device: str) -> str:
 
 
 def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
-    """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with the run that it describes."""
+    """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with
+    the run that it describes."""
     optimizer = config.optimizer
     if optimizer.schedule == "constant" or optimizer.decay_ticks:
         return config

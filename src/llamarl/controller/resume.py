@@ -1,6 +1,7 @@
-"""Going on with a run that stopped: its configuration with what the user sets on top, its last good checkpoint, and what must
-still be the same for the bits to be those of the uninterrupted run. What its last tick leaves besides checkpoints (RUN/model,
-RUN/adapter, RUN/critic) is proved file for file, and written again from the last checkpoint where it is not whole."""
+"""Going on with a run that stopped: its configuration with what the user sets on top, its last good
+checkpoint, and what must still be the same for the bits to be those of the uninterrupted run. What
+its last tick leaves besides checkpoints (RUN/model, RUN/adapter, RUN/critic) is proved file for
+file, and written again from the last checkpoint where it is not whole."""
 
 from __future__ import annotations
 
@@ -84,8 +85,9 @@ def _is_set(given: Mapping[str, Any], key: str) -> bool:
 
 
 def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any]) -> None:
-    """Refuse what a run's folder, which may come from somebody else, names to be run, and where it has secrets sent: whatever
-    ``RunConfig.named_code`` lists. Of a run that this user has begun only what lies in its folder is refused.
+    """Refuse what a run's folder, which may come from somebody else, names to be run, and where it
+    has secrets sent: whatever ``RunConfig.named_code`` lists. Of a run that this user has begun
+    only what lies in its folder is refused.
 
     Args:
         given: What the user has set now; a key in it is the user's own.
@@ -237,8 +239,8 @@ def _is_done(run_dir: Path, config: RunConfig) -> bool:
 
 
 def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> None:
-    """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise: by the configuration
-    ``had``, on ``platform``, if known."""
+    """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise:
+    by the configuration ``had``, on ``platform``, if known."""
     checkpoint = prepared.config.checkpoint
     found = differences(had, to_plain(prepared.config))
     if checkpoint.reshard:

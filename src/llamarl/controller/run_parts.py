@@ -301,9 +301,9 @@ def num_rows(run_dir: Path) -> int:
 def _needs_of(run_dir: Path, num_ticks: int) -> Callable[[ChannelSpec, int], int] | None:
     """For ``run_graph``: the source tick that a tick of a replay needs on the weights edge; None if this is no replay.
 
-    A tick fires only when the newest version that it took in the run replayed has been published, so no executor ever waits inside
-    a tick, and both runtimes can repeat a run of either. It cannot deadlock: tick k took versions <= k only, and these depend on
-    batches before k.
+    A tick fires only when the newest version that it took in the run replayed has been published,
+    so no executor ever waits inside a tick, and both runtimes can repeat a run of either. It cannot
+    deadlock: tick k took versions <= k only, and these depend on batches before k.
 
     Raises:
         EventLogError: The log is torn or does not reach ``num_ticks``.

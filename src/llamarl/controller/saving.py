@@ -130,8 +130,8 @@ class Saving:
                 names.discard(report.executor)
 
     def redo(self, executor: str, first_tick: int) -> None:
-        """Note that an executor repeats its ticks from this one on: of those that are not saved yet it writes its state anew.
-        One that it was still to write of an earlier tick is lost."""
+        """Note that an executor repeats its ticks from this one on: of those that are not saved yet
+        it writes its state anew. One that it was still to write of an earlier tick is lost."""
         for tick in self._missing:
             if tick < first_tick and executor in self._writing[tick]:
                 self._writing[tick].discard(executor)

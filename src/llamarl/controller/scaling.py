@@ -4,8 +4,8 @@ llamarl scale ─▶ RUN/scale.json ─▶ Scaling.due, before orders are given 
      ▲                                                                   └▶ refused
      └────────────── RUN/scale.jsonl: from which tick on, or why not ◀───┘
 
-A generator whose shards are counted makes the same bits on any number of ranks (``executors/generator_shard.py``), so nothing is
-decided here that a run's result depends on.
+A generator whose shards are counted makes the same bits on any number of ranks
+(``executors/generator_shard.py``), so nothing is decided here that a run's result depends on.
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ def rescaled(
 
 
 def weight_sources(marking: Marking, executor: str) -> Sources:
-    """Addresses and ports from which an executor reads the versions of the weights that lie on its edges now; none on one machine."""
+    """Addresses and ports from which an executor reads the versions of the weights that lie on its
+    edges now; none on one machine."""
     edges = (channel for channel in marking.graph.inputs[executor] if channel.kind is ChannelKind.WEIGHTS)
     handles = (handle for edge in edges for handle in marking.handles_on(edge.name) if handle is not None)
     segments = (handle.address for handle in handles if isinstance(handle.address, SegmentHandle))
@@ -265,7 +266,8 @@ class Scaling:
     """Of one run. Requests that lie there at its beginning are of an earlier one.
 
     Args:
-        plan: Replicas, and where weights were seen to lie last (:func:`weight_sources`) -> what the run then is; raises ConfigError.
+        plan: Replicas, and where weights were seen to lie last (:func:`weight_sources`) -> what the
+            run then is; raises ConfigError.
         took_effect: Called when it is, with the first tick.
         tell: Gets a line for people.
     """

@@ -5,7 +5,8 @@
                             │  Redo ───▶ replace ─▶ ticks since its state that have counted are done again ─▶ the order that was out
                             └─ a request for other ranks ─▶ rescale, before the executor's next order
 
-The marking is the loop's own: tokens that went with a process leave it here, and come back here once they are made again.
+The marking is the loop's own: tokens that went with a process leave it here, and come back here
+once they are made again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Scaling(Protocol):
         ...
 
     def due(self, marking: Marking, replaceable: Callable[[], Mapping[str, int]]) -> ExecutorSpec | None:
-        """The executor with its other ranks, if it is to be started anew now: its order, if one is out, was not sent."""
+        """The executor with its other ranks, if it is to be started anew now: its order, if one is
+        out, was not sent."""
         ...
 
 
@@ -81,7 +83,8 @@ class SurvivingRuntime:
         self._runtime, self._marking, self._recovery, self._saving = runtime, marking, recovery, saving
         self._tell, self._journal, self._stragglers, self._scaling = tell, journal, stragglers, scaling
         self._behind: dict[str, int] = {}
-        """Executor whose state is older than what has counted, until its repeats begin -> its next tick by that state."""
+        """Executor whose state is older than what has counted, until its repeats begin -> its next
+        tick by that state."""
         self._repeat: dict[str, int] = {}
         """Executor -> the tick, of those that have counted, that it repeats next."""
         self._begins: dict[str, int] = {}
@@ -183,7 +186,8 @@ class SurvivingRuntime:
         self._runtime.close()
 
     def take(self, report: Report) -> Report:
-        """Note a report, and send what its executor has to do again next; with what a replacement has cost, where it counts."""
+        """Note a report, and send what its executor has to do again next; with what a replacement
+        has cost, where it counts."""
         name = report.executor
         self._since_s.pop(name, None)
         if report.tick < self._marking.done_ticks[name]:
@@ -243,7 +247,8 @@ class SurvivingRuntime:
         return tuple(redos)
 
     def _stop(self, dead: Sequence[Death], readers: Sequence[str]) -> dict[str, Death]:
-        """End what is left of the dead, and of all that were reading what went with them: these -> the death that they follow."""
+        """End what is left of the dead, and of all that were reading what went with them: these ->
+        the death that they follow."""
         following = {name: dead[0] for name in readers if dead}
         to_stop = [*{death.executor: death for death in dead}.items(), *following.items()]
         stopped = {name for name, _ in to_stop}
@@ -257,16 +262,17 @@ class SurvivingRuntime:
         return following
 
     def _catch_up(self) -> None:
-        """Have executors whose state is older than what had counted before this controller do the ticks since then again."""
+        """Have executors whose state is older than what had counted before this controller do the
+        ticks since then again."""
         behind, self._behind = self._behind, {}
         for name, first_tick in behind.items():
             if self._marking.done_ticks[name] > first_tick:
                 self._do_again(name, first_tick)
 
     def _do_again(self, executor: str, first_tick: int) -> None:
-        """Have an executor with the state before ``first_tick`` repeat the ticks from there that have counted, then do the one
-        that was out, if there was one. Before that it makes those tokens again which lay on edges
-        when that state was saved, and were lost."""
+        """Have an executor with the state before ``first_tick`` repeat the ticks from there that
+        have counted, then do the one that was out, if there was one. Before that it makes those
+        tokens again which lay on edges when that state was saved, and were lost."""
         lost = (tick for _, tick in self._marking.withdrawn(executor))
         self._begins[executor] = first_tick
         self._repeat[executor] = min([first_tick, *lost])

@@ -54,8 +54,9 @@ def _names(tools: Sequence[Mapping[str, Any]]) -> str:
 def _limited_time(seconds: float) -> Iterator[None]:
     """Ends a jinja template that runs for too long, in whichever thread this is.
 
-    The interpreter asks before each of its lines, so that no alarm, no other thread and no process is needed. Time is this
-    thread's own on a processor: a busy or suspended machine changes nothing. A single built-in call is not interrupted.
+    The interpreter asks before each of its lines, so that no alarm, no other thread and no process
+    is needed. Time is this thread's own on a processor: a busy or suspended machine changes
+    nothing. A single built-in call is not interrupted.
 
     Raises:
         TimeoutError: In the template, at the line that it has reached.
@@ -123,7 +124,8 @@ def apply_template(
 
 
 def check_templates(tokenizer: Tokenizer) -> None:
-    """Try a tokenizer's chat templates (one, or several by name) in a child process, before they are compiled in this one.
+    """Try a tokenizer's chat templates (one, or several by name) in a child process, before they
+    are compiled in this one.
 
     Raises:
         DataError: One breaks the limits of time, memory or size.

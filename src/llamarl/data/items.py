@@ -77,8 +77,8 @@ def held_out(question: str, *, seed: int, fraction: float) -> bool:
 def split_questions(questions: Sequence[str], *, seed: int, fraction: float) -> list[bool]:
     """Choose which questions are held out: by ``held_out``, and of two distinct ones or more at least one on each side.
 
-    A tenth of six questions is nobody by the hash alone; then the one with the smallest hash is held out. A lone question is
-    trained on.
+    A tenth of six questions is nobody by the hash alone; then the one with the smallest hash is
+    held out. A lone question is trained on.
 
     Args:
         questions: May repeat; equal ones fall on one side.

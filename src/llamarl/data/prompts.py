@@ -57,7 +57,8 @@ class Opened:
 
 
 class Opener(Protocol):
-    """An environment, as far as prompts are concerned: its first observation is what the policy is shown in place of the item."""
+    """An environment, as far as prompts are concerned: its first observation is what the policy is
+    shown in place of the item."""
 
     def ask(self, item: TaskItem, seed: int) -> None:
         """Begin to open an episode; returns at once."""
@@ -148,12 +149,15 @@ class PromptStream:
         return derive_seed(self._seed, _EPISODES, index)
 
     def check_training_prompts(self) -> None:
-        """Make every training prompt of a finite task once, so that none that is too long is met in the middle of a run.
+        """Make every training prompt of a finite task once, so that none that is too long is met in
+        the middle of a run.
 
-        Where such prompts are skipped, a warning says how many are; so it does of prompts that hold unknown text. What an environment shows is not known before it is played.
+        Where such prompts are skipped, a warning says how many are; so it does of prompts that hold
+        unknown text. What an environment shows is not known before it is played.
 
         Raises:
-            DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short enough. Names the first.
+            DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short
+                enough. Names the first.
         """
         num_items = self._task.num_items("train")
         if num_items is None or self._opener is not None:
@@ -259,7 +263,8 @@ class PromptStream:
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:
-    """The token that replaces what the vocabulary lacks; None where there is none, or where it is also written on purpose."""
+    """The token that replaces what the vocabulary lacks; None where there is none, or where it is
+    also written on purpose."""
     token = getattr(tokenizer, "unk_token_id", None)
     if token is None:  # a tokenizer may know of one that its settings do not name
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

@@ -1,9 +1,10 @@
 """Tries a chat template in a child process that has little memory and little time, before this process compiles it.
 
-A template is a program of the model's author, and jinja computes what is constant in it while it compiles: ``'a' * 10**10``
-needs 10 GB before the first line is rendered, in one call that no other line of ours can interrupt. So the template is
-compiled and rendered once where the system ends it; what comes through there is compiled here. This file is also the
-child's program: it imports jinja2 and nothing of llamarl, torch or transformers.
+A template is a program of the model's author, and jinja computes what is constant in it while it
+compiles: ``'a' * 10**10`` needs 10 GB before the first line is rendered, in one call that no other
+line of ours can interrupt. So the template is compiled and rendered once where the system ends it;
+what comes through there is compiled here. This file is also the child's program: it imports jinja2
+and nothing of llamarl, torch or transformers.
 """
 
 from __future__ import annotations

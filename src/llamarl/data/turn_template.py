@@ -3,13 +3,13 @@
     render [user U, assistant S, new messages, reply follows]  =  ... S | end of turn | separator | messages | head of reply
                                                                       └────────────── what is appended ──────────────────┘
 
-S is a word that no template knows. What follows it in the text is what the template puts after any reply; only that is
-tokenised, and appended. Where the policy wrote the end of its turn itself, that token is not repeated; where a limit cut it,
-it is added.
+S is a word that no template knows. What follows it in the text is what the template puts after any
+reply; only that is tokenised, and appended. Where the policy wrote the end of its turn itself, that
+token is not repeated; where a limit cut it, it is added.
 
-A template is looked at once, when a run starts: that it keeps a reply's words, ends every reply alike, and goes on after new
-messages as it ended before them. What the policy wrote stays as it was, so thinking that a template leaves out of earlier
-turns is kept.
+A template is looked at once, when a run starts: that it keeps a reply's words, ends every reply
+alike, and goes on after new messages as it ended before them. What the policy wrote stays as it
+was, so thinking that a template leaves out of earlier turns is kept.
 """
 
 from __future__ import annotations

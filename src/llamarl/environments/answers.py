@@ -3,10 +3,11 @@
     response ─▶ tidied, once ─▶ thinking cut off ─▶ <answer>, \\boxed{}, ####, "the answer is ..." ─▶ one quantity
                                                  └─▶ no marker: the last sentence with a quantity ─▶ one or none
 
-The *last* ``####`` or phrase wins, since a policy that reasons answers at the end. Final answers that differ are wrong: each
-box and tag counts, and a mark behind the last of them. So is an answer that a word beside it denies or leaves open (``not``,
-``may be``, ``at least``, a question mark). A quantity is read whole (``3/4``, ``10^3``, ``x = 5``, ``2, 3 and 5``) or not at
-all: a fragment of one is another answer. Each function passes over a response once, so a long one costs milliseconds.
+The *last* ``####`` or phrase wins, since a policy that reasons answers at the end. Final answers
+that differ are wrong: each box and tag counts, and a mark behind the last of them. So is an answer
+that a word beside it denies or leaves open (``not``, ``may be``, ``at least``, a question mark). A
+quantity is read whole (``3/4``, ``10^3``, ``x = 5``, ``2, 3 and 5``) or not at all: a fragment of
+one is another answer. Each function passes over a response once, so a long one costs milliseconds.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ _ABBREVIATIONS = frozenset("approx. rs. e.g. i.e. vs. no. mr. mrs. ms. dr. st.".
 
 
 def tidy(text: str) -> str:
-    """What was written, with its signs in LaTeX and without what surrounds answers: markup, tokens, spaces, ``\\text``."""
+    """What was written, with its signs in LaTeX and without what surrounds answers: markup, tokens,
+    spaces, ``\\text``."""
     text = _SUPERSCRIPT.sub(lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text.replace(_HARD, " "))
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)
@@ -303,7 +305,8 @@ def quantity(sentence: str, *, last: bool = False) -> str | None:
 
 
 def _is_denied(sentence: str, tokens: list[str], kinds: str, runs: Sequence[tuple[int, int]], *, last: bool) -> bool:
-    """Whether a sentence denies or doubts its quantity, takes it back, makes it hang on a condition, or offers another one.
+    """Whether a sentence denies or doubts its quantity, takes it back, makes it hang on a
+    condition, or offers another one.
 
     Args:
         kinds: As of ``_kinds``.
@@ -431,7 +434,8 @@ def _boxed(text: str) -> list[str]:
 def _boxes(text: str) -> list[tuple[int, int, str]]:
     """(start, end, content) of the complete ``\\boxed{...}`` that are not empty, braces balanced; in one pass.
 
-    Boxes joined by a comma, "and" or "or" are one answer (``\\boxed{1}`` or ``\\boxed{-2}``): their contents, with commas.
+    Boxes joined by a comma, "and" or "or" are one answer (``\\boxed{1}`` or ``\\boxed{-2}``): their
+    contents, with commas.
     """
     opened: list[tuple[int, int] | None] = []  # (where the box's command starts, where its content does)
     boxes: list[tuple[int, int, str]] = []

@@ -2,8 +2,8 @@
 
     item ─▶ prompt ─▶ policy writes ─▶ respond ──▶ Score
 
-``respond`` is a function of the prompt and of what the policy has written, with no hidden state. What answers back in the
-middle of an episode is an environment: see ``episode``.
+``respond`` is a function of the prompt and of what the policy has written, with no hidden state.
+What answers back in the middle of an episode is an environment: see ``episode``.
 """
 
 from __future__ import annotations

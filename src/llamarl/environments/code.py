@@ -5,7 +5,8 @@
                                           ──▶ box ──standard output──▶ compared here ──▶ Score
                                               (input and output)
 
-What a program does is a score: over its time, its memory or its output, crashed or not even Python, its tests fail. What goes
+What a program does is a score: over its time, its memory or its output, crashed or not even Python,
+    its tests fail. What goes
 wrong with a box is none: ``BoxFailed`` fails the sample.
 """
 
@@ -58,8 +59,8 @@ class CodeOptions:
     """all: 1 where every test passes, else 0. share: the share of the tests that pass."""
 
     box: Kind = "bwrap"
-    """bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken only by name: limits hold,
-    but programs can read what the user can."""
+    """bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken
+    only by name: limits hold, but programs can read what the user can."""
 
     packages: bool = True
     """Whether programs and tests can import the installed packages, besides the standard library."""
@@ -254,8 +255,9 @@ def _script(name: str) -> str:
 
 
 def _was_killed(found: BoxResult) -> bool:
-    """Whether it may have been killed from outside, by the machine for want of memory or by a person: that says nothing of the program,
-    so it is run once more. One that kills itself does so again."""
+    """Whether it may have been killed from outside, by the machine for want of memory or by a
+    person: that says nothing of the program, so it is run once more. One that kills itself does so
+    again."""
     return found.signal == signal.SIGKILL and found.limit is None
 
 

@@ -33,8 +33,8 @@ _FORMS = (
 def last_program(response: str) -> str | None:
     """The inside of the last closed fence of three or more backticks or tildes whose language is Python or not given.
 
-    What stands before a last ``</think>`` does not count. A fence that was never closed, and one in another language, is
-    none. Indentation that the fence has is taken off its lines.
+    What stands before a last ``</think>`` does not count. A fence that was never closed, and one in
+    another language, is none. Indentation that the fence has is taken off its lines.
     """
     found: str | None = None
     opened, language, indent = "", "", 0

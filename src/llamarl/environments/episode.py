@@ -4,9 +4,10 @@
                                             ▲                            │
                                             └──────── text, messages ◀───┘   never trained on
 
-Text in, text out. An environment may keep state; whoever plays it (``episodes.py``) makes that state a function of (item, seed,
-replies so far), by playing the replies again wherever the live one is lost. So it must answer equal replies equally: whatever is
-random in it follows from ``seed``. ``llamarl doctor --env NAME`` plays one twice and says whether it does.
+Text in, text out. An environment may keep state; whoever plays it (``episodes.py``) makes that
+state a function of (item, seed, replies so far), by playing the replies again wherever the live one
+is lost. So it must answer equal replies equally: whatever is random in it follows from ``seed``.
+``llamarl doctor --env NAME`` plays one twice and says whether it does.
 
 A single-turn task is the episode of length one.
 """

@@ -1,8 +1,10 @@
-"""The pool of environments beside a generator: asks go in, answers come out, and who waits for whom is the caller's affair.
+"""The pool of environments beside a generator: asks go in, answers come out, and who waits for whom
+is the caller's affair.
 
-A worker holds many live episodes and answers one ask at a time, so ``task.pool.num_workers`` slow tools run at once. An
-episode stays with the worker that has it; where that died, also in the middle of an answer, it is played again by another. So
-no answer depends on which worker gave it, nor on when: an answer is a function of its ask.
+A worker holds many live episodes and answers one ask at a time, so ``task.pool.num_workers`` slow
+tools run at once. An episode stays with the worker that has it; where that died, also in the middle
+of an answer, it is played again by another. So no answer depends on which worker gave it, nor on
+when: an answer is a function of its ask.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class EpisodePool(WorkerPool):
     Args:
         task_config: Which environment, and the pool's settings.
         num_workers: Overrides ``task_config.pool.num_workers``.
-        timeout_s: Overrides ``task_config.pool.timeout_s``: what one reset or step may take, and of an episode that is played
-            again all of them together.
+        timeout_s: Overrides ``task_config.pool.timeout_s``: what one reset or step may take, and of
+            an episode that is played again all of them together.
 
     Raises:
         DataError: The environment cannot be imported; carries the worker's cause.
@@ -140,7 +142,8 @@ class EpisodeOpener:
         self._pool.ask(self._ask(item, seed))
 
     def open(self, item: TaskItem, seed: int) -> Opened:
-        """Waits for the first observation. Where there is none, the opening says why, and the question is the item's."""
+        """Waits for the first observation. Where there is none, the opening says why, and the
+        question is the item's."""
         said = self._pool.wait(self._ask(item, seed))
         opening = Opening(
             seed=seed,

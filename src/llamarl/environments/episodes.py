@@ -41,7 +41,8 @@ PlayKey = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """What a sequence knows of its episode. ``turns`` ends with the one that is being answered, while ``due_in`` is set."""
+    """What a sequence knows of its episode. ``turns`` ends with the one that is being answered,
+    while ``due_in`` is set."""
 
     task: str
     """The prompt's: which environment, where there are several."""

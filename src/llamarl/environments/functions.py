@@ -1,8 +1,9 @@
 """A user's own reward function, by import path, over the items of a table or over any bundled task's questions.
 
-``reward(prompt, response, answer) -> float``: the prompt's text, the response's text, the reference answer or None;
-``calling`` says what else it may take. A finite real number (or a bool) is a score; a ``llamarl.types.Score`` is one with
-named parts. Anything else, and any exception, fails the sample.
+``reward(prompt, response, answer) -> float``: the prompt's text, the response's text, the reference
+answer or None; ``calling`` says what else it may take. A finite real number (or a bool) is a score;
+a ``llamarl.types.Score`` is one with named parts. Anything else, and any exception, fails the
+sample.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ _MANY = ("prompts", "responses", "answers")
 
 
 class CompletionsCaller:
-    """A function of TRL's kind: ``reward(completions, **columns) -> list``, whose None is for a sample that it does not apply to.
+    """A function of TRL's kind: ``reward(completions, **columns) -> list``, whose None is for a
+    sample that it does not apply to.
 
-    It gets lists by name, of those that it has parameters for (``**kwargs`` is all): ``prompts``, ``completions``,
-    ``completion_ids``, ``answer`` and the other columns of the data. Where questions are conversations (``messages``), a prompt
-    is its messages and a completion a list of one message of the assistant; else both are text.
+    It gets lists by name, of those that it has parameters for (``**kwargs`` is all): ``prompts``,
+    ``completions``, ``completion_ids``, ``answer`` and the other columns of the data. Where
+    questions are conversations (``messages``), a prompt is its messages and a completion a list of
+    one message of the assistant; else both are text.
     """
 
     def __init__(self, function: Callable[..., Any], signature: inspect.Signature, shown: str) -> None:
@@ -203,7 +206,8 @@ class FunctionTask:
     Made everywhere, but only where it judges are the user's modules imported: see ``llamarl.import_path``.
 
     Args:
-        judges: What is added up. The value of a single one without a name is the score itself, with the parts that it has.
+        judges: What is added up. The value of a single one without a name is the score itself, with
+            the parts that it has.
         batch_size: ``task.reward_batch_size``; above 0 the functions judge lists.
 
     Raises:

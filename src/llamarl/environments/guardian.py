@@ -5,17 +5,18 @@
                          │  └─ their output ─┘                   │
                          └───────── orphans become its children ─┘
 
-The guardian runs none of the user's code. It is a *subreaper*: a process whose parent dies becomes the guardian's child, be
-it in a session of its own, forked twice or deaf to every signal but SIGKILL. So all that a worker ever started stays below
-the guardian, and is killed, round by round until nothing is left, as soon as
+The guardian runs none of the user's code. It is a *subreaper*: a process whose parent dies becomes
+the guardian's child, be it in a session of its own, forked twice or deaf to every signal but
+SIGKILL. So all that a worker ever started stays below the guardian, and is killed, round by round
+until nothing is left, as soon as
 
 * the pool says so, by closing its end of the control socket: a sample took too long, or the pool closes;
 * the pool's process dies, which closes it too (should another process hold a copy: its parent's number changes);
 * the worker ends by itself. How, and the last lines of its output, go to the pool as a report.
 
-The kernel kills the worker if the guardian dies. What the guardian cannot hold: a judge that kills it, as the same user
-may, after starting processes that left the worker; processes of another user; and, on systems other than Linux, processes
-that left the worker's process group.
+The kernel kills the worker if the guardian dies. What the guardian cannot hold: a judge that kills
+it, as the same user may, after starting processes that left the worker; processes of another user;
+and, on systems other than Linux, processes that left the worker's process group.
 """
 
 from __future__ import annotations

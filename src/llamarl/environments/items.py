@@ -1,16 +1,18 @@
-"""Items from tables: a file of JSON lines, another file (parquet, arrow, CSV, JSON), a folder of them, or a data set of the Hub.
+"""Items from tables: a file of JSON lines, another file (parquet, arrow, CSV, JSON), a folder of
+them, or a data set of the Hub.
 
     task.data ──.jsonl──────────────────────────────▶ lines, read at once ──────────────────▶ row ─┐
         │                                                                                          ├─columns─▶ item
         └──Hub: fetched by commit──▶ files ──datasets──▶ Arrow on disk, memory-mapped ──▶ row ─────┘
 
-JSON lines need no other package, and every mistake in them is named by file and line before a run. Anything else needs
-``datasets``: rows are read one at a time, by index, from a file that all processes map; only the questions are looked through,
-once, to divide them. A reward worker, which asks for no item, reads nothing at all.
+JSON lines need no other package, and every mistake in them is named by file and line before a run.
+Anything else needs ``datasets``: rows are read one at a time, by index, from a file that all
+processes map; only the questions are looked through, once, to divide them. A reward worker, which
+asks for no item, reads nothing at all.
 
-Where an evaluation table or split is named, a training question that also stands in it is left out. Else a share of the
-distinct questions is held out by a hash of their words. White space at the ends of a question is kept, but makes it no other
-question.
+Where an evaluation table or split is named, a training question that also stands in it is left out.
+Else a share of the distinct questions is held out by a hash of their words. White space at the ends
+of a question is kept, but makes it no other question.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ class TableItems:
     """The train and eval items of one or two tables; an ``ItemSource`` but for its name. Opened when first asked.
 
     Raises:
-        DataError: From ``num_items`` and ``item``: no such table, split or column, an empty table, or a record that is no item.
+        DataError: From ``num_items`` and ``item``: no such table, split or column, an empty table,
+            or a record that is no item.
     """
 
     def __init__(self, config: TaskConfig, to_item: ToItem, *, seed: int) -> None:

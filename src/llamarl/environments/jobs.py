@@ -5,8 +5,9 @@ A player keeps the live environment of each episode, or plays it again where the
     ask (episode, item, seed, replies) ──live and at the last reply but one?──yes──▶ step(last reply) ──▶ Step
                                                      └─no─▶ reset, step through the replies before ──▲
 
-What an environment says when it is played again must be what it said the first time: where it is not, the sample is failed
-with both, since the tokens that the policy has seen would be of another episode.
+What an environment says when it is played again must be what it said the first time: where it is
+not, the sample is failed with both, since the tokens that the policy has seen would be of another
+episode.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ def _checked_words(said: Observation | Step) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same in plain JSON values, whose text can be written as UTF-8; sequences are tuples of the outermost level."""
+    """The same in plain JSON values, whose text can be written as UTF-8; sequences are tuples of
+    the outermost level."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):

@@ -25,7 +25,8 @@ MAX_BOXES = 8
 
 
 def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
-    """One record in the format of GSM8K or MATH. The other fields become the item's metadata, for a judge of the user's own.
+    """One record in the format of GSM8K or MATH. The other fields become the item's metadata, for a
+    judge of the user's own.
 
     Raises:
         DataError: No question, or no answer in either format; names ``where``.

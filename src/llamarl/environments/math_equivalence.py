@@ -3,10 +3,11 @@
     tidied ──words off, spelled as LaTeX──▶ expression ──within limits?──▶ math-verify ──▶ equal or not
                                                    └─ both plain numbers: compared exactly, without it
 
-A policy chooses what is parsed here, so it must not be able to buy time or an error with it: what is longer, deeper or
-greater than the limits below, has more terms once expanded, or takes more calls to compare, is a wrong answer. The limits
-are counts of characters, terms and calls, never seconds, so that a slow machine gives the same verdict. ``math-verify``'s
-own time limits are off: they are alarms in seconds, and the reward pool has its own for what nobody foresaw.
+A policy chooses what is parsed here, so it must not be able to buy time or an error with it: what
+is longer, deeper or greater than the limits below, has more terms once expanded, or takes more
+calls to compare, is a wrong answer. The limits are counts of characters, terms and calls, never
+seconds, so that a slow machine gives the same verdict. ``math-verify``'s own time limits are off:
+they are alarms in seconds, and the reward pool has its own for what nobody foresaw.
 
 The *reference* comes from a file. If it cannot be read, every answer to it would be wrong, so that is an error.
 """
@@ -139,7 +140,8 @@ def equals_reference(given: str, reference: str) -> bool:
 
 
 def is_words(reference: str) -> bool:
-    """True for a reference that is words or a choice's letter (``\\text{east}``, ``Navin``, ``(C)``), not mathematics."""
+    """True for a reference that is words or a choice's letter (``\\text{east}``, ``Navin``,
+    ``(C)``), not mathematics."""
     text = _unwrap(tidy(reference))
     if text != reference.strip() and len(text) == 1 and text.isalpha():
         return "text" in reference or "mathrm" in reference or "mbox" in reference
@@ -190,7 +192,8 @@ def _reference(written: str) -> _Reference:
 
 
 def _equal_exactly(answer: str, percent: bool, target: _Reference) -> bool | None:
-    """The verdict where it needs no algebra: equal text, times of day, bases, brackets of other kinds, plain numbers."""
+    """The verdict where it needs no algebra: equal text, times of day, bases, brackets of other
+    kinds, plain numbers."""
     if _without_spaces(answer) == _without_spaces(target.text):
         return True
     if _CLOCK.fullmatch(answer) and _CLOCK.fullmatch(target.text):
@@ -309,7 +312,8 @@ def _value(text: str, reference: str) -> str:
 
 
 def _check_limits(text: str) -> None:
-    """Raises _Unreadable for what could take ``math-verify`` long, or is no mathematics: words, two numbers side by side."""
+    """Raises _Unreadable for what could take ``math-verify`` long, or is no mathematics: words, two
+    numbers side by side."""
     if _NUMBER.fullmatch(text) or _BASE.fullmatch(text):
         if len(text) > MAX_NUMBER_CHARS:
             raise _Unreadable(f"a number of more than {MAX_NUMBER_CHARS} digits")

@@ -3,14 +3,16 @@
     score(groups) ── one sample at a time ──▶ worker 0 ─┐
                  └─────────────────────────▶ worker 1 ─┴─▶ groups with an outcome on every response, in order
 
-What can go wrong with user code, and what comes of it: an exception, a NaN or a non-number fails the sample; a sample over
-its time has its worker killed and replaced; a worker that dies is replaced and its sample failed, or judged again where SIGKILL
-ended it, which may have come from outside. A failed sample is a typed ``Failure``, never a zero. A verdict depends on the sample
-alone, not on the worker or the moment that judged it: every reply names the job that it answers, and is dropped where that is not
-the one the worker has.
+What can go wrong with user code, and what comes of it: an exception, a NaN or a non-number fails
+the sample; a sample over its time has its worker killed and replaced; a worker that dies is
+replaced and its sample failed, or judged again where SIGKILL ended it, which may have come from
+outside. A failed sample is a typed ``Failure``, never a zero. A verdict depends on the sample
+alone, not on the worker or the moment that judged it: every reply names the job that it answers,
+and is dropped where that is not the one the worker has.
 
-Of an episode with an environment (``episodes``) the reward is the sum of its turns'; functions of the user's own judge its last
-reply, and their value is added. Where there are none, no worker is started for it.
+Of an episode with an environment (``episodes``) the reward is the sum of its turns'; functions of
+the user's own judge its last reply, and their value is added. Where there are none, no worker is
+started for it.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ class RewardPool(WorkerPool):
         failed without being judged. Waits at most ``timeout_s`` a sample, plus the start of replaced workers.
 
         Args:
-            limit_s: Seconds that all of them may take together; those without a verdict by then are failed (``timeout``).
+            limit_s: Seconds that all of them may take together; those without a verdict by then are
+                failed (``timeout``).
 
         Raises:
             ExecutorFailed, DeadlineExceeded, DataError: A replacement worker did not start.

@@ -1,8 +1,9 @@
 """Any dataset of ``reasoning_gym`` by name, scored by the dataset's own ``score_answer``.
 
-The library makes item i of seed s from ``s + i`` alone, so neighbouring seeds share almost all items: train and eval
-differ here by the question's hash (see ``base.draw_item``), not by a seed. The judge makes the entry again from its number
-instead of carrying it through the run, and checks that it got the same question.
+The library makes item i of seed s from ``s + i`` alone, so neighbouring seeds share almost all
+items: train and eval differ here by the question's hash (see ``base.draw_item``), not by a seed.
+The judge makes the entry again from its number instead of carrying it through the run, and checks
+that it got the same question.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def make_environment(name: str, options: Mapping[str, Any], *, judged: bool = Tr
         judged: Whether ``task.reward`` judges its episodes too: an agent may then leave the reward to it.
 
     Raises:
-        DataError: There is none of that name, it refuses its options, or a library that it needs is missing. What your own
-            class raises is told too.
+        DataError: There is none of that name, it refuses its options, or a library that it needs is
+            missing. What your own class raises is told too.
     """
     factory = _factory(name)
     if name.partition(":")[0] == "agent":

@@ -43,7 +43,8 @@ def written_steps(digits: Sequence[int]) -> str:
 
 
 class StepsTask:
-    """Ledgers of ``min_terms`` to ``max_terms`` digits (2 to 9 unless told otherwise, 26 at most). Score: 1 for the right sum after the last ``#``, else 0."""
+    """Ledgers of ``min_terms`` to ``max_terms`` digits (2 to 9 unless told otherwise, 26 at most).
+    Score: 1 for the right sum after the last ``#``, else 0."""
 
     name = "steps"
 

@@ -1,11 +1,13 @@
-"""Episodes in which the policy calls tools: its calls are run, their results are shown, a reply without a call is the answer.
+"""Episodes in which the policy calls tools: its calls are run, their results are shown, a reply
+without a call is the answer.
 
     reset ─▶ question, schemas ─▶ policy ─▶ calls? ──yes──▶ run each, in order ──▶ a message of role "tool" for each ─▶ policy
                                                └──no──▶ finish(reply) ─▶ over
 
-What the policy does wrong (a tool that is not there, JSON that is broken, arguments of a wrong type) is text for the policy. What
-a tool raises is the environment's mistake and fails the sample, unless the environment shows it (``show_errors``), or the tool
-raises ``ToolError``, which is meant for the policy.
+What the policy does wrong (a tool that is not there, JSON that is broken, arguments of a wrong
+type) is text for the policy. What a tool raises is the environment's mistake and fails the sample,
+unless the environment shows it (``show_errors``), or the tool raises ``ToolError``, which is meant
+for the policy.
 """
 
 from __future__ import annotations
@@ -156,7 +158,8 @@ def _arguments(block: str) -> dict[str, str]:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """A schema, or several by name, without pydantic's titles, defaults and references, which few templates show well."""
+    """A schema, or several by name, without pydantic's titles, defaults and references, which few
+    templates show well."""
     if isinstance(schema, list):
         return [_inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):
@@ -180,7 +183,8 @@ class ToolEnvironment(ABC):
         max_moves: Replies of an episode, the final answer included.
         max_result_chars: Longer results are cut, with a word that they were.
         show_errors: Whether whatever a tool raises is shown to the policy; else it fails the sample.
-        in_text: Tools are described in the question's text, and results come as text: for chat templates that know no tools.
+        in_text: Tools are described in the question's text, and results come as text: for chat
+            templates that know no tools.
     """
 
     def __init__(
@@ -288,7 +292,8 @@ def in_words(tools: Mapping[str, Tool]) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """A text of at most ``max_chars`` characters and a word on what is missing; halves of surrogate pairs are replaced."""
+    """A text of at most ``max_chars`` characters and a word on what is missing; halves of surrogate
+    pairs are replaced."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     if len(text) <= max_chars:
         return text

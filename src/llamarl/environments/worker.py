@@ -1,12 +1,14 @@
 """One worker of a pool: ``python -m llamarl.environments.worker JOBS_FD CONTROL_FD POOL_PID``.
 
-The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child judges responses or plays
-environments, as its first request says (see ``jobs``), in its main thread, what comes over the socket ``JOBS_FD`` (see
-``messages``). It imports no torch, and starts in about the time that the task's own library takes.
+The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child
+judges responses or plays environments, as its first request says (see ``jobs``), in its main
+thread, what comes over the socket ``JOBS_FD`` (see ``messages``). It imports no torch, and starts
+in about the time that the task's own library takes.
 
-Judges print, fork, exit and close what they find. So standard input is empty, standard output and error lead to the guardian,
-processes that a judge starts or forks do not inherit the socket, a forked one that comes back here ends instead of answering, and
-the worker answers only where its socket still is its socket.
+Judges print, fork, exit and close what they find. So standard input is empty, standard output and
+error lead to the guardian, processes that a judge starts or forks do not inherit the socket, a
+forked one that comes back here ends instead of answering, and the worker answers only where its
+socket still is its socket.
 """
 
 from __future__ import annotations

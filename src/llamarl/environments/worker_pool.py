@@ -2,12 +2,14 @@
 
     put ─▶ [queue] ─▶ the worker that holds the job's home, else any free one ─▶ [answers] ─▶ take (by name)
 
-Two kinds of job: judge samples (``pool``), answer one reply of an episode (``episode_pool``). A job whose worker is over its
-time is failed and the worker replaced; one whose worker died is put again, before all others, where that may not have been its
-own fault. Nothing happens here between calls: ``turn`` reads what has come and hands out what waits.
+Two kinds of job: judge samples (``pool``), answer one reply of an episode (``episode_pool``). A job
+whose worker is over its time is failed and the worker replaced; one whose worker died is put again,
+before all others, where that may not have been its own fault. Nothing happens here between calls:
+``turn`` reads what has come and hands out what waits.
 
-Workers are started by exec, not by fork, so a pool may live in a process with threads, CUDA or actors. Each has a guardian
-that ends it, and every process that it started, with the pool or with the process that owns the pool (see ``guardian``).
+Workers are started by exec, not by fork, so a pool may live in a process with threads, CUDA or
+actors. Each has a guardian that ends it, and every process that it started, with the pool or with
+the process that owns the pool (see ``guardian``).
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class WorkerPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Ids of the processes that run the user's code, for supervision and tests; those that still start are left out."""
+        """Ids of the processes that run the user's code, for supervision and tests; those that
+        still start are left out."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
     def watch(self) -> None:
@@ -126,7 +129,8 @@ class WorkerPool:
                 worker.deadline = running_s() + START_TIMEOUT_S
 
     def turn(self, end: float = math.inf) -> None:
-        """Hand jobs to free workers, wait for the first event or deadline (``end`` at the latest), act on it, hand out again.
+        """Hand jobs to free workers, wait for the first event or deadline (``end`` at the latest),
+        act on it, hand out again.
 
         Args:
             end: On the clock of ``running_s``; one that has passed does not wait.

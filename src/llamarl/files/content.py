@@ -4,8 +4,8 @@
                                                                    else send what it lacks, once for ever, and say where it lies
     with_paths(plan, where it lies there) ─▶ the plan of that host
 
-Two hosts that have the same bytes under one path need nothing. What is installed (packages, named as ``package.module:name``) is
-not sent: a host has its own.
+Two hosts that have the same bytes under one path need nothing. What is installed (packages, named
+as ``package.module:name``) is not sent: a host has its own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def content_of(path: Path) -> Content:
 
 
 def same_there(client: FileClient, path: Path) -> bool:
-    """Whether the host sees the same files under the same path, by sizes and times of writing: nothing need be read then."""
+    """Whether the host sees the same files under the same path, by sizes and times of writing:
+    nothing need be read then."""
     files = [("", path)] if path.is_file() else [(f.relative_to(path).as_posix(), f) for f in _files_of(path)]
     seen = [(name, file.stat()) for name, file in files]
     return client.same(path, [(name, found.st_size, found.st_mtime_ns) for name, found in seen])
@@ -71,7 +72,8 @@ def _record(name: str, path: Path) -> FileRecord:
 
 
 def paths_in(plain: Any, *, exists: Callable[[str], bool] = os.path.exists) -> list[str]:
-    """The files and folders that nested plain values name: models, data, and code as ``path/to/file.py:name``; each once.
+    """The files and folders that nested plain values name: models, data, and code as
+    ``path/to/file.py:name``; each once.
 
     Args:
         exists: Whether a path is there.

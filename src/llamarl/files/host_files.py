@@ -5,8 +5,9 @@
     BASE/objects/               each file's bytes once, read-only, under its checksum and size; the oldest go beyond a limit
     BASE/incoming/              what is on its way
 
-A run's folder goes when its controller says so, and with this process, however that ends: a shell waits for its end and removes the
-folder. Where the controller has said that something in it is still to be fetched (``leave``), it goes a day later, with the next run.
+A run's folder goes when its controller says so, and with this process, however that ends: a shell
+waits for its end and removes the folder. Where the controller has said that something in it is
+still to be fetched (``leave``), it goes a day later, with the next run.
 """
 
 from __future__ import annotations
@@ -163,8 +164,9 @@ class HostFiles:
     # -- content --
 
     def holds(self, path: str, files: Sequence[FileRecord]) -> str:
-        """Where the folder of ``files``, or the one file with an empty path, lies here byte for byte: under ``path``, or as the
-        same snapshot in the Hugging Face cache of this host; empty where in neither. More may lie beside them."""
+        """Where the folder of ``files``, or the one file with an empty path, lies here byte for
+        byte: under ``path``, or as the same snapshot in the Hugging Face cache of this host; empty
+        where in neither. More may lie beside them."""
         places = [Path(path), *_in_own_hub_cache(path)]
         return next((str(place) for place in places if self._lie_at(place, files)), "")
 
@@ -181,7 +183,8 @@ class HostFiles:
         return bool(files)
 
     def same(self, path: str, seen: Sequence[tuple[str, int, int]]) -> bool:
-        """Whether files of the same sizes and times of writing, to the nanosecond, lie here: then they are the same, or copies.
+        """Whether files of the same sizes and times of writing, to the nanosecond, lie here: then
+        they are the same, or copies.
 
         Args:
             seen: (path below, bytes, ns); for a file its path is empty.
@@ -287,7 +290,8 @@ class HostFiles:
         self._stamp_path(record).write_text(_stamp_of(self._objects / _object_name(record)), encoding="ascii")
 
     def _make_room(self, newest: str) -> None:
-        """Remove the objects that were not used for the longest time, beyond the limit; what runs link to lives on there."""
+        """Remove the objects that were not used for the longest time, beyond the limit; what runs
+        link to lives on there."""
         found = []
         for path in self._objects.iterdir():
             if not path.name.startswith("."):
@@ -305,8 +309,8 @@ class HostFiles:
 
 
 def _in_own_hub_cache(path: str) -> list[Path]:
-    """The place of a snapshot of another host's Hugging Face cache in this one's: ``models--x/snapshots/COMMIT`` and what
-    follows are the same everywhere."""
+    """The place of a snapshot of another host's Hugging Face cache in this one's:
+    ``models--x/snapshots/COMMIT`` and what follows are the same everywhere."""
     parts = Path(path).parts
     at = next((i for i, part in enumerate(parts[:-1]) if parts[i + 1] == "snapshots" and "--" in part), None)
     if at is None:

@@ -68,9 +68,11 @@ class HostFolders:
         self._run_dir, self.folders, self._where = run_dir, folders, where
         self._here = SafeFolder(run_dir)
         self._shared: dict[str, FileRecord] = {}
-        """Path -> what a rank that shares ``run_dir`` has told of it in a report: wherever the rank is by now, that is here."""
+        """Path -> what a rank that shares ``run_dir`` has told of it in a report: wherever the rank
+        is by now, that is here."""
         self._came: set[str] = set()
-        """Paths of which a report has told. What another host has under such a name was written by an attempt that did not count."""
+        """Paths of which a report has told. What another host has under such a name was written by
+        an attempt that did not count."""
         shutil.rmtree(run_dir / ".incoming", ignore_errors=True)  # of a run that was killed
 
     def folder_of(self, executor: str, rank: int) -> Path | None:
@@ -107,7 +109,8 @@ class HostFolders:
             self.send_state_of(executor, checkpoint, files)
 
     def send_state_of(self, executor: str, checkpoint: Path, files: Sequence[FileRecord]) -> None:
-        """Send one executor's saved state, which had been brought here, to the hosts where its ranks are now; any thread.
+        """Send one executor's saved state, which had been brought here, to the hosts where its
+        ranks are now; any thread.
 
         Args:
             files: Of the checkpoint's manifest.
@@ -248,8 +251,8 @@ class HostFolders:
 def files_for_ranks(
     files: Sequence[FileRecord], ranks: Sequence[tuple[str, int]], num_ranks: Mapping[str, int]
 ) -> list[FileRecord]:
-    """Those files of a checkpoint that some ranks read: each rank's own, and what lies beside them for all of the executor. Where
-    its ranks were another number then, those of all.
+    """Those files of a checkpoint that some ranks read: each rank's own, and what lies beside them
+    for all of the executor. Where its ranks were another number then, those of all.
 
     Args:
         ranks: (executor, rank).

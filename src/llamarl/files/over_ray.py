@@ -113,7 +113,8 @@ class FileClient:
             raise TransferError(f"host {self.host}: {path}: {source}: {error.strerror or error}") from error
 
     def holds(self, path: Path, files: Sequence[FileRecord]) -> Path | None:
-        """Where the host has the same bytes already: under the same path, or in its own Hugging Face cache; None: nowhere."""
+        """Where the host has the same bytes already: under the same path, or in its own Hugging
+        Face cache; None: nowhere."""
         found = self._ask("", "holds", str(path), list(files))
         return Path(found) if found else None
 

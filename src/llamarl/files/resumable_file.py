@@ -1,4 +1,5 @@
-"""A file that is on its way: kept beside its place until every byte is proved, and gone on with after a broken connection.
+"""A file that is on its way: kept beside its place until every byte is proved, and gone on with
+after a broken connection.
 
 ResumableFile(folder, record) ─▶ offset: what is here already ─▶ write, write .. ─▶ finish: size, checksum, flush ─▶ a whole file
 """

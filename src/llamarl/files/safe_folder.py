@@ -1,7 +1,8 @@
 """Files below one folder, named by whoever is at the other end of a connection.
 
-A path is walked part by part from the folder's own descriptor, and no link is followed on the way: nothing outside can be read,
-written or removed, whatever lies there and whoever moves it meanwhile. Reading a pipe or a device is refused.
+A path is walked part by part from the folder's own descriptor, and no link is followed on the way:
+nothing outside can be read, written or removed, whatever lies there and whoever moves it meanwhile.
+Reading a pipe or a device is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class SafeFolder:
         return descriptor
 
     def put(self, source: Path, path: str, *, link: bool = False) -> None:
-        """Move a file of the same disk under its name, over an earlier one; folders on the way are made. On the disk after.
+        """Move a file of the same disk under its name, over an earlier one; folders on the way are
+        made. On the disk after.
 
         Args:
             link: Give it another name instead of moving it.

@@ -169,7 +169,8 @@ def is_hub_id(text: str) -> bool:
 
 
 def split_revision(hub_id: str) -> tuple[str, str]:
-    """Split ``org/name@REVISION`` into ``org/name`` and the branch, tag or commit; empty where none is named, which is main."""
+    """Split ``org/name@REVISION`` into ``org/name`` and the branch, tag or commit; empty where none
+    is named, which is main."""
     repo, _, revision = hub_id.partition("@")
     return repo, revision
 

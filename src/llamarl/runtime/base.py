@@ -36,12 +36,14 @@ class Order:
     saves: tuple[int, ...] = ()
     """Ticks from this one on whose states are saved while what this one makes may still lie on a delayed edge."""
     flush_saves: bool = False
-    """The last tick: wait for background checkpoint writes before reporting, because no later report will tell of them."""
+    """The last tick: wait for background checkpoint writes before reporting, because no later
+    report will tell of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """A token has come onto ``channel`` while its sink works, which may take it at once (a ``latest`` channel) or have it come."""
+    """A token has come onto ``channel`` while its sink works, which may take it at once (a
+    ``latest`` channel) or have it come."""
 
     executor: str
     """The sink."""
@@ -81,7 +83,8 @@ class Report:
     journal: tuple[Handle, ...] = ()
     """One a rank: where the state after this tick lies; None where a rank keeps none."""
     at_start: bool = False
-    """Nothing was done: these are tokens that lay on delayed edges where the executor's present processes began, made again."""
+    """Nothing was done: these are tokens that lay on delayed edges where the executor's present
+    processes began, made again."""
     incarnation: int = 0
     """Of the executor's processes that did it."""
     controller_bytes: int = 0
@@ -161,7 +164,8 @@ class Runtime(Protocol):
         ...
 
     def counted(self) -> Sequence[Report]:
-        """After ``start``: what had counted since ``load_from`` when an earlier controller died, in order; the job goes on after it."""
+        """After ``start``: what had counted since ``load_from`` when an earlier controller died, in
+        order; the job goes on after it."""
         ...
 
     def fire(self, order: Order) -> None:
@@ -169,8 +173,8 @@ class Runtime(Protocol):
         ...
 
     def tell(self, news: News) -> None:
-        """Let a busy executor know; returns at once. Asked for ``latest`` channels, and for weights that travel between hosts. One
-        that has just finished ignores it."""
+        """Let a busy executor know; returns at once. Asked for ``latest`` channels, and for weights
+        that travel between hosts. One that has just finished ignores it."""
         ...
 
     def wait(self, limit_s: float) -> Report:
@@ -207,28 +211,28 @@ class RestartingRuntime(Runtime, Protocol):
         ...
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
-        """What ``start`` returns, after it raised ``ProcessesDied`` and those that died were replaced: the others have gone on.
-        Raises what ``start`` does."""
+        """What ``start`` returns, after it raised ``ProcessesDied`` and those that died were
+        replaced: the others have gone on. Raises what ``start`` does."""
         ...
 
     def replaceable(self) -> Mapping[str, int]:
-        """Executors that can be brought up again -> the first tick that each then does again: its next one, or an earlier one
-        where its state lies in a checkpoint alone and what it has read since is held. Every token that somebody may still read
-        outlives them."""
+        """Executors that can be brought up again -> the first tick that each then does again: its
+        next one, or an earlier one where its state lies in a checkpoint alone and what it has read
+        since is held. Every token that somebody may still read outlives them."""
         ...
 
     def stop(self, executor: str) -> frozenset[tuple[str, int]]:
         """End what is left of it, within seconds.
 
         Returns:
-            (channel, tick) of its tokens on edges that are not whole: a version of the weights that was still being copied, or that
-            lay on another host.
+            (channel, tick) of its tokens on edges that are not whole: a version of the weights that
+            was still being copied, or that lay on another host.
         """
         ...
 
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
-        """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may follow. What its earlier
-        processes still say is ignored."""
+        """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may
+        follow. What its earlier processes still say is ignored."""
         ...
 
     def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:

@@ -1,6 +1,7 @@
 """One rank's process on this machine: started with a socket to it, waited for, its end told in words.
 
-Used by the controller (:mod:`llamarl.runtime.local`) and by the agent on a node of a cluster (:mod:`llamarl.runtime.ray.host_agent`).
+Used by the controller (:mod:`llamarl.runtime.local`) and by the agent on a node of a cluster
+(:mod:`llamarl.runtime.ray.host_agent`).
 """
 
 from __future__ import annotations
@@ -135,14 +136,16 @@ def _new_store(name: str) -> tuple[str, int]:
 
 
 class Killed(str):
-    """The cause of a death, in words, where somebody else sent the signal: processes do not send these to themselves."""
+    """The cause of a death, in words, where somebody else sent the signal: processes do not send
+    these to themselves."""
 
 
 def cause_of_death(returncode: int | None) -> str:
     """What ended a process, in words; ``Killed`` where that was SIGKILL or SIGTERM.
 
     Args:
-        returncode: As ``subprocess`` tells it: the exit code, or minus the signal. None: it went with the process that had forked it.
+        returncode: As ``subprocess`` tells it: the exit code, or minus the signal. None: it went
+            with the process that had forked it.
     """
     if returncode is None:
         return "the process that had forked it has ended, and it with that"

@@ -1,7 +1,8 @@
 """The processes of ranks on this machine as their launcher sees them: started by themselves, or forked from a server.
 
-``PlainChild`` is a new Python that imports everything anew. ``ForkedChild`` is a fork of :mod:`llamarl.runtime.fork_server`, which
-has imported it. Both are a guard (runtime/guard.py), the one whose end counts. Everything here runs on the io thread, but ``signal``.
+``PlainChild`` is a new Python that imports everything anew. ``ForkedChild`` is a fork of
+:mod:`llamarl.runtime.fork_server`, which has imported it. Both are a guard (runtime/guard.py), the
+one whose end counts. Everything here runs on the io thread, but ``signal``.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Child(Protocol):
     pid: int
 
     async def code(self, reading: asyncio.Task[None]) -> int | None:
-        """Return when it has ended and is buried: its exit code, or minus the signal; None: it went with the process that had forked it.
-        ``reading`` ends when its control socket does."""
+        """Return when it has ended and is buried: its exit code, or minus the signal; None: it went
+        with the process that had forked it. ``reading`` ends when its control socket does."""
         ...
 
     def signal(self, number: int) -> None:
@@ -207,8 +208,8 @@ def _start(requests: int, modules: Collection[str], environment: Mapping[str, st
 def start_early(
     modules: tuple[str, ...], environment: Mapping[str, str], *, also: Sequence[str] = (), may_be_a_fork: bool = False
 ) -> None:
-    """Start a server for :func:`fork_server` to find: it imports while this process does, or once for both where it may be a fork of
-    this one. One that nobody asks for ends with this process.
+    """Start a server for :func:`fork_server` to find: it imports while this process does, or once
+    for both where it may be a fork of this one. One that nobody asks for ends with this process.
 
     Args:
         also: Further modules that it imports; whoever asks need not know of them.
@@ -219,7 +220,8 @@ def start_early(
 
 
 def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> ForkServer | None:
-    """A server that has this environment and imports these modules; None where there is nothing to share, or no forking."""
+    """A server that has this environment and imports these modules; None where there is nothing to
+    share, or no forking."""
     if not modules or not forks_work():
         return None
     had, server = _early.pop(modules, ({}, None))
@@ -245,8 +247,9 @@ def forks_work() -> bool:
 
 
 def shared_modules(specs: Iterable[ExecutorSpec], threads: int) -> tuple[str, ...]:
-    """What a fork server imports for those of these executors that have ``threads`` threads: our own modules, which run nothing when
-    they are imported. A fork may not use a GPU, for its server may have asked for one.
+    """What a fork server imports for those of these executors that have ``threads`` threads: our
+    own modules, which run nothing when they are imported. A fork may not use a GPU, for its server
+    may have asked for one.
 
     Returns:
         Empty where a server would serve one rank or none.

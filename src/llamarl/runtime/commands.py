@@ -6,8 +6,8 @@
     News                            ─▶ TELL    ─▶ diagnostics thread: Worker.tell, while the executor works
     stack of the executor's thread  ◀─ WHERE   ◀─ diagnostics thread, while the executor works or hangs
 
-An executor's exception travels as a value (``RankFailure``). How the bytes get there is the link's business: frames on a socket
-(:mod:`llamarl.runtime.local`).
+An executor's exception travels as a value (``RankFailure``). How the bytes get there is the link's
+business: frames on a socket (:mod:`llamarl.runtime.local`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Obedient:
         """Whether the last order has been carried out."""
 
     def obey(self, blob: bytes) -> bytes:
-        """Obey a :func:`command_blob`; the reply is a pickled result or ``RankFailure``. All calls come from one thread."""
+        """Obey a :func:`command_blob`; the reply is a pickled result or ``RankFailure``. All calls
+        come from one thread."""
         executor, rank, doing, method, argument = cloudpickle.loads(blob)
         self._who = executor, rank, doing
         try:

@@ -24,23 +24,27 @@ class HostsConfig:
     """Nodes of a Ray cluster. Where ranks are changes no bit: thread counts, processors and versions do."""
 
     cluster: Annotated[str, NO_BITS] = ""
-    """Ray cluster that the job runs on, from one of its nodes: "auto" is the one that this machine is a node of, "HOST:PORT" names
-    its head. Empty: this machine alone, and nothing listens. On the command line: --cluster auto."""
+    """Ray cluster that the job runs on, from one of its nodes: "auto" is the one that this machine
+    is a node of, "HOST:PORT" names its head. Empty: this machine alone, and nothing listens. On the
+    command line: --cluster auto."""
 
     on: Annotated[dict[str, ListOf[str]], NO_BITS] = Field(default_factory=dict)
-    """Executor -> its nodes, by the names or addresses that Ray gives them, or by their places in the list that --dry-run prints
-    ("0", "2-3"); "here" is the controller's node. Ranks fill a node before the next. One that is not named goes where fewest ranks
-    are. On the command line: --on generator=a,b."""
+    """Executor -> its nodes, by the names or addresses that Ray gives them, or by their places in
+    the list that --dry-run prints ("0", "2-3"); "here" is the controller's node. Ranks fill a node
+    before the next. One that is not named goes where fewest ranks are. On the command line: --on
+    generator=a,b."""
 
     port_range: Annotated[str, NO_BITS] = ""
     """Ports on which processes of the job may listen on each node, beside Ray's own: "20000-20100". Empty: any."""
 
     run_folder: Annotated[Literal["auto", "own"], NO_BITS] = "auto"
-    """"auto": a host that is seen to read and write the controller's run folder uses it. Every other host gets one of its own, and
-    files travel. "own": all get one of their own, such as where the shared one is slow."""
+    """"auto": a host that is seen to read and write the controller's run folder uses it. Every
+    other host gets one of its own, and files travel. "own": all get one of their own, such as where
+    the shared one is slow."""
 
     allow_unlike: Annotated[bool, NO_BITS] = False
-    """Let ranks run on hosts whose processors or library versions differ: to rounding, no longer the bits of one machine."""
+    """Let ranks run on hosts whose processors or library versions differ: to rounding, no longer
+    the bits of one machine."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
@@ -69,8 +73,8 @@ class HostsConfig:
 
 
 def host_settings(cluster: str | None, on: Sequence[str] = ()) -> dict[str, Any]:
-    """What ``--cluster ADDRESS`` and ``--on EXECUTOR=HOSTS`` set: keys of :class:`HostsConfig`; empty where neither is given. ``here``
-    takes the job back to this machine.
+    """What ``--cluster ADDRESS`` and ``--on EXECUTOR=HOSTS`` set: keys of :class:`HostsConfig`;
+    empty where neither is given. ``here`` takes the job back to this machine.
 
     Raises:
         ValueError: An ``--on`` is of another form, or an executor is named twice.

@@ -4,8 +4,9 @@
                                 ├─ state after the tick    ─▶ copied too
                                 └─ weights                 ─▶ stay where they are: they are as large as the model, and are made again
 
-Readers on any host then take a tick's data from this machine, but those that share memory with the rank that made it. A segment that lies on this machine already is left to
-``HeldSegments``, which copies nothing.
+Readers on any host then take a tick's data from this machine, but those that share memory with the
+rank that made it. A segment that lies on this machine already is left to ``HeldSegments``, which
+copies nothing.
 """
 
 from __future__ import annotations

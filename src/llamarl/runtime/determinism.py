@@ -14,15 +14,17 @@ from collections.abc import Mapping
 __all__ = ["environment", "pin"]
 
 _ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Threads that wait for the others of their team sleep. Spinning, as OpenMP has it by default, they hold a core that another executor's
-thread waits for, and perhaps the very one that they wait for."""
+"""Threads that wait for the others of their team sleep. Spinning, as OpenMP has it by default, they
+hold a core that another executor's thread waits for, and perhaps the very one that they wait
+for."""
 _SAID = bool(os.environ.keys() & _ASLEEP.keys())
 """By the user, before anything of ours could have set them."""
 _CUBLAS, _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS repeats itself only with fixed workspaces
 
 
 def environment(threads: int) -> Mapping[str, str]:
-    """Variables for a process that has not imported torch yet. How threads wait changes no bit; what the user says of it stays."""
+    """Variables for a process that has not imported torch yet. How threads wait changes no bit;
+    what the user says of it stays."""
     count = str(threads)
     waiting = _ASLEEP if threads > 1 and not _SAID else {}
     return {

@@ -3,9 +3,10 @@
     llamarl train ── imports torch, transformers, the executors ──┬── forks ──▶ fork server ── forks ──▶ ranks
                                                                   └── goes on with its checks, and controls
 
-Only a process that is ours from beginning to end may be forked: see :func:`allow_fork_of_this_process`. What the libraries read from the
-environment when they are imported must have been there: see :func:`ready`. The rest is given to the fork: its own variables, no
-descriptor but the streams and its socket, signals as a new process has them.
+Only a process that is ours from beginning to end may be forked: see
+:func:`allow_fork_of_this_process`. What the libraries read from the environment when they are
+imported must have been there: see :func:`ready`. The rest is given to the fork: its own variables,
+no descriptor but the streams and its socket, signals as a new process has them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _ours = False
 
 
 def allow_fork_of_this_process() -> None:
-    """Say that this process runs one command and nothing else, so that it may be forked, and a fork of it end by itself."""
+    """Say that this process runs one command and nothing else, so that it may be forked, and a fork
+    of it end by itself."""
     global _ours
     _ours = True
     # numpy's library starts its threads when it is imported, and a process that has threads is not forked

@@ -1,12 +1,14 @@
-"""Main module of the process from which ranks are forked: ``python -P -m llamarl.runtime.fork_server REQUESTS CONTROLLER MODULES``.
+"""Main module of the process from which ranks are forked: ``python -P -m
+llamarl.runtime.fork_server REQUESTS CONTROLLER MODULES``.
 
     controller ══ label, 3 descriptors ═▶ fork server ── forks ──▶ guard ── forks ──▶ rank
                ◀═ started, pid ══════════ (has imported torch, transformers, the executors; runs none of them)
                ◀═ ended, pid, code ══════
 
-What every rank would import for itself, three to five seconds of a core each, is imported once; the memory of it is shared. The
-server has one thread and never computes, so a fork of it is as good as a process that has imported the same. Its environment is that of
-its ranks: ranks with another number of threads have another server (``OMP_NUM_THREADS`` is read when torch is imported).
+What every rank would import for itself, three to five seconds of a core each, is imported once; the
+memory of it is shared. The server has one thread and never computes, so a fork of it is as good as
+a process that has imported the same. Its environment is that of its ranks: ranks with another
+number of threads have another server (``OMP_NUM_THREADS`` is read when torch is imported).
 
 ``REQUESTS`` is an inherited descriptor, one end of a pair of packet sockets. Linux only.
 """

@@ -2,18 +2,19 @@
 
     controller ── starts ──▶ guard ── forks ──▶ rank ──▶ its own children, and theirs ...
 
-A rank may start processes of its own (reward workers, tools), and these may detach themselves from their parent. The kernel
-ends a child with its parent if asked to, but not the children of that child. So a rank's process is two: the guard, which
-imports nothing, and the rank, forked from it. The guard is the "subreaper" of all that comes below it: a process whose parent
-ends becomes the guard's child, wherever it tried to hide. It sleeps until one of these happens, then kills what is left and ends
-as the rank ended (same exit code, same signal):
+A rank may start processes of its own (reward workers, tools), and these may detach themselves from
+their parent. The kernel ends a child with its parent if asked to, but not the children of that
+child. So a rank's process is two: the guard, which imports nothing, and the rank, forked from it.
+The guard is the "subreaper" of all that comes below it: a process whose parent ends becomes the
+guard's child, wherever it tried to hide. It sleeps until one of these happens, then kills what is
+left and ends as the rank ended (same exit code, same signal):
 
 - the rank ended
 - the controller's end of the control socket is closed: the controller ended, in whatever way
 - SIGTERM, from the controller or from the kernel (``PR_SET_PDEATHSIG``)
 
-If the guard itself is killed the kernel kills the rank. Without Linux's calls (macOS) the rank's process group is killed, and
-what has left the group gets away.
+If the guard itself is killed the kernel kills the rank. Without Linux's calls (macOS) the rank's
+process group is killed, and what has left the group gets away.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     executors, hosts ─▶ spread: a host for each rank ─▶ place, host by host ─▶ one Placement
 
-An executor that is given hosts fills them one after the other: tensor-parallel peers stay together where they can, ranks with
-neighbouring numbers too, since these talk most. One that is given none goes whole to the host that has fewest ranks so far. Unlike
-replicas may be given hosts kind by kind: ``generator_0`` are those of the first kind. All
-ranks of an executor get the same number of threads, the least that any of its hosts can give, because bits depend on it.
+An executor that is given hosts fills them one after the other: tensor-parallel peers stay together
+where they can, ranks with neighbouring numbers too, since these talk most. One that is given none
+goes whole to the host that has fewest ranks so far. Unlike replicas may be given hosts kind by
+kind: ``generator_0`` are those of the first kind. All ranks of an executor get the same number of
+threads, the least that any of its hosts can give, because bits depend on it.
 
 While the job goes on a host may be gone (``stand_in``), an executor may get another number of ranks
 (``respread``): everyone else stays.
@@ -36,7 +37,8 @@ __all__ = [
 _ALWAYS_ALIKE = ("llamarl", "python")
 
 Units = int | tuple[tuple[int, int], ...]
-"""Ranks with neighbouring numbers that hold one model; of unlike ones, kind by kind: (ranks of one, how many there are)."""
+"""Ranks with neighbouring numbers that hold one model; of unlike ones, kind by kind: (ranks of one,
+how many there are)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
 def _fill_kinds(
     units: tuple[tuple[int, int], ...], hosts: Sequence[int], of_kinds: Sequence[Sequence[int] | None]
 ) -> tuple[int, ...]:
-    """Kind after kind: one that is given hosts of its own fills these; the others, if there are any, together those of the executor.
+    """Kind after kind: one that is given hosts of its own fills these; the others, if there are
+    any, together those of the executor.
 
     Args:
         of_kinds: Each kind's own hosts.
@@ -146,8 +149,8 @@ def stand_in(
     on_gpus: Collection[str] = (),
     allow_unlike: bool = False,
 ) -> int | None:
-    """The host that takes the place of one that is gone, with all its ranks, each on the device with the same number: alike in what
-    decides bits, with fewest ranks, the first of those.
+    """The host that takes the place of one that is gone, with all its ranks, each on the device
+    with the same number: alike in what decides bits, with fewest ranks, the first of those.
 
     Args:
         where: As :func:`spread` gives it.
@@ -179,11 +182,13 @@ def respread(
     on_gpus: Collection[str] = (),
     allow_unlike: bool = False,
 ) -> tuple[int, ...]:
-    """The host of each rank of an executor that gets another number of them while the job goes on. Those that remain stay.
+    """The host of each rank of an executor that gets another number of them while the job goes on.
+    Those that remain stay.
 
-    Of more, each goes to a host with cores left for it (on CPUs; where none has any, that decides nothing): of those where the
-    executor is, or that it was given, to the one with fewest of its ranks, else to the one with fewest ranks at all. Of fewer,
-    those go that are on hosts that it was not given, then the last one of the host with most of them.
+    Of more, each goes to a host with cores left for it (on CPUs; where none has any, that decides
+    nothing): of those where the executor is, or that it was given, to the one with fewest of its
+    ranks, else to the one with fewest ranks at all. Of fewer, those go that are on hosts that it
+    was not given, then the last one of the host with most of them.
 
     Args:
         spec: With the number that it shall have, and threads settled.
@@ -244,8 +249,9 @@ def respread(
 
 
 def hosts_to_resume_on(ranks: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
-    """The hosts to give an executor at a resume, so that as many ranks find room as they have now: those that they are on, the one with
-    most of them first, then what it was given besides. Empty: as it was, by nobody's wish, on one host.
+    """The hosts to give an executor at a resume, so that as many ranks find room as they have now:
+    those that they are on, the one with most of them first, then what it was given besides. Empty:
+    as it was, by nobody's wish, on one host.
 
     Args:
         ranks: As :func:`respread` gives it.
@@ -258,7 +264,8 @@ def hosts_to_resume_on(ranks: Sequence[int], given: Sequence[int]) -> tuple[int,
 
 
 def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:
-    """What differs among machines that hold ranks or the controller, in words: such differences change bits, or prevent the job.
+    """What differs among machines that hold ranks or the controller, in words: such differences
+    change bits, or prevent the job.
 
     Args:
         machines: The first is what the others are compared with.
@@ -322,7 +329,8 @@ def place_on_hosts(
 def share_of(
     host: int, executors: Sequence[ExecutorSpec], where: Mapping[str, Sequence[int]], machine: Machine
 ) -> tuple[int, int]:
-    """Cores and GPUs that the ranks on a host take of it: a core a thread, where there are so many, and GPUs up to the last in use."""
+    """Cores and GPUs that the ranks on a host take of it: a core a thread, where there are so many,
+    and GPUs up to the last in use."""
     threads = gpus = 0
     for spec in executors:
         threads += spec.threads * list(where[spec.name]).count(host)

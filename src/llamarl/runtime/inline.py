@@ -1,8 +1,8 @@
 """Every executor in the controller's own process, one rank each, no concurrency: for debuggers, tests and machines
 where processes cannot be started.
 
-``fire`` queues an order and ``wait`` runs the oldest one to its end, so the order of execution is a function of the order of
-firing. Two limits follow from sharing one process:
+``fire`` queues an order and ``wait`` runs the oldest one to its end, so the order of execution is a
+function of the order of firing. Two limits follow from sharing one process:
 
 - **A deadline cannot pre-empt.** The step runs to its end first; if it took longer than the deadline, ``wait`` then raises
   ``DeadlineExceeded``. A step that hangs hangs the program: run it under ``local`` to have it ended.

@@ -1,16 +1,19 @@
-"""``RUN/journal``: each tick that has counted since the last checkpoint, so that a run whose controller died goes on from there.
+"""``RUN/journal``: each tick that has counted since the last checkpoint, so that a run whose
+controller died goes on from there.
 
     report (handles name memory that the controller holds) ─▶ append ─▶ queue ─▶ thread ─▶ RUN/journal/000000000042
     a checkpoint is finished ─▶ what it contains is removed                     read_journal ─▶ the same reports, in new memory
 
-One file a report: its metrics, spans and events; the state after it, where its executor tells of one; its tokens on data channels. Not
-the weights: those are made again by repeating the trainer's ticks. Files are numbered in the order in which reports counted, and
-each says how long it is and proves every byte; so what is read is a beginning of what counted, up to the first file that is torn
-or missing. Nothing is flushed: it survives the controller, and of a machine's death as much as the disk has by then.
+One file a report: its metrics, spans and events; the state after it, where its executor tells of
+one; its tokens on data channels. Not the weights: those are made again by repeating the trainer's
+ticks. Files are numbered in the order in which reports counted, and each says how long it is and
+proves every byte; so what is read is a beginning of what counted, up to the first file that is torn
+or missing. Nothing is flushed: it survives the controller, and of a machine's death as much as the
+disk has by then.
 
-What is read may come from a stranger, with checksums that fit: each header is validated, each token decoded once as its readers
-will decode it (:mod:`llamarl.channels.plain_values`) and its samples looked at (``check_samples``), and what does not hold is
-refused.
+What is read may come from a stranger, with checksums that fit: each header is validated, each token
+decoded once as its readers will decode it (:mod:`llamarl.channels.plain_values`) and its samples
+looked at (``check_samples``), and what does not hold is refused.
 """
 
 from __future__ import annotations
@@ -409,8 +412,8 @@ def read_journal(run_dir: Path, run_id: str) -> list[Record]:
 
 
 def records_of(records: Sequence[Record], *, after_tick: int, before_tick: int) -> list[Record]:
-    """Those of the ticks between two. Whatever a tick needs is of its own number or an earlier one, so this, too, is a state that
-    the job can be in.
+    """Those of the ticks between two. Whatever a tick needs is of its own number or an earlier one,
+    so this, too, is a state that the job can be in.
 
     Returns:
         None at all where an executor's ticks do not begin with the first of them, or have a gap.

@@ -2,7 +2,8 @@
 
 rank: executor.journal(k) ─▶ segment ─▶ KeptState in its report ─▶ controller holds the segment ─▶ a new process reads it
 
-On another host the controller holds a copy (:mod:`llamarl.runtime.copy_to_controller`), which the new process reads over a socket.
+On another host the controller holds a copy (:mod:`llamarl.runtime.copy_to_controller`), which the
+new process reads over a socket.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
                       │            one that contains that tick is finished)
                       └─ state  ─▶ held until that of the executor's next tick is
 
-Only descriptors: nothing is copied, but what came from other hosts (:mod:`llamarl.runtime.copy_to_controller`). Weights on another host are not
+Only descriptors: nothing is copied, but what came from other hosts
+    (:mod:`llamarl.runtime.copy_to_controller`). Weights on another host are not
 held: they go with their process, and are made again. A report whose process has ended before its tokens could be
 held is not taken: its tick counts as not done (docs/survival.md).
 """
@@ -29,8 +30,8 @@ __all__ = ["MAX_PAST_BYTES", "MAX_PAST_SEGMENTS", "KeptTokens"]
 
 MAX_PAST_BYTES = 256 << 20
 MAX_PAST_SEGMENTS = 256
-"""Most that is held, per executor, of what it has read since its last checkpoint. Beyond, it is not brought up again until the
-next one."""
+"""Most that is held, per executor, of what it has read since its last checkpoint. Beyond, it is not
+brought up again until the next one."""
 
 _Tokens = Mapping[str, tuple[Handle, ...]]
 """Channel -> handles."""
@@ -64,7 +65,8 @@ class KeptTokens:
         self._missing: set[tuple[str, int]] = set()
         """Tokens on edges that were not whole when their process ended, and are to be made again."""
         self._recent: dict[tuple[str, int, int], SegmentHandle] = {}
-        """Channel, source rank and slot -> the segment last seen there: kept open, so that it keeps its name from tick to tick."""
+        """Channel, source rank and slot -> the segment last seen there: kept open, so that it keeps
+        its name from tick to tick."""
         self._states: dict[str, tuple[KeptState, ...]] = {}
         self._journaled = frozenset(journaled)
         self._done = dict.fromkeys(self._reads, first_tick)
@@ -79,8 +81,8 @@ class KeptTokens:
         self._whole = self._journaled | self._past.keys()
 
     def begin(self, ready: Mapping[str, SetupReport]) -> Mapping[str, SetupReport] | None:
-        """Hold what lies on edges at start: the same reports with handles that outlive their processes. None if one of these has
-        ended already."""
+        """Hold what lies on edges at start: the same reports with handles that outlive their
+        processes. None if one of these has ended already."""
         held = {}
         for name, report in ready.items():
             tokens: dict[str, dict[int, tuple[Handle, ...]]] = {}
@@ -124,8 +126,8 @@ class KeptTokens:
         return self._past[executor][tick]
 
     def take_counted(self, reports: Iterable[Report]) -> list[Report]:
-        """Take what counted before this process began, in order: states and tokens lie in memory of this one. Weights are not among
-        the tokens, and are made again."""
+        """Take what counted before this process began, in order: states and tokens lie in memory of
+        this one. Weights are not among the tokens, and are made again."""
         taken = []
         for report in reports:
             made = {name for name, source in self._source.items() if source == report.executor}
@@ -136,13 +138,14 @@ class KeptTokens:
         return taken
 
     def take(self, report: Report, *, is_new: bool = True) -> Report | None:
-        """Hold what ``report`` names, and let go what its executor has read: the same report with handles that outlive their
-        process. Of a tick that has counted before, only tokens that were not whole then are left in it. None if the process
-        has ended before.
+        """Hold what ``report`` names, and let go what its executor has read: the same report with
+        handles that outlive their process. Of a tick that has counted before, only tokens that were
+        not whole then are left in it. None if the process has ended before.
 
         Args:
-            is_new: False: it counted before this process began. Then it may lack the state, which a later one tells, and there
-                is no limit to what is held of what its executor has read.
+            is_new: False: it counted before this process began. Then it may lack the state, which a
+                later one tells, and there is no limit to what is held of what its executor has
+                read.
         """
         name, tick = report.executor, report.tick
         if tick < self._done[name]:
@@ -166,8 +169,8 @@ class KeptTokens:
         return report
 
     def torn(self, executor: str) -> frozenset[tuple[str, int]]:
-        """(channel, tick) of tokens of an executor whose processes have ended that were not whole by then, or lay with them on
-        another host. They are let go."""
+        """(channel, tick) of tokens of an executor whose processes have ended that were not whole
+        by then, or lay with them on another host. They are let go."""
         torn = {
             token for token, handles in self._tokens.items()
             if self._source[token[0]] == executor and not all(map(_is_whole, handles))
@@ -261,8 +264,8 @@ class KeptTokens:
         return replace(report, outputs=outputs, journal=self._states.get(report.executor, ()))
 
     def _hold_all(self, channel: str, handles: Sequence[Handle]) -> tuple[Handle, ...] | None:
-        """The handles of a token as this process's descriptors; None if a process has ended. Versions of the weights that lie on
-        another host, and can be made again, stay as they are.
+        """The handles of a token as this process's descriptors; None if a process has ended.
+        Versions of the weights that lie on another host, and can be made again, stay as they are.
 
         Raises:
             ChannelError: They cannot be held; none is.
@@ -321,8 +324,9 @@ def _is_lent(handle: Handle) -> bool:
 
 
 def _is_whole(handle: Handle) -> bool:
-    """Whether what the handle of a process that has ended promises is there, written to its end. Data is before its report; a version
-    of the weights may be announced while it is still being copied."""
+    """Whether what the handle of a process that has ended promises is there, written to its end.
+    Data is before its report; a version of the weights may be announced while it is still being
+    copied."""
     if handle is None:
         return True
     if _is_lent(handle):

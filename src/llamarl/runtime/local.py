@@ -5,9 +5,10 @@
     LocalLink.where   ─▶        ══════════════════════════════▶   diagnostics thread
     ended             ◀─ pidfd of the guard, or end of socket     guard: ends as its rank ended, within milliseconds
 
-Nothing listens: there is no path, port or name that another process could connect to. Nothing lies in a folder either: the file
-in which the ranks of a process group meet is memory of the controller (a memfd, ``/proc/PID/fd/N``), which only its user may
-open. Gloo and NCCL, which do listen, are bound to the loopback.
+Nothing listens: there is no path, port or name that another process could connect to. Nothing lies
+in a folder either: the file in which the ranks of a process group meet is memory of the controller
+(a memfd, ``/proc/PID/fd/N``), which only its user may open. Gloo and NCCL, which do listen, are
+bound to the loopback.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class LocalLauncher:
     """Implements :class:`llamarl.runtime.ranks.Launcher` on this machine.
 
     Args:
-        specs: All executors that it will start. What several ranks import is imported once, by a fork server for each number
-            of threads.
+        specs: All executors that it will start. What several ranks import is imported once, by a
+            fork server for each number of threads.
     """
 
     def __init__(self, specs: Sequence[ExecutorSpec] = ()) -> None:
@@ -107,7 +108,8 @@ class LocalLauncher:
         self._stores.close()
 
     async def _start_one(self, plan: WorkerPlan, label: str, output: OutputReader) -> LocalLink:
-        """Start one process. On the io thread: the kernel counts the thread that starts a child as the child's parent."""
+        """Start one process. On the io thread: the kernel counts the thread that starts a child as
+        the child's parent."""
         server = self._server(plan.spec.threads) if shares_imports(plan.spec) else None
         pipes = {stream: output.pipe(label, stream) for stream in ("stdout", "stderr")}
         try:

@@ -1,8 +1,9 @@
 """What the processes of a job print reaches the user line by line, with the executor's name before it.
 
-Each process writes into two pipes made for it; one thread here reads them all. A pipe outlives its writer: what a killed process
-printed last is still read. Lines go to ``sys.stdout`` and ``sys.stderr`` of the controller, whatever these are when the line
-arrives, so a live console that redirects them keeps its picture whole.
+Each process writes into two pipes made for it; one thread here reads them all. A pipe outlives its
+writer: what a killed process printed last is still read. Lines go to ``sys.stdout`` and
+``sys.stderr`` of the controller, whatever these are when the line arrives, so a live console that
+redirects them keeps its picture whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class OutputReader:
         self._thread.start()
 
     def pipe(self, label: str, stream: str) -> int:
-        """The write end of a new pipe whose lines are to start with ``[label]``, for a child's ``stdout`` or ``stderr``."""
+        """The write end of a new pipe whose lines are to start with ``[label]``, for a child's
+        ``stdout`` or ``stderr``."""
         read, write = os.pipe()
         self.read_from(read, label, stream)
         return write

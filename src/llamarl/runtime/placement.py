@@ -1,15 +1,17 @@
 """Who gets which cores and which device, decided before any process starts. Pure.
 
-CPU threads: an executor's ``threads`` stands as given; ranks with 0 share evenly what the others leave of the cores, at
-least one each. All ranks of an executor get the same number, because bits depend on it. On a machine of up to 4 cores a lone rank
-that fills cores (``ExecutorSpec.fills_cores``) gets a thread each, and no share is set apart for it.
+CPU threads: an executor's ``threads`` stands as given; ranks with 0 share evenly what the others
+leave of the cores, at least one each. All ranks of an executor get the same number, because bits
+depend on it. On a machine of up to 4 cores a lone rank that fills cores
+(``ExecutorSpec.fills_cores``) gets a thread each, and no share is set apart for it.
 
-CUDA devices: ranks with a device by number get it; the others get the device that fewest ranks have so far, lowest number
-first. So executors lie apart while there are devices enough and share devices when there are not; ranks of one executor
-never share one, because their collectives could not run.
+CUDA devices: ranks with a device by number get it; the others get the device that fewest ranks have
+so far, lowest number first. So executors lie apart while there are devices enough and share devices
+when there are not; ranks of one executor never share one, because their collectives could not run.
 
-Executors that take turns (``ColocatedGroup``) count as one among the cores: each that asks for threads gets all that the others
-leave. Those of them that give their memory back while they wait share devices, from cuda:0 on.
+Executors that take turns (``ColocatedGroup``) count as one among the cores: each that asks for
+threads gets all that the others leave. Those of them that give their memory back while they wait
+share devices, from cuda:0 on.
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ def available_cores() -> int:
 
 
 def available_cuda_devices() -> int:
-    """CUDA devices that torch sees; 0 without torch. Starts no CUDA context, and imports torch only where there may be one."""
+    """CUDA devices that torch sees; 0 without torch. Starts no CUDA context, and imports torch only
+    where there may be one."""
     if not may_have_gpus():
         return 0
     try:
@@ -159,8 +162,8 @@ def place(
     """Settle the threads and devices of ``executors``.
 
     Args:
-        executors: ``threads`` 0 asks for a share of the cores; ``device`` is ``auto`` (CUDA where there is one), ``cpu``,
-            ``cuda``, ``cuda:N``, or a comma-separated list with one a rank.
+        executors: ``threads`` 0 asks for a share of the cores; ``device`` is ``auto`` (CUDA where
+            there is one), ``cpu``, ``cuda``, ``cuda:N``, or a comma-separated list with one a rank.
         cores: Cores to share; None takes what this process may use.
         cuda_devices: Number of CUDA devices; None asks torch.
         colocated: Of a co-located job: who takes turns.
@@ -222,8 +225,8 @@ def _devices(spec: ExecutorSpec) -> list[str]:
 
 
 def _threads(executors: Sequence[ExecutorSpec], cores: int, colocated: ColocatedGroup | None) -> dict[str, int]:
-    """Threads of each rank, by executor. All that take turns and ask for a share are one sharer, with as many ranks as the
-    largest of them."""
+    """Threads of each rank, by executor. All that take turns and ask for a share are one sharer,
+    with as many ranks as the largest of them."""
     members = colocated.members if colocated is not None else ()
     filling = {spec.name: cores for spec in executors if spec.name not in members and _fills(spec, cores)}
     executors = [spec for spec in executors if spec.name not in filling]

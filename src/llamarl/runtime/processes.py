@@ -56,7 +56,8 @@ from llamarl.transports.segments import Segment
 __all__ = ["Places", "ProcessRuntime"]
 
 _FOLLOW_UP_S = 0.3
-"""After a first failure, how long to listen for the others that came with it, to name the cause and not a consequence."""
+"""After a first failure, how long to listen for the others that came with it, to name the cause and
+not a consequence."""
 _DEATH_TOLD_S = 5.0
 """After memory that somebody was reading has gone: how long to listen for the death that this follows from."""
 _CLOSE_IDLE_S = 10.0
@@ -120,8 +121,9 @@ class ProcessRuntime:
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
         places: The hosts of the job, where some may go and others take their places.
         resumed: What counted, since the checkpoint from which the job begins, before the controller of that time died; in order.
-        restarts: Whether executors that can be brought up again keep what that needs, and their deaths are told as
-            ``ProcessesDied``. Where they lie on other hosts, these must reach this process, which has joined their network.
+        restarts: Whether executors that can be brought up again keep what that needs, and their
+            deaths are told as ``ProcessesDied``. Where they lie on other hosts, these must reach
+            this process, which has joined their network.
     """
 
     def __init__(
@@ -225,7 +227,8 @@ class ProcessRuntime:
         return copy_to_controller(report, self._pull_deadline_s)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
-        """Wait until all executors stand ready; to be called again when those that died meanwhile have been replaced."""
+        """Wait until all executors stand ready; to be called again when those that died meanwhile
+        have been replaced."""
         began = self.now()
         while missing := [name for name, ranks in self._plans.items() if len(self._ready[name]) < len(ranks)]:
             answer = self._next_answer(began + deadline_s - self.now())
@@ -352,7 +355,8 @@ class ProcessRuntime:
         return self._resumed.reports
 
     def replaceable(self) -> Mapping[str, int]:
-        """Executors of which everything that others need outlives their processes -> the first tick that they would do again."""
+        """Executors of which everything that others need outlives their processes -> the first tick
+        that they would do again."""
         if not self._restarts:
             return {}
         held = self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
@@ -430,8 +434,8 @@ class ProcessRuntime:
     def close(self) -> None:
         """Close executors, stop processes, kill what is left.
 
-        Takes at most 17 s with idle executors (10 of them for their own ``close``), at most 7.5 s after a failure or with
-        orders out; commonly about one.
+        Takes at most 17 s with idle executors (10 of them for their own ``close``), at most 7.5 s
+        after a failure or with orders out; commonly about one.
         """
         if self._ranks is None or self._closed:
             return
@@ -497,7 +501,8 @@ class ProcessRuntime:
 
 
 def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> tuple[WorkerPlan, ...]:
-    """Ranks that stand after the last of the ticks that counted, where the state after it is known; else as the checkpoint has it."""
+    """Ranks that stand after the last of the ticks that counted, where the state after it is known;
+    else as the checkpoint has it."""
     own = [report for report in resumed if report.executor == plans[0].spec.name]
     if not own or not own[-1].journal:
         return plans

@@ -11,12 +11,13 @@ __all__ = ["LOOPBACK", "rank_environment"]
 
 _INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
-"""Environment of a job that stays on one machine: where process groups listen, which by themselves ask for the host's name and
-take its address. A lone rank's group listens too."""
+"""Environment of a job that stays on one machine: where process groups listen, which by themselves
+ask for the host's name and take its address. A lone rank's group listens too."""
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """Of a rank on this machine. What torch and the group libraries read when they are imported must be there from the start."""
+    """Of a rank on this machine. What torch and the group libraries read when they are imported
+    must be there from the start."""
     return {
         **os.environ,
         **environment(threads),

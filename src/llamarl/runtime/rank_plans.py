@@ -1,4 +1,5 @@
-"""What both runtimes know of a job before any executor runs: checked specs, plans of the ranks, combined reports. Pure."""
+"""What both runtimes know of a job before any executor runs: checked specs, plans of the ranks,
+combined reports. Pure."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def plan_workers(
 
 
 def with_ranks(plans: Mapping[str, tuple[WorkerPlan, ...]], spec: ExecutorSpec) -> dict[str, tuple[WorkerPlan, ...]]:
-    """The plans of a job in which one executor has the ranks of ``spec``; where these are among hosts is another's to say."""
+    """The plans of a job in which one executor has the ranks of ``spec``; where these are among
+    hosts is another's to say."""
 
     def told(plan: WorkerPlan) -> WorkerPlan:
         changed = {spec.name: spec.num_ranks} if spec.name in plan.num_ranks else {}
@@ -108,7 +110,8 @@ def with_ranks(plans: Mapping[str, tuple[WorkerPlan, ...]], spec: ExecutorSpec) 
 
 
 def with_states(plans: Sequence[WorkerPlan], states: Sequence[KeptState], *, first_tick: int) -> tuple[WorkerPlan, ...]:
-    """Ranks that begin with the state after ``first_tick - 1``: each with its own, or all with all where they were another number."""
+    """Ranks that begin with the state after ``first_tick - 1``: each with its own, or all with all
+    where they were another number."""
     own = len(states) == len(plans)
     return tuple(
         replace(plan, first_tick=first_tick, load_from=None, restore=(states[i],) if own else tuple(states))
@@ -117,7 +120,8 @@ def with_states(plans: Sequence[WorkerPlan], states: Sequence[KeptState], *, fir
 
 
 def combine_reports(executor: str, ranks: Sequence[RankReport], *, controller_bytes: int) -> Report:
-    """One report of all ranks: handles in rank order, metrics of ranks and shares reduced, from the first start to the last end; rank 0's spans."""
+    """One report of all ranks: handles in rank order, metrics of ranks and shares reduced, from the
+    first start to the last end; rank 0's spans."""
     ranks = sorted(ranks, key=lambda report: report.rank)
     metrics = [of for report in ranks for of in (report.metrics, *report.share_metrics)]
     outputs: Mapping[str, tuple[Handle, ...]] = {
@@ -164,8 +168,9 @@ def combine_setups(executor: str, ranks: Sequence[RankSetup]) -> SetupReport:
 
 
 def deaths_alone(failures: Sequence[RankFailure]) -> tuple[Death, ...]:
-    """The processes that ended by themselves, if that explains all of ``failures``: exceptions of their own executor's other ranks
-    follow from it, those of another executor only where it was reading memory that has gone. Else none."""
+    """The processes that ended by themselves, if that explains all of ``failures``: exceptions of
+    their own executor's other ranks follow from it, those of another executor only where it was
+    reading memory that has gone. Else none."""
     dead = {(failure.executor, failure.incarnation) for failure in failures if failure.died}
     if any((f.executor, f.incarnation) not in dead and not f.source_gone for f in failures):
         return ()

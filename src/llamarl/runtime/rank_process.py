@@ -4,10 +4,11 @@
     └─ rank        main thread          obeys orders, one after another: all calls to an executor come from it
                    diagnostics thread   reads the control socket, answers for the executor while it works or hangs
 
-``CONTROL`` is the number of an inherited file descriptor, one end of a socket pair: nothing listens anywhere, so nobody but the
-controller can talk to a rank. ``CONTROLLER`` is the pid of the process that must be the parent (for a rank that was forked, its fork
-server, which ends with the controller); ``NAME`` is for who looks at ``ps``.
-Nothing above :func:`serve` imports anything large: the guard would hold it too.
+``CONTROL`` is the number of an inherited file descriptor, one end of a socket pair: nothing listens
+anywhere, so nobody but the controller can talk to a rank. ``CONTROLLER`` is the pid of the process
+that must be the parent (for a rank that was forked, its fork server, which ends with the
+controller); ``NAME`` is for who looks at ``ps``. Nothing above :func:`serve` imports anything
+large: the guard would hold it too.
 """
 
 from __future__ import annotations

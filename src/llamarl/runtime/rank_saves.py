@@ -1,4 +1,5 @@
-"""What one rank writes: its states, beside the ticks that follow where the executor does so, and what it reports of them.
+"""What one rank writes: its states, beside the ticks that follow where the executor does so, and
+what it reports of them.
 
 executor.save ─▶ written now, or a future ─▶ flushed, size and checksum taken where it was written ─▶ the next report
 """
@@ -59,7 +60,8 @@ class RankSaves:
         return taken
 
     def begin(self, executor: Executor, tick: int, checkpoint: Path) -> None:
-        """Have the executor save its state into ``checkpoint``. If the disk does not take it, that is noted, and the job goes on."""
+        """Have the executor save its state into ``checkpoint``. If the disk does not take it, that
+        is noted, and the job goes on."""
         folder = rank_folder(checkpoint, self._executor, self._rank)
 
         def record(beside: Iterable[Path] | None) -> tuple[FileRecord, ...]:

@@ -1,9 +1,10 @@
 """The ranks of a job as the controller's io thread sees them: brought up, told, watched, ended.
 
-All links live on one thread with an asyncio loop. What happens arrives on one queue as an ``Answer`` or a ``RankFailure``: a
-reply, an exception in an executor, the death of a process, whichever comes first. How a rank is started and spoken to is its
-launcher's business: :mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.ray` on others. What a rank says of
-times is on its own machine's clock, and is read on the controller's the moment it arrives.
+All links live on one thread with an asyncio loop. What happens arrives on one queue as an
+``Answer`` or a ``RankFailure``: a reply, an exception in an executor, the death of a process,
+whichever comes first. How a rank is started and spoken to is its launcher's business:
+:mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.ray` on others. What a rank says
+of times is on its own machine's clock, and is read on the controller's the moment it arrives.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Launcher(Protocol):
     async def start(
         self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
     ) -> tuple[Sequence[Link], str]:
-        """A link to each rank of one executor, in rank order, and where they meet: an ``init_method`` of ``torch.distributed``.
+        """A link to each rank of one executor, in rank order, and where they meet: an
+        ``init_method`` of ``torch.distributed``.
 
         Args:
             labels: What to call each rank in front of its lines.
@@ -183,8 +185,9 @@ class Ranks:
         *,
         prepared: Callable[[], Sequence[WorkerPlan]] | None = None,
     ) -> None:
-        """End what is left of an executor and start its processes anew; the answers are ``RankSetup``, and it may be told more at
-        once. What its earlier processes still say arrives with their own incarnation.
+        """End what is left of an executor and start its processes anew; the answers are
+        ``RankSetup``, and it may be told more at once. What its earlier processes still say arrives
+        with their own incarnation.
 
         Args:
             prepared: Called first, on a thread: the plans as they are to be.
@@ -209,8 +212,8 @@ class Ranks:
         return sum(map(len, blobs))
 
     def tell(self, executor: str, news: Any) -> int:
-        """Hand ``news`` to every rank of ``executor`` while it works; returns the bytes sent. News that gets lost with its
-        process needs no report: the death is reported."""
+        """Hand ``news`` to every rank of ``executor`` while it works; returns the bytes sent. News
+        that gets lost with its process needs no report: the death is reported."""
         blob = cloudpickle.dumps(news)
         for rank in self.of[executor]:
             self._submit(self._tell(rank, blob))
@@ -225,7 +228,8 @@ class Ranks:
             return ["unknown: the runtime's own thread does not answer"] * len(ranks)
 
     def stopped(self, ranks: Sequence[Rank]) -> list[Rank]:
-        """Those of ``ranks`` that a signal has stopped, as far as their machines can tell; takes at most six seconds."""
+        """Those of ``ranks`` that a signal has stopped, as far as their machines can tell; takes at
+        most six seconds."""
         asking = asyncio.run_coroutine_threadsafe(self._stopped(ranks), self._loop)
         try:
             return asking.result(2 * _WHERE_S)

@@ -91,8 +91,8 @@ class WorkerPlan:
     in_own_process: bool = False
     """Whether this rank may set the environment of its process."""
     controller_dir: Path | None = None
-    """The run's folder as the controller sees it, where this rank's ``run_dir`` is another: what an order places below it is
-    meant below ``run_dir``."""
+    """The run's folder as the controller sees it, where this rank's ``run_dir`` is another: what an
+    order places below it is meant below ``run_dir``."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """See ``ExecutorContext``."""
     network: Network | None = None
@@ -104,8 +104,8 @@ class WorkerPlan:
     makes_initial_tokens: bool = True
     """Whether the tokens that lie on its delayed edges at the job's beginning are still to be made."""
     restore: tuple[KeptState, ...] = ()
-    """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run: its own, or those of all ranks if they
-    were another number then."""
+    """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run: its
+    own, or those of all ranks if they were another number then."""
     controller: SegmentHandle | None = None
     """Memory of the controller that this rank is to try to read; None: nothing will be read from there."""
 
@@ -139,7 +139,8 @@ class RankReport:
     saving: tuple[int, ...] = ()
     """Ticks whose state is still being written."""
     saved: Mapping[int, tuple[FileRecord, ...]] = field(default_factory=dict)
-    """Ticks whose state is written since the last report -> this rank's files of it, relative to the checkpoint; flushed."""
+    """Ticks whose state is written since the last report -> this rank's files of it, relative to
+    the checkpoint; flushed."""
     unsaved: Mapping[int, str] = field(default_factory=dict)
     """Ticks whose state could not be written, as was found since the last report -> why."""
     files: tuple[FileRecord, ...] = ()
@@ -211,7 +212,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def stack_of(thread_name: str) -> str:
-    """Where the thread of this process whose name starts so is now, innermost call last, without the shell's own calls."""
+    """Where the thread of this process whose name starts so is now, innermost call last, without
+    the shell's own calls."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name.startswith(thread_name) and thread.ident in frames:
@@ -222,7 +224,8 @@ def stack_of(thread_name: str) -> str:
 
 
 def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the executor, below the shell's last call; all of it if the shell raised."""
+    """The part of a traceback that begins in the executor, below the shell's last call; all of it
+    if the shell raised."""
     below, frame = trace, trace
     while frame is not None:
         if os.path.dirname(frame.tb_frame.f_code.co_filename) == _HERE:
@@ -412,7 +415,8 @@ class Worker:
             self._saves.begin(executor, order.tick, self._here(order.save_to))
 
     def _at_start(self, executor: Executor, tick: int, started_s: float) -> RankReport:
-        """Make tokens once more that lay on delayed edges where this executor begins: those that went with earlier processes."""
+        """Make tokens once more that lay on delayed edges where this executor begins: those that
+        went with earlier processes."""
         outputs = {
             channel.name: self._senders[channel.name].send(tick, executor.initial_token(channel.name, tick))
             for channel in self._plan.channels
@@ -453,7 +457,8 @@ class Worker:
         return plan.run_dir / path.relative_to(plan.controller_dir)
 
     def tell(self, news: News) -> None:
-        """A token has come onto a channel that enters here. Any thread; a worker that is not set up yet needs no news."""
+        """A token has come onto a channel that enters here. Any thread; a worker that is not set up
+        yet needs no news."""
         feed, receiver = self._feeds.get(news.channel), self._receivers.get(news.channel)
         if feed is not None:
             feed.put({news.source_tick: news.handles})
@@ -546,7 +551,8 @@ def _take_device(device: str) -> None:
 def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:
     """Join the executor's own ``torch.distributed`` group and return what leaves it.
 
-    A lone rank meets nobody; where executors share a process, as they do inline, they share its one lone-rank group too.
+    A lone rank meets nobody; where executors share a process, as they do inline, they share its one
+    lone-rank group too.
     """
     import torch
     import torch.distributed as dist
@@ -572,8 +578,9 @@ def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:
 def _limit_parts(timeout: timedelta) -> None:
     """Groups of some of the ranks that are made from here on wait as long as that of all.
 
-    torch gives them half an hour (NCCL ten minutes) unless each says otherwise, which a ``DeviceMesh`` has no way to do for its axes.
-    So it is torch's own default that is set, in this rank's process, which belongs to this executor.
+    torch gives them half an hour (NCCL ten minutes) unless each says otherwise, which a
+    ``DeviceMesh`` has no way to do for its axes. So it is torch's own default that is set, in this
+    rank's process, which belongs to this executor.
     """
     from torch.distributed import distributed_c10d
 
@@ -583,8 +590,8 @@ def _limit_parts(timeout: timedelta) -> None:
 
 
 def _store_at(rendezvous: str, rank: int, num_ranks: int, timeout: timedelta) -> Any:
-    """The store in which the ranks of several hosts meet, at ``tcp://address:port`` of rank 0: it listens there alone, where torch
-    by itself would listen on every interface."""
+    """The store in which the ranks of several hosts meet, at ``tcp://address:port`` of rank 0: it
+    listens there alone, where torch by itself would listen on every interface."""
     from torch.distributed import TCPStore
 
     place = urlsplit(rendezvous)

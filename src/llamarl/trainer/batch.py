@@ -266,7 +266,8 @@ def make_microbatch(
 def _lay_row(
     sequences: Sequence[TrainingSequence], *, share_prompts: bool
 ) -> tuple[PackedSequences | SharedPrompts, list[tuple[int, slice]], list[npt.NDArray[np.int64]]]:
-    """Which tokens of which sequence the row is made of, piece by piece, and where in it each sequence's ``positions`` lie."""
+    """Which tokens of which sequence the row is made of, piece by piece, and where in it each
+    sequence's ``positions`` lie."""
     if not share_prompts or not sequences:
         ends = np.cumsum([0, *([len(s.tokens) for s in sequences] or [1])]).tolist()
         pieces = [(i, slice(None)) for i in range(len(sequences))]

@@ -204,7 +204,8 @@ class Trainer(ShardedModel[Policy]):
         return self.metrics
 
     def loss_on(self, groups: Sequence[Group]) -> float:
-        """Mean of -log pi over the trained tokens of ``groups``, nats a token; NaN where there are none. Trains nothing.
+        """Mean of -log pi over the trained tokens of ``groups``, nats a token; NaN where there are
+        none. Trains nothing.
 
         Args:
             groups: This data-parallel rank's, judged; every rank calls it, also one that has none.

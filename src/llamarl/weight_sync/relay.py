@@ -10,8 +10,8 @@ before it that does not begin within seconds, or ends, is passed over: the block
 come from the source itself. When a source may write a slot again, every sink has finished with it,
 mirrors included.
 
-A mirror may begin before its own readers want the version (``Slots.fetch_ahead``): then the bytes travel while they work
-on with the one before, and the way takes none of their time.
+A mirror may begin before its own readers want the version (``Slots.fetch_ahead``): then the bytes
+travel while they work on with the one before, and the way takes none of their time.
 
 Memory: a host holds each version that lies on the edge once, as the source does.
 """

@@ -131,7 +131,8 @@ class Puller:
         return version
 
     def fetch_ahead(self, handles: Sequence[SlotHandle], deadline_s: float) -> None:
-        """Have the part of a version that this rank pulls come to this host while this process works on; see ``Slots``."""
+        """Have the part of a version that this rank pulls come to this host while this process
+        works on; see ``Slots``."""
         if self._shares:
             handles = [handle for handle in handles if handle.source_rank in self._shares[0].source_ranks]
         self.slots.fetch_ahead(handles, deadline_s)

@@ -6,9 +6,10 @@
     slot = [ header | catalog | checksums | blocks ]        one copy a region: a bare memory copy where the region is one
                                                             run of the tensor in the same dtype, else a cast on the way
 
-Slots are registered once and reused; publishing a version allocates nothing. With ``WeightsPayload.released`` the handle
-leaves at once and a thread fills the slot: sinks follow block by block, and the trainer goes on with its next forward and
-backward pass. It waits for that event before it changes the tensors.
+Slots are registered once and reused; publishing a version allocates nothing. With
+``WeightsPayload.released`` the handle leaves at once and a thread fills the slot: sinks follow
+block by block, and the trainer goes on with its next forward and backward pass. It waits for that
+event before it changes the tensors.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Any agent program: a function that talks to an OpenAI-compatible endpoint, runs its own tools, and says what it was worth.
+"""Any agent program: a function that talks to an OpenAI-compatible endpoint, runs its own tools,
+and says what it was worth.
 
     reset ──▶ function(item, base_url, api_key, model) in a thread ──first request──▶ Observation
     step(reply) ──answers the request that is open──▶ the program goes on ──next request──▶ Step
                                                                 └──returns──▶ Step(done), with its reward
 
-The endpoint is llamarl's (``chat_server``) and of this episode alone. So an agent needs no other code than it has; that what it
-sends is a function of item, seed and replies, is for it to see to, as for any environment.
+The endpoint is llamarl's (``chat_server``) and of this episode alone. So an agent needs no other
+code than it has; that what it sends is a function of item, seed and replies, is for it to see to,
+as for any environment.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class AgentProgram:
     """Plays a function of the user's.
 
     Args:
-        path: Of the function: ``file.py:function`` or ``package.module:function``. It is given those of ``item``, ``base_url``,
-            ``api_key``, ``model`` and ``seed`` that it has parameters for, and may be async.
+        path: Of the function: ``file.py:function`` or ``package.module:function``. It is given
+            those of ``item``, ``base_url``, ``api_key``, ``model`` and ``seed`` that it has
+            parameters for, and may be async.
         judged: Whether ``task.reward`` judges too, so that the function may return None.
         timeout_s: Seconds that it may take for its next request; ``task.pool.timeout_s`` limits them too.
         settings: Further arguments of the function.

@@ -3,9 +3,9 @@
     body ──read_request──▶ ChatRequest ──new_messages(history)──▶ what the program adds ──shown──▶ messages for a template
     reply of the policy ──assistant_message──▶ a message of the assistant ──completion, chunks──▶ bodies
 
-An episode is one conversation that grows at its end: a request repeats what was said, with the policy's words as they were
-answered, and adds to it. What tokens the policy wrote is never told by a program, so a request that edits or leaves out
-something cannot be played on, and is refused.
+An episode is one conversation that grows at its end: a request repeats what was said, with the
+policy's words as they were answered, and adds to it. What tokens the policy wrote is never told by
+a program, so a request that edits or leaves out something cannot be played on, and is refused.
 """
 
 from __future__ import annotations
@@ -233,7 +233,8 @@ def _call(where: str, call: object) -> dict[str, Any]:
 
 
 def _same(before: Message, now: Message) -> bool:
-    """Equal but for what clients do to a message: space at the ends of an assistant's words, how arguments are written."""
+    """Equal but for what clients do to a message: space at the ends of an assistant's words, how
+    arguments are written."""
     if before["role"] != "assistant" or now["role"] != "assistant":
         return before == now
     return (before["content"] or "").strip() == (now["content"] or "").strip() and _calls(before) == _calls(now)

@@ -3,8 +3,9 @@
     program's thread ──POST──▶ request's thread ──Called──▶ events ──▶ whoever plays the episode
                      ◀─answer─      waits       ◀──────── answer(reply) ──┘
 
-It listens on 127.0.0.1 alone, at a port that the system gives, and takes only requests that show its key. One request is open
-at a time. A request waits until it is answered or the endpoint is closed; nothing else waits without a limit.
+It listens on 127.0.0.1 alone, at a port that the system gives, and takes only requests that show
+its key. One request is open at a time. A request waits until it is answered or the endpoint is
+closed; nothing else waits without a limit.
 """
 
 from __future__ import annotations

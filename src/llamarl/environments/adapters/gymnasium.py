@@ -2,8 +2,9 @@
 
     gymnasium:FrozenLake-v1   gymnasium:Taxi-v4   gymnasium:Blackjack-v1   gymnasium:CliffWalking-v1   any other with Discrete actions
 
-A picture marks places with colors, which a policy cannot see: the cell with a colored ground, where the player is, becomes ``*``.
-Where there is no picture the observation is written down. Rewards are the environment's own, whatever their size.
+A picture marks places with colors, which a policy cannot see: the cell with a colored ground, where
+the player is, becomes ``*``. Where there is no picture the observation is written down. Rewards are
+the environment's own, whatever their size.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _LAST_ACTION = re.compile(r"^\s*\((\w+)\)\s*$", re.MULTILINE)
 
 
 def without_colors(picture: str) -> str:
-    """The picture as plain text; a character on colored ground becomes ``*``, the name of the last action is left out."""
+    """The picture as plain text; a character on colored ground becomes ``*``, the name of the last
+    action is left out."""
     plain = _COLOR.sub("", _GROUND.sub("*", picture))
     return "\n".join(line for line in plain.splitlines() if line.strip() and not _LAST_ACTION.match(line))
 
@@ -102,7 +104,8 @@ class GymnasiumEnvironment:
         return Observation(text=f"{intro}{asked}\n\n{self._shown(seen)}")
 
     def step(self, reply: str) -> Step:
-        """Do one action. ``parts``: ``moves``, ``invalid``; an unclear reply is answered with the actions and changes nothing."""
+        """Do one action. ``parts``: ``moves``, ``invalid``; an unclear reply is answered with the
+        actions and changes nothing."""
         if self._over:
             raise EpisodeOver("the episode is over; reset begins the next one")
         self._moves += 1

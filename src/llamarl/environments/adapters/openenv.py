@@ -1,12 +1,14 @@
-"""Environments behind an OpenEnv server, over its WebSocket: one connection is one session, and holds one episode at a time.
+"""Environments behind an OpenEnv server, over its WebSocket: one connection is one session, and
+holds one episode at a time.
 
     {"type": "reset", "data": {"seed": 7}}             ─▶   {"type": "observation", "data": {"observation": {...}, "reward", "done"}}
     {"type": "step", "data": {"message": "..."}}       ─▶   the same, or {"type": "error", "data": {"message", "code"}}
     {"type": "close"}
 
-An action of OpenEnv is an object; the reply becomes its one text field, told from the server's ``/schema``. A server has no state that
-could be taken back, but an episode is its seed and replies here: after a lost connection it is played again. So the server
-must answer equal replies equally; ``llamarl doctor --env`` says whether it does.
+An action of OpenEnv is an object; the reply becomes its one text field, told from the server's
+``/schema``. A server has no state that could be taken back, but an episode is its seed and replies
+here: after a lost connection it is played again. So the server must answer equal replies equally;
+``llamarl doctor --env`` says whether it does.
 """
 
 from __future__ import annotations
@@ -68,9 +70,11 @@ class OpenEnv:
 
     Args:
         address: ``ws://host:port/ws``, or ``http://host:port``.
-        action_field: Field of the action that holds the reply; empty: told from the server; ``json``: the reply is the action.
+        action_field: Field of the action that holds the reply; empty: told from the server;
+            ``json``: the reply is the action.
         action: Further fields of every action.
-        observation_field: Field of the observation that is shown; empty: its only text that is not blank, else all of it as JSON.
+        observation_field: Field of the observation that is shown; empty: its only text that is not
+            blank, else all of it as JSON.
         reset: What else ``reset`` is given, besides ``seed``.
         intro: Said before the first observation.
         timeout_s: Seconds to wait for the server, a message.
@@ -113,7 +117,8 @@ class OpenEnv:
         return Observation(text="\n\n".join(part for part in said if part))
 
     def step(self, reply: str) -> Step:
-        """Send a reply. ``parts``: ``moves``, ``invalid`` (the server does not take the action: its words are shown)."""
+        """Send a reply. ``parts``: ``moves``, ``invalid`` (the server does not take the action: its
+        words are shown)."""
         if self._over:
             raise EpisodeOver("the episode is over; reset begins the next one")
         action: Any = {**self._action, self._field: reply}

@@ -81,7 +81,8 @@ class GemShape(_Shape):
 
 
 class TextArenaShape(_Shape):
-    """A game for one player; what the game says since the last turn is shown, the player's own words are not repeated."""
+    """A game for one player; what the game says since the last turn is shown, the player's own
+    words are not repeated."""
 
     def reset(self, item: TaskItem, seed: int) -> Observation:
         """Begin an episode; the item is not looked at."""

@@ -5,8 +5,9 @@
         def look(self, place: str) -> str: ...           a tool: typed, with a docstring
         def get_reward(self) -> float: ...               optional; else the attribute ``reward``; else the answer is judged as mathematics
 
-As in TRL, what a tool raises is shown to the policy. Unlike there, each episode gets an instance of its own, so that nothing
-of an earlier episode can reach into it, and finds its own state of Python's and numpy's global generators.
+As in TRL, what a tool raises is shown to the policy. Unlike there, each episode gets an instance of
+its own, so that nothing of an earlier episode can reach into it, and finds its own state of
+Python's and numpy's global generators.
 """
 
 from __future__ import annotations

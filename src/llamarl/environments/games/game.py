@@ -1,10 +1,11 @@
-"""What the bundled games share: moves are counted, an unclear reply gets a hint, and the end is worth something in [0, 1].
+"""What the bundled games share: moves are counted, an unclear reply gets a hint, and the end is
+worth something in [0, 1].
 
     reply ──move──▶ Outcome(text, won | lost | goes on, clear?) ──▶ Step
                                                         last move used up ──▶ over, lost
 
-A game draws everything from ``random.Random(seed)`` of its own, so equal replies get equal answers. An unclear reply takes a
-move: otherwise a policy that never makes sense would never come to an end.
+A game draws everything from ``random.Random(seed)`` of its own, so equal replies get equal answers.
+An unclear reply takes a move: otherwise a policy that never makes sense would never come to an end.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from llamarl.environments.episode import EpisodeOver, Observation, Step
 __all__ = ["Game", "Outcome", "OwnRandomness", "Share", "Style", "checked", "said"]
 
 Style = Literal["words", "compact"]
-"""``words``: sentences. ``compact``: only a to z, digits, space, newline and ``# + =``, which ``bundled:tiny`` can read."""
+"""``words``: sentences. ``compact``: only a to z, digits, space, newline and ``# + =``, which
+``bundled:tiny`` can read."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 """An option between 0 and 1."""
 
 checked = validate_call(config=ConfigDict(strict=True))
-"""Decorates an ``__init__`` whose options come from a recipe: values of another type or range than annotated are refused."""
+"""Decorates an ``__init__`` whose options come from a recipe: values of another type or range than
+annotated are refused."""
 
 
 class OwnRandomness:
@@ -105,7 +108,8 @@ class Game(ABC):
         return Observation(text=self.begin(seed))
 
     def step(self, reply: str) -> Step:
-        """Answer a move. ``parts``: ``moves``, ``invalid`` (unclear replies) and ``correct`` (1 where the game is won)."""
+        """Answer a move. ``parts``: ``moves``, ``invalid`` (unclear replies) and ``correct`` (1
+        where the game is won)."""
         if self._left == 0:
             raise EpisodeOver(f"{type(self).__name__}: the episode is over; reset begins the next one")
         self._left -= 1
@@ -163,8 +167,8 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 def said(reply: str) -> str:
     """The part of a reply in which the move is looked for, in lower case.
 
-    What follows ``</think>``; of that the last ``<answer>...</answer>``, else the last ``[...]``, else the last line that
-    is not blank.
+    What follows ``</think>``; of that the last ``<answer>...</answer>``, else the last ``[...]``,
+    else the last line that is not blank.
     """
     reply = reply.rpartition("</think>")[2]
     marked = _ANSWER.findall(reply) or _BRACKETS.findall(reply)

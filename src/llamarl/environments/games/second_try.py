@@ -31,13 +31,14 @@ __all__ = ["SecondTry", "of_dataset"]
 class SecondTry:
     """The environment.
 
-    Items that a ``reasoning_gym`` task made bring their question; without an item's words one is made from the seed. Without
-    ``dataset`` the item's answer is compared as the ``math`` task does.
+    Items that a ``reasoning_gym`` task made bring their question; without an item's words one is
+    made from the seed. Without ``dataset`` the item's answer is compared as the ``math`` task does.
 
     Args:
         dataset: Of ``reasoning_gym``; ``reasoning_gym:NAME`` names it too.
         attempts: Replies of an episode.
-        retry_reward: Worth of a right answer that is not the first, 0 to 1; partial scores of later tries are scaled by it.
+        retry_reward: Worth of a right answer that is not the first, 0 to 1; partial scores of later
+            tries are scaled by it.
         feedback: What is said after a wrong answer; ``{score}`` is what it scored, ``{left}`` the tries left.
         answer_from: Where the answer is looked for, as ``task.answer_from``.
         question_suffix: Put behind the question, such as how to write the answer.
@@ -87,7 +88,8 @@ class SecondTry:
         return Observation(text=item.question + self._suffix)
 
     def step(self, reply: str) -> Step:
-        """Judge a try. ``parts``: ``moves``, and once the episode is over ``correct`` and ``first_try`` (right at once)."""
+        """Judge a try. ``parts``: ``moves``, and once the episode is over ``correct`` and
+        ``first_try`` (right at once)."""
         if self._tries >= self._attempts:
             raise EpisodeOver("SecondTry: the episode is over; reset begins the next one")
         self._tries += 1
@@ -122,7 +124,8 @@ def of_dataset(dataset: str, **options: Any) -> SecondTry:
 
 @functools.lru_cache(maxsize=8)
 def _questions_of(dataset: str, options: str, answer_from: AnswerFrom) -> ReasoningGymTask:
-    """One for all live episodes of a worker, as some hold megabytes of words: it is asked by number and keeps no other state.
+    """One for all live episodes of a worker, as some hold megabytes of words: it is asked by number
+    and keeps no other state.
 
     Args:
         options: Of the dataset, as JSON.

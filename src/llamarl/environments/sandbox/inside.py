@@ -5,9 +5,10 @@
         ◀──status: "started", then JSON──                                                      │
         ◀────────────────────────── standard output and error ─────────────────────────────────┘
 
-It stands alone: the text of this file is run in the box by ``python -I -S -c``, where no package of ours can be read.
-It is process 1 of its pid namespace (not in a plain box), so no signal from the program reaches it, and when it ends the
-kernel kills whatever is left. It holds no secret, and is not dumpable: the program can neither trace it nor open its files.
+It stands alone: the text of this file is run in the box by ``python -I -S -c``, where no package of
+ours can be read. It is process 1 of its pid namespace (not in a plain box), so no signal from the
+program reaches it, and when it ends the kernel kills whatever is left. It holds no secret, and is
+not dumpable: the program can neither trace it nor open its files.
 """
 
 import ctypes
@@ -65,7 +66,8 @@ _NEW_NAMESPACES = 0x7E020080
 
 
 def syscall_filter(machine: str, own_pid: int | None) -> bytes | None:
-    """A seccomp filter, as ``struct sock_filter``s; None for a machine whose numbers of system calls are not known here.
+    """A seccomp filter, as ``struct sock_filter``s; None for a machine whose numbers of system
+    calls are not known here.
 
     Args:
         own_pid: Signals may go to this process alone; None in a box with a pid namespace, where they may go anywhere.

@@ -1,6 +1,7 @@
 """The line between the tests and the program, which run in two boxes: plain data by value, and nothing else.
 
-Stands alone: its text is a file in both boxes. Both ends speak JSON, one message a frame. What one end says is never run at the
+Stands alone: its text is a file in both boxes. Both ends speak JSON, one message a frame. What one
+    end says is never run at the
 other: a value is built from exact built-in types, and an object that has no such form does not cross.
 """
 

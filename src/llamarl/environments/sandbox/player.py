@@ -1,7 +1,7 @@
 """In the program's box: runs the program, then calls what the tests, in a box of their own, ask for.
 
-Stands alone, with ``link`` beside it. All here is in the program's hands: it may lie about what its functions return, and
-nothing else. What is expected of it, the tests' box alone knows.
+Stands alone, with ``link`` beside it. All here is in the program's hands: it may lie about what its
+functions return, and nothing else. What is expected of it, the tests' box alone knows.
 """
 
 import os

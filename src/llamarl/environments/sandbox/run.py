@@ -6,10 +6,11 @@
          ▲  └─ ends everything by closing a pipe ────┘                        │
          └──────────── output, cut at a limit ◀───────────────────────────────┘
 
-A box (``bwrap``) has a fresh folder in memory, the Python installation (read-only), no network, a pid namespace of its own,
-and limits. ``plain`` is no box but a process with limits and a filter of system calls, taken only where a user asks for it by
-name. Either ends with the program, when a limit is met, when this function is left in whatever way, and with this process.
-What each holds and does not hold: docs/code.md.
+A box (``bwrap``) has a fresh folder in memory, the Python installation (read-only), no network, a
+pid namespace of its own, and limits. ``plain`` is no box but a process with limits and a filter of
+system calls, taken only where a user asks for it by name. Either ends with the program, when a
+limit is met, when this function is left in whatever way, and with this process. What each holds and
+does not hold: docs/code.md.
 """
 
 from __future__ import annotations
@@ -426,8 +427,8 @@ def box_user(uid_map: str, process: int, place: int) -> int:
 
     Args:
         uid_map: What ``/proc/self/uid_map`` says: which ids there are here.
-        process: With ``place``, makes it another one for each box at a time: the kernel counts their processes apart, and
-            keeps the memory of one from the other.
+        process: With ``place``, makes it another one for each box at a time: the kernel counts
+            their processes apart, and keeps the memory of one from the other.
     """
     lines = [[int(word) for word in line.split()] for line in uid_map.splitlines()]
     most = max((first + count for first, _, count in lines), default=1)
@@ -466,7 +467,8 @@ def _tasks_of(user: int) -> int:
 
 @cache
 def why_no_box(kind: Kind) -> str:
-    """Empty where boxes of a kind work here, else why not. Tried once a process, with a program that tells the answer."""
+    """Empty where boxes of a kind work here, else why not. Tried once a process, with a program
+    that tells the answer."""
     if not hasattr(os, "pidfd_open"):
         return "boxes need Linux"
     try:

@@ -1,8 +1,8 @@
 """In a box of its own: runs the tests against a program that is in another box, and keeps the count.
 
-Stands alone, with ``link`` beside it. The names of the program's functions stand here for calls over the line, and what comes
-back is compared here, with this interpreter's own ``==``: plain data alone crosses. So the program never sees what is expected,
-and cannot change how it is compared.
+Stands alone, with ``link`` beside it. The names of the program's functions stand here for calls
+over the line, and what comes back is compared here, with this interpreter's own ``==``: plain data
+alone crosses. So the program never sees what is expected, and cannot change how it is compared.
 
     tests' box:  assert double(2) == 4  ──▶ call double (2) ──▶  program's box:  double(2)
                         4 == 4, here    ◀──────── 4 ──────────

@@ -2,8 +2,8 @@
 
     sent ──────▶ there (host's clock) ──────▶ received        ahead = there - (sent + received) / 2, wrong by at most half the way
 
-Of several pings the quickest is the one to believe. The clocks of two hosts run apart by some tens of microseconds a second, so
-it is measured again each minute.
+Of several pings the quickest is the one to believe. The clocks of two hosts run apart by some tens
+of microseconds a second, so it is measured again each minute.
 """
 
 from __future__ import annotations

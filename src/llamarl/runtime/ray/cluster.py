@@ -279,7 +279,8 @@ def _with_inventories(ports: tuple[int, int]) -> Cluster:
 
 @functools.cache
 def check_access(address: str) -> None:
-    """See that the cluster at an address takes orders of this user; asked once in a process, early: nothing large is imported.
+    """See that the cluster at an address takes orders of this user; asked once in a process, early:
+    nothing large is imported.
 
     Raises:
         ConfigError: Ray is not installed, nothing answers, or the token is not the cluster's.
@@ -293,8 +294,8 @@ def check_access(address: str) -> None:
 def why_refused(address: str) -> str:
     """Why the cluster at an address takes no orders of this user, in a line; empty: it does.
 
-    Asked by ``ray status`` in a process of its own: inside ``ray.init`` a wrong token is tried for 20 s and a missing one aborts the
-    process.
+    Asked by ``ray status`` in a process of its own: inside ``ray.init`` a wrong token is tried for
+    20 s and a missing one aborts the process.
     """
     command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     try:

@@ -4,8 +4,9 @@
                ◀─ receive() = [BYTES | OUTPUT | ENDED ...] ──
                ◀─▶ files(method, ...)                        HostFiles: folder of the run, models and data by content
 
-It is in the bundle of the job's placement group that holds the node's cores and GPUs; ranks are its children, and not counted again.
-With it every rank ends, whatever ends it: the kernel tells their guards (runtime/guard.py), and these end all that ranks started.
+It is in the bundle of the job's placement group that holds the node's cores and GPUs; ranks are its
+children, and not counted again. With it every rank ends, whatever ends it: the kernel tells their
+guards (runtime/guard.py), and these end all that ranks started.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class HostAgent:
         return said
 
     async def obey(self, orders: Sequence[Say]) -> None:
-        """Carry out what the controller says of ranks, in order. What is of a rank that could not be started is dropped."""
+        """Carry out what the controller says of ranks, in order. What is of a rank that could not
+        be started is dropped."""
         for word, number, content in orders:
             if (rank := self._ranks.get(number)) is None:
                 continue
@@ -96,7 +98,8 @@ class HostAgent:
         return rank is not None and rank.stopped()
 
     async def why_unreached(self, places: Sequence[tuple[str, int]], within_s: float) -> str:
-        """At which of these addresses and ports nothing takes a connection, in words; empty: something does at all of them."""
+        """At which of these addresses and ports nothing takes a connection, in words; empty:
+        something does at all of them."""
 
         async def one(address: str, port: int) -> str:
             at = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
@@ -129,7 +132,8 @@ class HostAgent:
         return f"tcp://{f'[{address}]' if ':' in address else address}:{port}", ""
 
     async def files(self, method: str, *arguments: Any) -> tuple[Any, str, bool]:
-        """Call a method of :class:`HostFiles`, on a thread: its result, what went wrong, and whether that is a file that is missing."""
+        """Call a method of :class:`HostFiles`, on a thread: its result, what went wrong, and
+        whether that is a file that is missing."""
         try:
             return await asyncio.to_thread(getattr(self._files, method), *arguments), "", False
         except FileNotFoundError as error:
@@ -161,7 +165,8 @@ class HostAgent:
             self._news.set()
 
     def _server(self, modules: Collection[str], environment: Mapping[str, str]) -> ForkServer | None:
-        """Who forks ranks with this environment, once it has imported these modules; None where they may not be forks."""
+        """Who forks ranks with this environment, once it has imported these modules; None where
+        they may not be forks."""
         if not modules or not forks_work():
             return None
         key, wanted = frozenset(environment.items()), frozenset(modules)
@@ -189,7 +194,8 @@ class HostAgent:
 
 
 def _meeting_port(address: str, ports: tuple[int, int], promised: Collection[int]) -> int:
-    """A free port on which nobody is to listen yet. From the upper end of a range: segment servers begin at the lower one.
+    """A free port on which nobody is to listen yet. From the upper end of a range: segment servers
+    begin at the lower one.
 
     Raises:
         OSError: None is free.

@@ -1,4 +1,5 @@
-"""One rank of a controller elsewhere, as the agent of its node holds it: a process, and three streams of bytes that are handed on."""
+"""One rank of a controller elsewhere, as the agent of its node holds it: a process, and three
+streams of bytes that are handed on."""
 
 from __future__ import annotations
 

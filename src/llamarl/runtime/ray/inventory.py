@@ -60,8 +60,9 @@ def take_inventory(address: str, cores: int, cuda_devices: int, ports: tuple[int
 
 
 def health_of(health: Mapping[str, int]) -> tuple[float, float]:
-    """Seconds after which the cluster knows of a node that has ended, and of one to which the cable is cut: in the first case each
-    question is refused at once, in the second each waits its whole time."""
+    """Seconds after which the cluster knows of a node that has ended, and of one to which the cable
+    is cut: in the first case each question is refused at once, in the second each waits its whole
+    time."""
     count, period_s, timeout_s = (health[name] for name in ("failure_threshold", "period_ms", "timeout_ms"))
     return count * period_s / 1000, count * (period_s + timeout_s) / 1000
 

@@ -1,8 +1,9 @@
-"""Ranks on the nodes of a Ray cluster as the controller's io thread sees them: links whose bytes go through the agents of their nodes.
+"""Ranks on the nodes of a Ray cluster as the controller's io thread sees them: links whose bytes go
+through the agents of their nodes.
 
-A death counts when the verdict is there. Ray raises an error 1 to 2 s before it knows that a node is gone; who believes that error
-starts the next rank on a dead node. So until the cluster says that the node is gone, or a task on it shows that it lives, its ranks
-are neither dead nor alive.
+A death counts when the verdict is there. Ray raises an error 1 to 2 s before it knows that a node
+is gone; who believes that error starts the next rank on a dead node. So until the cluster says that
+the node is gone, or a task on it shows that it lives, its ranks are neither dead nor alive.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class NodeLost(ConnectionError):
 
 
 class _Node:
-    """The agent of one node, as the io thread speaks with it: one batch of orders and one question for news are always under way.
+    """The agent of one node, as the io thread speaks with it: one batch of orders and one question
+    for news are always under way.
 
     Args:
         on_end: Takes the cause, in words, and whether the node is gone; once.
@@ -255,8 +257,8 @@ class _Printer:
 def imported_on(
     host: int, spec: ExecutorSpec, specs: Iterable[ExecutorSpec], where: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """What a fork server of this node imports before it forks a rank of ``spec``: what all ranks there need that may be its forks.
-    Empty: this one may not be a fork."""
+    """What a fork server of this node imports before it forks a rank of ``spec``: what all ranks
+    there need that may be its forks. Empty: this one may not be a fork."""
     if not shares_imports(spec):
         return []
     there = [one for one in specs if one.threads == spec.threads and host in where.get(one.name, ())]
@@ -337,8 +339,9 @@ class RayLauncher:
         self._cluster.end_ranks(_END_S)
 
     def why_unreached(self, numbers: Collection[int], places: Sequence[tuple[str, int]]) -> str:
-        """Which of these nodes does not reach which places, in words; empty: all do. Any thread but the io thread; takes some
-        seconds at most. Nothing is known before the first rank was started.
+        """Which of these nodes does not reach which places, in words; empty: all do. Any thread but
+        the io thread; takes some seconds at most. Nothing is known before the first rank was
+        started.
 
         Args:
             places: Addresses and ports at which something listens.
