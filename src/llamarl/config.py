@@ -188,6 +188,17 @@ class RunConfig:
         ``doctor`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
         found: list[tuple[str, str, Literal["import path", "address", "consent"]]] = []
         found += [(key, path, "import path") for key, path in self.own_code]
+        found += self._consents
+        for name, own in self.executors.items():
+            if own.settings:
+                of_own = [one for one in self.for_executor(name)._consents if one not in self._consents]
+                found += [(f"executors.{name}.settings.{key}", value, kind) for key, value, kind in of_own]
+        return found
+
+    @property
+    def _consents(self) -> list[tuple[str, str, Literal["import path", "address", "consent"]]]:
+        """What of ``named_code`` no import path of the user's own says, without what executors of one's own set."""
+        found: list[tuple[str, str, Literal["import path", "address", "consent"]]] = []
         if self.hosts.cluster not in ("", "auto"):  # it is sent the user's token
             found.append(("hosts.cluster", self.hosts.cluster, "address"))
         if self.run.mirror:  # it is sent the run, with the user's credentials
@@ -196,9 +207,13 @@ class RunConfig:
             found.append(("judge.api_key_env", self.judge.api_key_env, "address"))
         if self.model.trust_remote_code:
             found.append(("model.trust_remote_code", "true", "consent"))
-        for name, own in self.executors.items():
-            if own.settings.get("model", {}).get("trust_remote_code"):
-                found.append((f"executors.{name}.settings.model.trust_remote_code", "true", "consent"))
+        tasks = {f"mixture.{label}.": task for label, task in self.task.tasks.items()} or {"": self.task}
+        for label, task in tasks.items():
+            library, _, name = task.environment.partition(":")
+            if library == "gymnasium" and ":" in name:  # MODULE:ID, of which the library imports the module
+                found.append((f"task.{label}environment", name, "import path"))
+            if task.name == "code" and task.options.get("box") == "plain":
+                found.append((f"task.{label}options.box", "plain", "consent"))  # a data file's programs, in no box
         return found
 
     def for_executor(self, name: str) -> RunConfig:

@@ -110,16 +110,26 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
     why = why_not_own(inside, saved, relative=relative) if named else ""
     if not why:  # the model's own code may have been put into the folder since
         named = [
-            one for one in named if one[2] == "consent" and _model(config, one[0]).resolve().is_relative_to(inside)
+            one
+            for one in named
+            if one[0].endswith("trust_remote_code") and _model(config, one[0]).resolve().is_relative_to(inside)
         ]
         why = "the model's code lies in the run's folder" if named else ""
     if why:
         listed = ", ".join(f"{key} {value!r}" for key, value, _ in named)
-        flags = " ".join(f"--{key} {shlex.quote(value)}" for key, value, _ in named)
+        flags = " ".join(f"--{key} {shlex.quote(_written(config, key, value))}" for key, value, _ in named)
         raise ConfigError(
             f"{saved} names what would run as you, or be sent what is yours ({listed}), and {why}: if you trust it, name it "
             f"yourself, by a recipe of yours or by {flags}"
         )
+
+
+def _written(config: RunConfig, key: str, value: str) -> str:
+    """The value of a key as the user would set it: an environment with its kind, ``gem:my_gym.py:Class``."""
+    node: Any = to_plain(config)
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node if isinstance(node, str) else value
 
 
 def _is_relative(config: RunConfig, key: str, value: str) -> bool:

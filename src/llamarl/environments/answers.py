@@ -135,6 +135,12 @@ _NEGATIONS = frozenset("not isn't never maybe perhaps possibly nicht pas не".s
 """Those that deny a formula too: "less than x is 12" and "at most 12" give 12 where it is boxed."""
 _DOUBTS = frozenset("cannot can't couldn't could might may".split())
 """Before ``be``."""
+_DENIED_BEFORE = re.compile(
+    r"\b(?:do(?:n['’]?t| not) (?:think|believe)|(?<!no )(?<!without )doubts?|wrong to say|(?:nobody|no one) would say)"
+    r"\b[\w\s'’]*$|\banything but\s*$",
+    re.IGNORECASE,
+)
+"""Before an answer, in its own sentence and clause: it is denied."""
 _DENIES_IN_CJK = ("不是", "不为", "并非")
 _IF = frozenset("if when unless otherwise else".split())
 _PART_OF = frozenset(
@@ -328,6 +334,8 @@ def _is_denied(sentence: str, tokens: list[str], kinds: str, runs: Sequence[tupl
         joined = len(between) == 1 or tokens[start - 1].lower() in _JOINS
         if joined and not equals or _HEDGE.search(" ".join(between)):
             return True
+    if _DENIED_BEFORE.search(" ".join(tokens[:start])):
+        return True
     if last and _RETRACTED.match(sentence):
         return True
     if (
@@ -467,7 +475,11 @@ def _marked(text: str, words: bool, *, tagged: bool) -> str | None:
         found = _first(text[mark.end() : mark.end() + MAX_ANSWER_CHARS], words)
         if found is not None:
             before = re.split(r"[.!?\n]\s", text[max(0, mark.start() - 200) : mark.start()])[-1]
-            hedged = _OPEN.match(before) or set("dn") & set(_kinds([*mark.group().split()[-2:], "be"]))
+            hedged = (
+                _OPEN.match(before)
+                or _DENIED_BEFORE.search(before)
+                or set("dn") & set(_kinds([*mark.group().split()[-2:], "be"]))
+            )
             return "" if hedged and not words else found
     if tagged and "\n" not in text:
         return text if words else _first(text, words)

@@ -456,7 +456,7 @@ class ProcessRuntime:
             return event
         self._failed = True
         failures, answers = [event], []
-        awaited = self._restarts and must_follow_from_a_death(failures)
+        awaited = must_follow_from_a_death(failures)
         until = self.now() + (_DEATH_TOLD_S if awaited else _FOLLOW_UP_S)
         while (follower := self._next_event(until)) is not None:
             if isinstance(follower, RankFailure):

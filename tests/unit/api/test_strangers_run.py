@@ -61,6 +61,41 @@ def test_what_the_user_names_is_the_users_own(run: Path) -> None:
     assert open_policy(str(run), words=[f"--task.reward={run}/evil.py:Thing"])[1].task.reward
 
 
+CODE_TASK = {"name": "code", "data": "t.jsonl", "options": {"box": "plain"}}
+OWN_JUDGE = {
+    "factory": "llamarl.executors.judge:Judge",
+    "settings": {
+        "judge": {"url": "http://somewhere/v1", "model": "m", "api_key_env": "HOME"},
+        "hosts": {"cluster": "10.0.0.1:6379"},
+        "run": {"mirror": "s3://theirs/run"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ({"task": CODE_TASK}, ["task.options.box"]),
+        ({"task": [{**CODE_TASK, "label": "a"}, {"name": "steps"}]}, ["task.mixture.a.options.box"]),
+        ({"task": {"name": "episodes", "environment": "gymnasium:this:Env-v0"}}, ["task.environment"]),
+        (
+            {"executors": {"mine": OWN_JUDGE}},
+            [f"executors.mine.settings.{key}" for key in ("judge.api_key_env", "hosts.cluster", "run.mirror")],
+        ),
+    ],
+)
+def test_programs_in_no_box_modules_of_a_library_and_addresses_of_an_executor_are_consented_to(
+    recipe: dict[str, Any], keys: list[str], tmp_path: Path
+) -> None:
+    config = validate(recipe)
+    assert {key for key, _, _ in config.named_code} >= set(keys)
+    with pytest.raises(ConfigError, match="name it yourself") as caught:
+        refuse_code_of_a_run(config, tmp_path, {})
+    assert all(f"--{key} " in str(caught.value) for key in keys)
+    if keys == ["task.environment"]:
+        assert "--task.environment gymnasium:this:Env-v0" in str(caught.value)
+
+
 def test_the_variable_whose_value_a_judges_server_is_sent_is_named_by_the_user(tmp_path: Path) -> None:
     judge = {"url": "http://somewhere/v1", "model": "m", "api_key_env": "HOME"}
     config = validate({"judge": judge})

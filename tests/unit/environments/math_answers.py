@@ -147,6 +147,19 @@ def hedged() -> Iterator[str]:
 
 
 NEAR_MISSES: list[tuple[str, str]] = [
+    # A sentence that denies or doubts the answer before it is told.
+    *(
+        ("12", words)
+        for words in (
+            "I don't think it is 12.",
+            "I don\u2019t believe the answer is 12.",
+            "I do not think the answer is 12.",
+            "I doubt that the answer is 12.",
+            "It is wrong to say 12.",
+            "Nobody would say 12.",
+            "The answer is anything but 12.",
+        )
+    ),
     # A fragment of a quantity is not the quantity.
     ("2", "So it is 1/2."),
     ("1", "So it is 1/2."),
@@ -415,6 +428,11 @@ NEAR_MISSES: list[tuple[str, str]] = [
 """(reference, response): each looks right to a careless judge, and is wrong."""
 
 RIGHT: list[tuple[str, str]] = [
+    # A doubt about something else, or none at all.
+    ("12", "I don't think we need more steps. The answer is 12."),
+    ("12", "There is no doubt: the answer is 12."),
+    ("12", "Without doubt, the answer is 12."),
+    ("12", "I don't think it is 13. The answer is 12."),
     # Punctuation, markdown, units and sentences around the answer.
     ("12", "#### 12."),
     ("12", "#### 12 dollars"),

@@ -20,7 +20,7 @@ import pytest
 from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
 
 from llamarl.environments.code import CodeOptions, judge_program
-from llamarl.environments.sandbox import run
+from llamarl.environments.sandbox import inside, run
 from llamarl.environments.sandbox.inside import syscall_filter
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, limit_in_words
 from llamarl.environments.sandbox.run import (
@@ -230,6 +230,26 @@ def test_a_plain_box_holds_what_it_promises(name: str, plain: Kind, outside: dic
     program, holds = HOSTILE[name]
     result = run_in_box(filled(program, outside), limits=LIMITS, kind=plain)
     assert holds(result), result
+
+
+def test_memory_of_a_process_that_lets_nobody_look_into_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an ordinary user sees one that has called prctl(PR_SET_DUMPABLE, 0)."""
+    program = "x = bytearray(64 << 20); print('ready', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+
+    def refused(path: str, *how: Any) -> Any:
+        if path.endswith("smaps_rollup"):
+            raise PermissionError(path)
+        return open(path, *how)
+
+    monkeypatch.setattr(inside, "open", refused, raising=False)
+    try:
+        assert 64 << 20 <= inside._own_bytes([str(child.pid)]) < 96 << 20
+    finally:
+        child.kill()
+        child.wait()
+    assert inside._own_bytes([str(child.pid)]) == 0
 
 
 @pytest.mark.parametrize("name", ["sleeps", "sleeps deaf to every signal", "sleeps in a new session of a new group"])

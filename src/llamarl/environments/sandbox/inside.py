@@ -204,8 +204,18 @@ def _own_bytes(numbers: list[str]) -> int:
             with open(f"/proc/{number}/smaps_rollup", "rb") as file:
                 total += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) << 10
         except (OSError, StopIteration, ValueError):
-            continue
+            total += _unshared_bytes(number)
     return total
+
+
+def _unshared_bytes(number: str) -> int:
+    """What a process holds beside pages of files; also of one that lets nobody look into its memory (PR_SET_DUMPABLE)."""
+    try:
+        with open(f"/proc/{number}/statm", "rb") as file:
+            _, resident, of_files = map(int, file.read().split()[:3])
+    except (OSError, ValueError):  # it has ended
+        return 0
+    return (resident - of_files) * resource.getpagesize()
 
 
 def _exceeded(job: dict[str, Any]) -> str | None:
