@@ -16,7 +16,7 @@ __all__ = ["HEALTH", "RayHosts", "ray_hosts", "why_no_ray"]
 
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_period_ms": "800",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }

@@ -44,7 +44,7 @@ def test_the_description_is_one_that_ray_takes() -> None:
     assert made["provider"] == {"type": "local", "head_ip": "a", "worker_ips": ["10.0.0.2", "c"]}
     head, worker = made["head_start_ray_commands"][-1], made["worker_start_ray_commands"][-1]
     assert all("RAY_AUTH_MODE=token /venv/bin/ray start" in command for command in (head, worker))
-    health = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+    health = {"initial_delay_ms": 1000, "period_ms": 800, "timeout_ms": 2000, "failure_threshold": 3}
     assert {f"RAY_health_check_{name}={value}" for name, value in health.items()} <= set(head.split())
 
 

@@ -93,7 +93,7 @@ def rank_of(host: NamespaceHost, executor: str) -> int:
     return max(pids, default=0)
 
 
-@pytest.mark.parametrize(("way", "limit_s"), [("kill", 3.5), ("cut_off", 11.0)])
+@pytest.mark.parametrize(("way", "limit_s"), [("kill", 3.0), ("cut_off", 10.0)])
 def test_a_node_that_is_gone_is_told_and_its_ranks_go_on_with_the_same_bits_on_a_spare_one(
     four: RayHosts, one_machine: Path, way: str, limit_s: float
 ) -> None:

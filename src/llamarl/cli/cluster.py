@@ -30,7 +30,7 @@ place as here (or --bin). On Slurm, Kubernetes and clouds their own ways are sho
 
 HEALTH: Mapping[str, str] = {
     "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_period_ms": "800",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }

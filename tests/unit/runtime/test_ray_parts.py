@@ -130,12 +130,12 @@ def test_a_node_says_what_ray_was_told_there(monkeypatch: pytest.MonkeyPatch) ->
     assert (taken.cores, taken.cuda_devices, taken.ports, taken.tls, taken.token) == (4, 2, (7, 9), None, False)
     assert (taken.space, taken.interface) == (this_space(), interface_of("127.0.0.1"))
     assert health_of(taken.health) == (15.0, 65.0), "Ray's defaults: five questions, 3 s apart, 10 s each"
-    for name, value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
+    for name, value in {"period_ms": "800", "timeout_ms": "2000", "failure_threshold": "3"}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", value)
     for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
         monkeypatch.setenv(f"RAY_TLS_{name}", f"/tls/{name}")
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     taken = take_inventory("127.0.0.1", 4, 0)
-    assert health_of(taken.health) == (3.0, 9.0) and taken.token
+    assert health_of(taken.health) == (2.4, 8.4) and taken.token
     assert taken.tls is not None and str(taken.tls.private_key) == "/tls/SERVER_KEY"
