@@ -23,7 +23,7 @@ from llamarl.process_end import end_process
 __all__ = ["VERBS", "command", "main"]
 
 _EVERY_DAY = ("train", "sft", "report", "watch", "eval", "generate", "export", "recipes", "new", "doctor")
-_AT_SCALE = ("plan", "simulate", "scale", "cluster")
+_AT_SCALE = ("plan", "simulate", "cluster")
 VERBS = (*_EVERY_DAY, *_AT_SCALE)
 _NEED_TEMPORARY_FILES = ("train", "sft", "eval", "generate")
 

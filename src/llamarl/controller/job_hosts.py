@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,10 @@ from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
 from llamarl.runtime.absent_hosts import layouts, what_changed, why_no_room
-from llamarl.runtime.config import HERE, HostsConfig, hosts_named, parse_ports
+from llamarl.runtime.config import HERE, hosts_named, parse_ports
 from llamarl.runtime.host_placement import (
     Machine,
-    hosts_to_resume_on,
     place_on_hosts,
-    respread,
     share_of,
     spread,
     unlike,
@@ -91,7 +89,7 @@ class JobHosts:
             Machine(node.name, one.cores, one.cuda_devices, one.facts)
             for node, one in zip(self.cluster.nodes, self.cluster.inventories, strict=True)
         ]
-        on = {executor: self._given_of_all(executor) for executor in config.hosts.on}
+        on = {executor: self._given(executor) for executor in config.hosts.on}
         there = {named.index(host.name): host for host in hosts}
         together = colocated.sharing if colocated is not None else ()
         tensor_parallel = {role.name: role.units(config) for role in present_roles(config) if role.section}
@@ -180,59 +178,6 @@ class JobHosts:
         """Take on one host what the ranks of another have that is gone; why not."""
         moved = {name: [other if at == lost else at for at in ranks] for name, ranks in self.where.items()}
         return self.take({name: [at for at in ranks if at == other] for name, ranks in moved.items()}, _STAND_IN_S)
-
-    def place_rescaled(
-        self, executors: Sequence[ExecutorSpec], spec: ExecutorSpec
-    ) -> tuple[ExecutorSpec, tuple[int, ...]]:
-        """Where the ranks of an executor go that shall be another number, and what each gets there.
-        Nothing is changed yet.
-
-        Args:
-            executors: Of the job, as :meth:`place` settled them.
-            spec: With the number of ranks that it shall have, and threads settled.
-
-        Raises:
-            ConfigError: No host has room.
-        """
-        assert self.launcher is not None, "ranks are another number in a job that runs"
-        ranks = respread(
-            spec,
-            executors,
-            self.machines,
-            self.where,
-            given=self._given(spec.name),
-            gone=set(self.launcher.lost),
-            on_gpus=self.on_gpus,
-            allow_unlike=self.config.hosts.allow_unlike,
-        )
-        wanted = [spec if one.name == spec.name else one for one in executors]
-        placed = place_on_hosts(wanted, self.machines, {**self.where, spec.name: ranks})
-        settled = next(one for one in placed.executors if one.name == spec.name)
-        if why_not := self.take({**self.where, spec.name: ranks}, _STAND_IN_S):
-            raise ConfigError(why_not)
-        return settled, ranks
-
-    def why_unreached(self, executor: str, ranks: Sequence[int], sources: Sequence[tuple[str, int]]) -> str:
-        """Which hosts that get ranks of an executor for the first time do not reach what these
-        read, in words; takes some seconds at most.
-
-        Args:
-            sources: Addresses and ports.
-        """
-        assert self.launcher is not None, "ranks are another number in a job that runs"
-        return self.launcher.why_unreached({*ranks} - {*self.where[executor]}, sources)
-
-    def move(self, executor: str, ranks: tuple[int, ...]) -> None:
-        """From now on its ranks, when they are started next, are on these hosts."""
-        self.where[executor] = ranks
-
-    def moved_settings(self, executor: str, hosts: HostsConfig) -> HostsConfig:
-        """The section with which a resume finds room for as many ranks of an executor as it has now."""
-        given = hosts_to_resume_on(self.where[executor], self._given(executor))
-        named = tuple(self.cluster.nodes[host].name for host in given)
-        absent = [self.named[host] for host in self._given_of_all(executor)]
-        named += tuple(name for name in absent if named and name in self.absent)
-        return replace(hosts, on={**hosts.on, executor: named}) if named else hosts
 
     def names(self, ranks: Sequence[int]) -> str:
         """The machines of ranks, for people."""
@@ -345,13 +290,7 @@ class JobHosts:
         atexit.unregister(self.close)
 
     def _given(self, executor: str) -> tuple[int, ...]:
-        """The hosts on which the user wants an executor, of those that take part; empty: any."""
-        numbers = {node.name: number for number, node in enumerate(self.cluster.nodes)}
-        given = [self.named[host] for host in self._given_of_all(executor)]
-        return tuple(numbers[name] for name in given if name not in self.absent)
-
-    def _given_of_all(self, executor: str) -> tuple[int, ...]:
-        """The same by the numbers of all hosts that are named."""
+        """The hosts on which the user wants an executor, by the numbers of all that are named; empty: any."""
         words = self.config.hosts.on.get(executor)
         if words is None:
             return ()

@@ -88,8 +88,6 @@ class Recovery:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._incarnations: dict[str, int] = {}
-        self._given: dict[str, int] = {}
-        """Executor -> the highest incarnation that was given to processes of it."""
         self._restarts: dict[str, int] = {}
         self._attempts: list[_Attempt] = []
 
@@ -101,15 +99,6 @@ class Recovery:
     def num_restarts(self) -> Mapping[str, int]:
         """Executor -> how often it was brought up again after a death; those that never were are left out."""
         return dict(self._restarts)
-
-    def renew(self, executor: str) -> int:
-        """The incarnation of processes that an executor gets though none of it died."""
-        self._incarnations[executor] = self._next(executor)
-        return self._incarnations[executor]
-
-    def _next(self, executor: str) -> int:
-        self._given[executor] = self._given.get(executor, 0) + 1
-        return self._given[executor]
 
     def counts(self, executor: str, incarnation: int, *, held: bool) -> bool:
         """Whether a report is taken.
@@ -168,7 +157,7 @@ class Recovery:
     def _redo(self, marking: Marking, death: Death, first_tick: int) -> Redo:
         name = death.executor
         self._restarts[name] = self._restarts.get(name, 0) + 1
-        self.renew(name)
+        self._incarnations[name] = self.incarnation(name) + 1
         return Redo(
             executor=name,
             incarnation=self._incarnations[name],

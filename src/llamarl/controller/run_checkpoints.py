@@ -107,7 +107,7 @@ class RunCheckpoints:
     ) -> None:
         """
         Args:
-            ranks: Executor -> number of its ranks, at first: each must tell of its state.
+            ranks: Executor -> number of its ranks: each must tell of its state.
             far: Where some of them have a run folder of their own.
             mirror: Is told of each that is finished.
             num_ticks: Of the run; after the last one a checkpoint may be due too.
@@ -120,7 +120,6 @@ class RunCheckpoints:
         self._num_ticks = num_ticks
         self._description = description
         self._ranks = ranks
-        self._changes: list[tuple[int, str, int]] = []
         self._far = far
         self._mirror = mirror
         self._recorder = recorder
@@ -202,7 +201,7 @@ class RunCheckpoints:
         if tick in self._given_up:
             self._give_up(tick, self._given_up[tick])
             return
-        if silent := silent_ranks(self._ranks_at(tick), written):
+        if silent := silent_ranks(self._ranks, written):
             raise CheckpointError(
                 f"the checkpoint of tick {tick} is not whole: {', '.join(silent)} told of no state, not even of an empty one"
             )
@@ -212,14 +211,6 @@ class RunCheckpoints:
         self._events.sync()
         self._slow.begun(tick, self._since_s)
         self._finishing.append((tick, self._thread.submit(self._finish, tick, written)))
-
-    def rescaled(self, executor: str, num_ranks: int, first_tick: int) -> None:
-        """An executor has other ranks from a tick on."""
-        self._changes.append((first_tick, executor, num_ranks))
-
-    def _ranks_at(self, tick: int) -> dict[str, int]:
-        changes = {name: count for first, name, count in self._changes if first <= tick}
-        return {**self._ranks, **changes}
 
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
         """Tick and folder of the newest checkpoint that this run has finished.

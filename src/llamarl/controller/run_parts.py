@@ -9,7 +9,6 @@ end: journal, runtime, files, checkpoints, hosts, recorder; then what is saved, 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import sys
@@ -30,7 +29,6 @@ from llamarl.controller.recovery import Recovery
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder
 from llamarl.controller.saving import Saving
-from llamarl.controller.scaling import SCALABLE, Scaled, Scaling, Sources, rescaled
 from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ConfigError, LlamaRLError, RunFolderLost, RunStopped
@@ -41,7 +39,7 @@ from llamarl.observability.recorder import Recorder
 from llamarl.observability.rollouts import remove_partial
 from llamarl.observability.writing import Patience
 from llamarl.plural import plural
-from llamarl.roles import present_roles, with_settings
+from llamarl.roles import present_roles
 from llamarl.runtime.base import Report, Runtime
 from llamarl.runtime.journal import Journal, Resumed
 from llamarl.runtime.make_runtime import make_runtime
@@ -234,29 +232,7 @@ class RunParts:
             tell=lambda redo: self.recorder.restarted(redo.next_tick, redo.describe()),
             journal=self._journal,
             stragglers=Stragglers(multiple=multiple) if multiple else None,
-            scaling=self._scaling() if SCALABLE in self._prepared.graph.inputs else None,
         )
-
-    def _scaling(self) -> Scaling:
-        """The generator's replicas as ``config.toml`` has them, until somebody asks for others."""
-        prepared, folder = self._prepared, self._folder
-
-        def took_effect(scaled: Scaled, tick: int) -> None:
-            folder.check()
-            self.checkpoints.rescaled(SCALABLE, scaled.spec.num_ranks, tick)
-            config = with_settings(prepared.config, {SCALABLE: {"dp": scaled.config.generator.dp}})
-            if prepared.hosts is not None:
-                prepared.hosts.move(SCALABLE, scaled.hosts)
-                config = dataclasses.replace(config, hosts=prepared.hosts.moved_settings(SCALABLE, config.hosts))
-            try:
-                save_settings(dataclasses.replace(prepared, config=config), folder.path)
-            except ConfigError as error:
-                self.recorder.message(f"a resume begins with the replicas that there were: {error}")
-
-        def plan(replicas: int, sources: Sources) -> Scaled:
-            return rescaled(prepared.local, prepared.graph, replicas, prepared.hosts, sources)
-
-        return Scaling(folder.path, plan, took_effect, self.recorder.message)
 
 
 def _stopped_by(kind: type[BaseException] | None) -> str:

@@ -2,8 +2,7 @@
 
     loop ─ fire, wait ─▶ SurvivingRuntime ─ fire, wait ─▶ the real runtime
                             │  deaths ─▶ stop ─▶ tokens that were not whole leave the marking ─▶ Recovery.decide ─▶ Redo
-                            │  Redo ───▶ replace ─▶ ticks since its state that have counted are done again ─▶ the order that was out
-                            └─ a request for other ranks ─▶ rescale, before the executor's next order
+                            └─ Redo ───▶ replace ─▶ ticks since its state that have counted are done again ─▶ the order that was out
 
 The marking is the loop's own: tokens that went with a process leave it here, and come back here
 once they are made again.
@@ -26,7 +25,7 @@ from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Death, News, Order, Overdue, ProcessesDied, Report, RestartingRuntime, SetupReport
 
-__all__ = ["Journal", "Scaling", "SurvivingRuntime"]
+__all__ = ["Journal", "SurvivingRuntime"]
 
 
 class Journal(Protocol):
@@ -41,20 +40,6 @@ class Journal(Protocol):
         ...
 
 
-class Scaling(Protocol):
-    """Says when an executor is to have another number of ranks."""
-
-    @property
-    def executor(self) -> str:
-        """The only one that may."""
-        ...
-
-    def due(self, marking: Marking, replaceable: Callable[[], Mapping[str, int]]) -> ExecutorSpec | None:
-        """The executor with its other ranks, if it is to be started anew now: its order, if one is
-        out, was not sent."""
-        ...
-
-
 class SurvivingRuntime:
     """Brings executors up again whose processes died, and has done again what was lost with them.
 
@@ -65,7 +50,6 @@ class SurvivingRuntime:
         tell: Called with each replacement as it begins.
         journal: Gets each report that counts.
         stragglers: Says which ticks take too long: an executor at one is ended and does it again.
-        scaling: Asked before orders are sent.
     """
 
     def __init__(
@@ -78,10 +62,9 @@ class SurvivingRuntime:
         tell: Callable[[Redo], None] = lambda redo: None,
         journal: Journal | None = None,
         stragglers: Stragglers | None = None,
-        scaling: Scaling | None = None,
     ) -> None:
         self._runtime, self._marking, self._recovery, self._saving = runtime, marking, recovery, saving
-        self._tell, self._journal, self._stragglers, self._scaling = tell, journal, stragglers, scaling
+        self._tell, self._journal, self._stragglers = tell, journal, stragglers
         self._behind: dict[str, int] = {}
         """Executor whose state is older than what has counted, until its repeats begin -> its next
         tick by that state."""
@@ -94,8 +77,6 @@ class SurvivingRuntime:
         self._lost: dict[str, tuple[float, float]] = {}
         """Executor whose next report tells of it -> when its lost work began, and when it died; on
         ``time.monotonic``."""
-        self._moved: dict[str, float] = {}
-        """Executor that was given other ranks, and whose next report tells of it -> when; on ``time.monotonic``."""
 
     def start(
         self,
@@ -141,18 +122,11 @@ class SurvivingRuntime:
         return self._runtime.counted()
 
     def fire(self, order: Order) -> None:
-        """Send an order, once its executor has repeated what it must, or has the ranks that it is to have."""
+        """Send an order, once its executor has repeated what it must."""
         self._catch_up()
         if order.executor in self._repeat:
             return  # it follows, as the marking has it then
-        if self._scaling is not None and order.executor == self._scaling.executor:
-            self._rescale(self._scaling)
         self._send(order)
-
-    def rescale_if_asked(self) -> None:
-        """Give an executor that is not at work the ranks that it is to have."""
-        if self._scaling is not None and not {self._scaling.executor} & {*self._marking.busy, *self._repeat}:
-            self._rescale(self._scaling)
 
     def tell(self, news: News) -> None:
         """Let a busy executor know."""
@@ -165,7 +139,6 @@ class SurvivingRuntime:
             LlamaRLError: As the real runtime, if what died is not brought up again: with the reason.
         """
         self._catch_up()
-        self.rescale_if_asked()
         while True:
             self._release()
             try:
@@ -296,18 +269,6 @@ class SurvivingRuntime:
         self._runtime.fire(order)
         self._since_s[order.executor] = self.now()
 
-    def _rescale(self, scaling: Scaling) -> None:
-        """Start the executor, which is not at work, anew with other ranks, if these were asked for."""
-        spec = scaling.due(self._marking, self._runtime.replaceable)
-        if spec is None:
-            return
-        tick = self._marking.done_ticks[spec.name]
-        self._moved[spec.name] = time.monotonic()
-        self._runtime.rescale(spec, incarnation=self._recovery.renew(spec.name), first_tick=tick)
-        self._saving.redo(spec.name, tick)
-        if self._stragglers is not None:
-            self._stragglers.restarted(spec.name, tick)
-
     def _limits_s(self) -> Mapping[str, float]:
         if self._stragglers is None or not self._recovery.has_room(time.monotonic()):
             return {}
@@ -322,10 +283,6 @@ class SurvivingRuntime:
 
     def _with_costs(self, report: Report) -> Report:
         """The report, with what a replacement has cost where it is the first after one."""
-        moved_s = self._moved.pop(report.executor, None)
-        if moved_s is not None:
-            spans = (("scale", min(moved_s, report.started_s), report.started_s), *report.spans)
-            report = dataclasses.replace(report, spans=spans)
         lost = self._lost.pop(report.executor, None)
         if lost is None:
             return report

@@ -172,10 +172,9 @@ class GeneratorConfig:
 
     shards: Annotated[NonNegativeInt, IN_STATE] = 0
     """Shares into which a tick's prompts are cut, each decoded alone; replicas decode dp of them at
-    a time, so with a number here bits do not depend on dp, which may then change on resume and
-    while a run goes on (llamarl scale). At least dp, best a multiple of it, and a divisor of
-    schedule.prompts_per_step; more shards decode smaller batches, which takes longer. 0: as many as
-    replicas."""
+    a time, so with a number here bits do not depend on dp, which may then change on
+    resume. At least dp, best a multiple of it, and a divisor of schedule.prompts_per_step; more
+    shards decode smaller batches, which takes longer. 0: as many as replicas."""
 
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).

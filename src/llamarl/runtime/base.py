@@ -196,7 +196,7 @@ class Runtime(Protocol):
 
 
 class RestartingRuntime(Runtime, Protocol):
-    """A runtime that can bring an executor up again while the others work, also with other ranks."""
+    """A runtime that can bring an executor up again while the others work."""
 
     def wait(self, limit_s: float, limits_s: Mapping[str, float] = {}) -> Report:
         """As of ``Runtime``.
@@ -233,10 +233,6 @@ class RestartingRuntime(Runtime, Protocol):
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
         """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may
         follow. What its earlier processes still say is ignored."""
-        ...
-
-    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
-        """As ``replace``, with the ranks of ``spec`` in place of those that there were; all executors stand ready."""
         ...
 
     def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:

@@ -8,8 +8,7 @@ goes whole to the host that has fewest ranks so far. Unlike replicas may be give
 kind: ``generator_0`` are those of the first kind. All ranks of an executor get the same number of
 threads, the least that any of its hosts can give, because bits depend on it.
 
-While the job goes on a host may be gone (``stand_in``), an executor may get another number of ranks
-(``respread``): everyone else stays.
+While the job goes on a host may be gone: another takes its place (``stand_in``), and everyone else stays.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from llamarl.runtime.placement import ColocatedGroup, Placement, place
 __all__ = [
     "Machine",
     "Units",
-    "hosts_to_resume_on",
     "place_on_hosts",
-    "respread",
     "share_of",
     "spread",
     "stand_in",
@@ -169,98 +166,6 @@ def stand_in(
         return lost not in with_gpus or (host not in with_gpus and hosts[host].cuda_devices >= hosts[lost].cuda_devices)
 
     return min((host for host in range(len(hosts)) if fits(host)), key=lambda host: (used[host], host), default=None)
-
-
-def respread(
-    spec: ExecutorSpec,
-    executors: Sequence[ExecutorSpec],
-    hosts: Sequence[Machine],
-    where: Mapping[str, Sequence[int]],
-    *,
-    given: Sequence[int] = (),
-    gone: Collection[int] = (),
-    on_gpus: Collection[str] = (),
-    allow_unlike: bool = False,
-) -> tuple[int, ...]:
-    """The host of each rank of an executor that gets another number of them while the job goes on.
-    Those that remain stay.
-
-    Of more, each goes to a host with cores left for it (on CPUs; where none has any, that decides
-    nothing): of those where the executor is, or that it was given, to the one with fewest of its
-    ranks, else to the one with fewest ranks at all. Of fewer, those go that are on hosts that it
-    was not given, then the last one of the host with most of them.
-
-    Args:
-        spec: With the number that it shall have, and threads settled.
-        executors: Of the job, settled; that of this name does not matter.
-        where: As :func:`spread` gives it, for the ranks that there are.
-        given: The hosts on which the user wants it; empty: any.
-        gone: Hosts that are not there.
-        on_gpus: Executors on GPUs. Each rank of theirs needs one that nobody uses.
-
-    Raises:
-        ConfigError: No host has room; says of each why.
-    """
-    now = where[spec.name]
-    ranks = [host for host in now if host not in gone]
-    while len(ranks) > spec.num_ranks:
-        own = Counter(ranks)
-        order = [(bool(given) and host not in given, own[host], rank) for rank, host in enumerate(ranks)]
-        del ranks[max(order)[-1]]
-    others = [one for one in executors if one.name != spec.name]
-    threads = Counter({host: 0 for host in range(len(hosts))})
-    gpus, used = threads.copy(), threads.copy()
-    for one in others:
-        for host in where[one.name]:
-            threads[host] += one.threads
-            gpus[host] += one.name in on_gpus
-            used[host] += 1
-    needs_gpu = spec.name in on_gpus
-
-    def why_not(host: int) -> str:
-        machine = hosts[host]
-        if host in gone:
-            return f"{machine.name} is gone"
-        if differs := unlike([hosts[now[0]], machine], allow=allow_unlike):
-            return differs[0]
-        if needs_gpu and gpus[host] + ranks.count(host) >= machine.cuda_devices:
-            return f"{machine.name} has {machine.cuda_devices} GPUs, and none to spare"
-        return ""
-
-    wanted = list(dict.fromkeys([*given, *now]))
-
-    def order_of(host: int) -> tuple[int, ...]:
-        own = ranks.count(host)
-        is_full = not needs_gpu and threads[host] + (own + 1) * spec.threads > hosts[host].cores
-        if host in wanted:
-            return is_full, 0, own, wanted.index(host)
-        return is_full, 1, used[host] + own, host
-
-    while len(ranks) < spec.num_ranks:
-        reasons = [why_not(host) for host in range(len(hosts))]
-        free = [host for host, reason in enumerate(reasons) if not reason]
-        if not free:
-            raise ConfigError(
-                f"no host has room for rank {len(ranks)} of {spec.num_ranks} of {spec.name!r}: {'; '.join(reasons)}. Add hosts, stop "
-                "the run and resume it over them"
-            )
-        ranks.append(min(free, key=order_of))
-    return tuple(ranks)
-
-
-def hosts_to_resume_on(ranks: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
-    """The hosts to give an executor at a resume, so that as many ranks find room as they have now:
-    those that they are on, the one with most of them first, then what it was given besides. Empty:
-    as it was, by nobody's wish, on one host.
-
-    Args:
-        ranks: As :func:`respread` gives it.
-        given: The hosts on which the user wants it; empty: any.
-    """
-    used = [host for host, _ in Counter(ranks).most_common()]
-    if not given and len(used) == 1:
-        return ()
-    return tuple(dict.fromkeys([*used, *given]))
 
 
 def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:

@@ -45,7 +45,6 @@ from llamarl.runtime.rank_plans import (
     must_follow_from_a_death,
     plan_workers,
     readers_of_the_dead,
-    with_ranks,
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
@@ -412,11 +411,6 @@ class ProcessRuntime:
             prepared = partial(_prepared, self._places, plans)
             self._ranks.replace(executor, tuple(plans), incarnation, prepared=prepared)
         self._failed = not self._standing
-
-    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
-        """As ``replace``, with other ranks."""
-        self._plans = with_ranks(self._plans, spec)
-        self.replace(spec.name, incarnation=incarnation, first_tick=first_tick)
 
     def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         """What an executor read at a tick that has counted."""

@@ -27,7 +27,6 @@ __all__ = [
     "must_follow_from_a_death",
     "plan_workers",
     "readers_of_the_dead",
-    "with_ranks",
     "with_states",
 ]
 
@@ -93,20 +92,6 @@ def plan_workers(
             for rank in range(spec.num_ranks)
         )
     return plans
-
-
-def with_ranks(plans: Mapping[str, tuple[WorkerPlan, ...]], spec: ExecutorSpec) -> dict[str, tuple[WorkerPlan, ...]]:
-    """The plans of a job in which one executor has the ranks of ``spec``; where these are among
-    hosts is another's to say."""
-
-    def told(plan: WorkerPlan) -> WorkerPlan:
-        changed = {spec.name: spec.num_ranks} if spec.name in plan.num_ranks else {}
-        return replace(plan, num_ranks={**plan.num_ranks, **changed})
-
-    first = told(plans[spec.name][0])
-    spec = replace(spec, factory=first.spec.factory)
-    others = {name: tuple(map(told, ranks)) for name, ranks in plans.items()}
-    return {**others, spec.name: tuple(replace(first, spec=spec, rank=rank) for rank in range(spec.num_ranks))}
 
 
 def with_states(plans: Sequence[WorkerPlan], states: Sequence[KeptState], *, first_tick: int) -> tuple[WorkerPlan, ...]:

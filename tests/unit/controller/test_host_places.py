@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from other_space import place
 
-from llamarl.config import RunConfig, validate
 from llamarl.controller.host_places import HostPlaces
-from llamarl.controller.job_hosts import JobHosts
-from llamarl.errors import ConfigError, TransferError
-from llamarl.executors.base import ExecutorSpec
+from llamarl.errors import TransferError
 from llamarl.runtime.host_placement import Machine
-from llamarl.runtime.placement import Placement
 
 
 class Launcher:
@@ -120,57 +114,3 @@ def test_a_host_that_goes_after_it_was_asked_whether_there_is_another_keeps_its_
     where: dict[str, tuple[int, ...]] = {"generator": (0, 1)}
     assert places(where, Launcher(0, 1, 2)).relocate("generator") == [place("a"), place("b")]
     assert where == {"generator": (0, 1)}
-
-
-def job_hosts(hosts: list[Machine], where: dict[str, tuple[int, ...]], config: RunConfig, *on_gpus: str) -> JobHosts:
-    nodes = [SimpleNamespace(name=host.name, address=f"10.0.0.{number}") for number, host in enumerate(hosts)]
-    cluster: Any = SimpleNamespace(nodes=nodes, here=0, take=lambda shares, within_s: "")
-    launcher: Any = Launcher()
-    named = ["a", "b", "c"] if len(config.hosts.on) > 1 else ["a", "b"]
-    settled = [
-        ExecutorSpec(name=name, factory="m:f", threads=1, device="cuda:0" if on_gpus else "cpu") for name in where
-    ]
-    return JobHosts(
-        cluster,
-        config,
-        named,
-        absent={name: "gone" for name in named if name not in [host.name for host in hosts]},
-        placement=Placement(tuple(settled), 16, 0),
-        where=where,
-        launcher=launcher,
-        machines=hosts,
-        on_gpus=on_gpus,
-    )
-
-
-def test_replicas_that_come_get_the_gpus_that_are_free_and_nobody_else_another_one() -> None:
-    hosts = [Machine(name, 8, 2, {"llamarl": "1"}) for name in "ab"]
-    config = validate({"hosts": {"cluster": "auto", "on": {"generator": ["a", "b"]}}})
-    job = job_hosts(hosts, {"trainer": (1,), "generator": (0,)}, config, "trainer", "generator")
-    trainer = ExecutorSpec(name="trainer", factory="m:f", device="cuda:0", threads=1)
-    before = ExecutorSpec(name="generator", factory="m:f", device="cuda:0", threads=1)
-    wanted = replace(before, num_ranks=3, device="cuda")
-    spec, ranks = job.place_rescaled((trainer, before), wanted)
-    assert (ranks, spec.device, spec.threads) == ((0, 1, 0), "cuda:0,cuda:1,cuda:1", 1)
-    assert job.where["generator"] == (0,), "nothing is changed yet"
-    job.move("generator", ranks)
-    assert job.summary() == "trainer on b; generator on a, b"
-    assert job.names(ranks) == "a, b, a"
-    assert job.moved_settings("generator", config.hosts).on == {"generator": ("a", "b")}
-    assert job.moved_settings("trainer", config.hosts) == config.hosts, "as it was, where fewest ranks are"
-    with pytest.raises(ConfigError, match="no host has room"):
-        job.place_rescaled((trainer, spec), replace(wanted, num_ranks=4))
-
-
-def test_a_host_that_the_job_began_without_stays_in_the_settings_of_the_run() -> None:
-    hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "bc"]
-    config = validate({"hosts": {"cluster": "auto", "on": {"generator": ["a", "b"], "trainer": ["c"]}}})
-    job = job_hosts(hosts, {"trainer": (1,), "generator": (0,)}, config)
-    assert job.summary() == "trainer on c; generator on b; without a"
-    generator, trainer = (
-        ExecutorSpec(name=n, factory="m:f", device="cpu", threads=1) for n in ("generator", "trainer")
-    )
-    _, ranks = job.place_rescaled((trainer, generator), replace(generator, num_ranks=2))
-    assert ranks == (0, 0), "its own hosts, of those that are there"
-    job.move("generator", ranks)
-    assert job.moved_settings("generator", config.hosts).on["generator"] == ("b", "a")

@@ -62,7 +62,6 @@ class World:
         num_ticks: int,
         num_deaths: int,
         saved: frozenset[int],
-        num_moves: int = 0,
         far: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.due, self.far = graph, saved, far
@@ -96,11 +95,10 @@ class World:
         self.met = frozenset[str]()
         """What has happened on the way here, of what does not happen in every run."""
         self.deaths_left = num_deaths
-        self.moves_left, self.asked = num_moves, False
         self.give()
 
     def _surviving(self) -> SurvivingRuntime:
-        return SurvivingRuntime(self, self.marking, self.recovery, self.saving, scaling=_Asked(self))  # type: ignore[arg-type]
+        return SurvivingRuntime(self, self.marking, self.recovery, self.saving)  # type: ignore[arg-type]
 
     def branch(self) -> World:
         other = copy(self)
@@ -114,8 +112,7 @@ class World:
         other.marking._tokens = {name: dict(tokens) for name, tokens in self.marking._tokens.items()}
         other.recovery = copy(self.recovery)
         other.recovery._incarnations = dict(self.recovery._incarnations)
-        for own in ("_given", "_restarts"):
-            setattr(other.recovery, own, dict(getattr(self.recovery, own)))
+        other.recovery._restarts = dict(self.recovery._restarts)
         other.recovery._attempts = list(self.recovery._attempts)
         other.surviving = other._surviving()
         for own in ("_repeat", "_begins", "_since_s"):
@@ -125,8 +122,6 @@ class World:
     def key(self) -> tuple[object, ...]:
         return (
             frozenset(self.phase.items()), frozenset(self.state.items()), frozenset(self.words.items()), self.deaths_left,
-            self.moves_left, self.asked,
-            frozenset(self.recovery._given.items()),
             tuple(self.recovery.incarnation(name) for name in self.names), tuple(self.marking.done_ticks.values()),
             tuple(sorted((n, f.tick, str(f.inputs)) for n, f in self.marking.busy.items())),
             frozenset(self.sent.items()), frozenset(self.slots.items()), frozenset(self.marking._withdrawn),
@@ -144,8 +139,6 @@ class World:
                 yield self._after("hear", name, number)
             if self.deaths_left and self.phase[name] != DEAD:
                 yield self._after("die", name)
-        if self.moves_left and not self.asked:
-            yield self._after("ask")
         for slot, (_, _, whole) in self.slots.items():
             if not whole and self._lives(slot):
                 yield self._after("copied", slot)
@@ -238,10 +231,6 @@ class World:
         self._end(name)
         self.deaths_left -= 1
 
-    def ask(self) -> None:
-        """For other ranks of the generator; the controller looks when it wakes next."""
-        self.moves_left, self.asked = self.moves_left - 1, True
-
     def _end(self, name: str, incarnation: int | None = None) -> None:
         me = self._me(name) if incarnation is None else (name, incarnation)
         held = {h for tokens in self.marking._tokens.values() for handles in tokens.values() for h in handles}
@@ -260,7 +249,6 @@ class World:
     def give(self) -> None:
         for firing in self.marking.ready():
             self.surviving.fire(self.saving.order(firing, self.marking.num_ticks))
-        self.surviving.rescale_if_asked()
 
     def hear(self, name: str, number: int) -> None:
         word = self.take_word(name, number)
@@ -347,10 +335,6 @@ class World:
         self.phase[name], self.state[name], self.sent[name] = SETUP, self.states[name, first_tick - 1], 0
         self.begins[name] = first_tick
 
-    def rescale(self, spec: ExecutorSpec, *, incarnation: int, first_tick: int) -> None:
-        self._end(spec.name, incarnation - 1)
-        self.replace(spec.name, incarnation=incarnation, first_tick=first_tick)
-
     def past_inputs(self, name: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         return self.past[name, tick]
 
@@ -363,23 +347,6 @@ class World:
     def _slot(self, name: str, channel: ChannelSpec) -> Slot:
         number = self.sent[name] - 1
         return *self._me(name), channel.name, number % channel.capacity if channel.delay else number
-
-
-class _Asked:
-    """Somebody who has asked for other ranks of the generator, at some time."""
-
-    executor = "generator"
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def due(self, marking: Marking, replaceable: object) -> ExecutorSpec | None:
-        world = self.world
-        asked, world.asked = world.asked, False
-        if not asked or not marking.is_needed("generator"):
-            return None
-        world.met |= {MOVED if world.phase["generator"] != DEAD else MOVED_DEAD}
-        return next(spec for spec in world.graph.executors if spec.name == "generator")
 
 
 def explore(first: World) -> tuple[int, list[World], frozenset[str]]:
@@ -406,7 +373,6 @@ def explore(first: World) -> tuple[int, list[World], frozenset[str]]:
 BEFORE = "a version of before its first tick is made again"
 REPEATED, REMADE = "a tick that has counted is repeated", "a version is made again"
 FOLLOWED = "a reader of a version is brought up again"
-MOVED, MOVED_DEAD = "a generator gets other ranks", "a generator of whose death nobody has heard gets other ranks"
 
 
 @pytest.mark.parametrize(
@@ -442,22 +408,3 @@ def test_whoever_dies_and_whenever_the_job_ends_with_the_tokens_of_the_undisturb
         assert end.counted == undisturbed.counted
         assert end.marking.done_ticks == undisturbed.marking.done_ticks
         assert end.last_saved == max(saved, default=-1)
-
-
-@pytest.mark.parametrize(
-    ("num_deaths", "num_moves", "met"),
-    [(0, 2, {MOVED}), (1, 1, {MOVED, MOVED_DEAD, REPEATED, REMADE, FOLLOWED})],
-)
-def test_whenever_a_generator_gets_other_ranks_and_whoever_dies_meanwhile_the_job_ends_with_the_same_tokens(
-    num_deaths: int, num_moves: int, met: set[str]
-) -> None:
-    graph = job(0, "reward")
-    _, (undisturbed, *_), _ = explore(World(graph, 2, 0, frozenset()))
-    _, ends, found = explore(World(graph, 2, num_deaths, frozenset(), num_moves))
-    assert found == met
-    assert {(end.deaths_left, end.moves_left) for end in ends} == {
-        (deaths, moves) for deaths in range(num_deaths + 1) for moves in range(num_moves + 1)
-    }
-    for end in ends:
-        assert end.counted == undisturbed.counted
-        assert end.marking.done_ticks == undisturbed.marking.done_ticks

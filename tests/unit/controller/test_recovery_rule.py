@@ -76,17 +76,6 @@ def test_the_second_news_of_one_death_changes_nothing_and_a_late_report_does_not
     assert recovery.counts("sink", 1, held=True) and not recovery.counts("sink", 0, held=True)
 
 
-def test_processes_that_come_anew_without_a_death_are_no_restart_and_those_before_them_are_not_heard() -> None:
-    recovery, marking = rule(max_restarts=1), begun()
-    assert [recovery.renew("source"), recovery.renew("source")] == [1, 2]
-    assert recovery.num_restarts == {}
-    assert decide(recovery, marking, [death("source", incarnation=1)], now_s=0.0) == ()
-    decided = decide(recovery, marking, [death("source", incarnation=2)], now_s=0.0)
-    assert not isinstance(decided, str)
-    assert [(redo.incarnation, redo.restart) for redo in decided] == [(3, 1)]
-    assert recovery.num_restarts == {"source": 1}
-
-
 def test_the_same_death_at_the_same_tick_twice_ends_the_run_with_its_history() -> None:
     recovery, marking = rule(), begun()
     decide(recovery, marking, [death("sink")], now_s=0.0)

@@ -82,20 +82,6 @@ def test_a_rank_that_told_of_nothing_is_named(tmp_path: Path) -> None:
     assert not CheckpointStore(tmp_path / "checkpoints").list()
 
 
-def test_each_rank_that_there_was_at_a_tick_must_have_told(tmp_path: Path) -> None:
-    made = checkpoints(tmp_path)
-    made.rescaled("trainer", 1, 3)
-    made.rescaled("trainer", 3, 5)
-    generator = {"generator rank 0": ()}
-    trainers: list[dict[str, tuple[FileRecord, ...]]] = [{f"trainer rank {r}": () for r in range(n)} for n in range(4)]
-    for tick, there, missing in ((1, 2, "trainer rank 1"), (3, 1, "trainer rank 0"), (5, 3, "trainer rank 2")):
-        assert made.folder_for(tick) is not None
-        with pytest.raises(CheckpointError, match=f"of tick {tick} is not whole: {missing} told of no state"):
-            made.on_saved(tick, {**generator, **trainers[there - 1]})
-        made.on_saved(tick, {**generator, **trainers[there]})
-    made.flush()
-
-
 def save(made: RunCheckpoints, tick: int, *, spoil: bool = False) -> None:
     """All ranks write; the controller hears of it, and of the outcome."""
     folder = made.folder_for(tick)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from llamarl.controller.scaling import why_not_scale
 from lone_generators import ranks_of
 from safetensors.torch import load_file
 
 from llamarl.config import RunConfig, load_config, to_plain, validate
-from llamarl.controller.scaling import why_not_scale
 from llamarl.controller.settings import differences
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError

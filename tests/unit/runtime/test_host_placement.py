@@ -12,9 +12,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import host_settings, hosts_named
 from llamarl.runtime.host_placement import (
     Machine,
-    hosts_to_resume_on,
     place_on_hosts,
-    respread,
     share_of,
     spread,
     stand_in,
@@ -205,61 +203,3 @@ def test_ranks_on_gpus_go_where_as_many_are_free() -> None:
     assert stand_in(0, hosts, where, gone={0}, on_gpus=["g", "t"]) == 2
     assert stand_in(0, hosts, where, gone={0, 2}, on_gpus=["g", "t"]) is None, "b has too few, and d none"
     assert stand_in(3, hosts, where, gone={3}, on_gpus=["g", "t"]) == 2, "ranks without a GPU go anywhere"
-
-
-ABC = [machine(name, cores=2) for name in "abc"]
-OTHERS = [spec("t", 2), spec("e")]
-
-
-def test_replicas_that_come_fill_the_hosts_they_were_given_evenly_and_those_that_there_are_stay() -> None:
-    where = {"g": (0, 1), "t": (2, 2), "e": (5,)}
-    three = respread(spec("g", 3), OTHERS, ABC, where, given=(0, 1))
-    assert three == (0, 1, 0)
-    four = respread(spec("g", 4), OTHERS, ABC, {**where, "g": three}, given=(0, 1))
-    assert four == (0, 1, 0, 1)
-    assert sorted(four) == sorted(spread([spec("g", 4)], 3, {"g": (0, 1)}, tensor_parallel={})["g"])
-
-
-def test_a_replica_for_which_its_hosts_have_no_cores_goes_to_a_spare_one_and_stays_there_if_none_has() -> None:
-    where = {"g": (0,), "t": (0, 1), "e": (1,)}
-    assert respread(spec("g", 2), OTHERS, ABC, where, given=(0,)) == (0, 2)
-    assert respread(spec("g", 3, threads=2), OTHERS, ABC, where, given=(0,)) == (0, 2, 0), "then nobody has any"
-    assert respread(spec("g", 2), OTHERS, ABC, where, given=(0,), gone={2}) == (0, 0)
-    assert respread(spec("g", 2), OTHERS, ABC, {**where, "e": (0,)}) == (0, 2), "b has a rank, c none"
-
-
-def test_replicas_that_go_leave_the_hosts_even_and_those_on_spare_ones_go_first() -> None:
-    where = {"g": (0, 0, 1, 2), "t": (2, 2), "e": (1,)}
-    assert respread(spec("g", 3), OTHERS, ABC, where, given=(0, 1)) == (0, 0, 1), "c was not given"
-    assert respread(spec("g", 2), OTHERS, ABC, where, given=(0, 1)) == (0, 1)
-    assert respread(spec("g", 3), OTHERS, ABC, where) == (0, 1, 2), "a has two"
-    assert respread(spec("g", 1), OTHERS, ABC, where, given=(0, 1), gone={0}) == (1,)
-
-
-def test_each_replica_on_a_gpu_needs_one_that_nobody_uses() -> None:
-    hosts = [machine("a", cuda_devices=2), machine("b", cuda_devices=3), machine("c")]
-    where = {"g": (0,), "t": (0, 1), "e": (2,)}
-    assert respread(spec("g", 3), OTHERS, hosts, where, given=(0,), on_gpus=["g", "t"]) == (0, 1, 1)
-    with pytest.raises(ConfigError) as caught:
-        respread(spec("g", 4), OTHERS, hosts, where, given=(0,), on_gpus=["g", "t"])
-    assert str(caught.value).startswith(
-        "no host has room for rank 3 of 4 of 'g': a has 2 GPUs, and none to spare; b has 3 GPUs, and none to spare; "
-        "c has 0 GPUs, and none to spare"
-    )
-
-
-def test_a_host_that_is_gone_or_would_give_other_bits_gets_no_replica() -> None:
-    hosts = [machine("a"), machine("b", processor="arm")]
-    where = {"g": (0,), "t": (0, 0), "e": (0,)}
-    assert respread(spec("g", 2), OTHERS, hosts, where, given=(0, 1)) == (0, 0)
-    assert respread(spec("g", 2), OTHERS, hosts, where, given=(0, 1), allow_unlike=True) == (0, 1)
-    with pytest.raises(ConfigError, match="a is gone; processor: a has 'x86 avx2', b 'arm'"):
-        respread(spec("g", 2), OTHERS, hosts, where, gone={0})
-
-
-def test_a_resume_finds_room_where_the_replicas_are() -> None:
-    assert hosts_to_resume_on((0, 1, 0), (0, 1)) == (0, 1)
-    assert hosts_to_resume_on((0, 2, 2), (0, 1)) == (2, 0, 1), "c has two: of three it gets two again"
-    assert spread([spec("g", 3)], 3, {"g": (2, 0)}, tensor_parallel={})["g"] == (2, 2, 0)
-    assert hosts_to_resume_on((1,), (0, 1)) == (1, 0)
-    assert hosts_to_resume_on((1, 1), ()) == () and hosts_to_resume_on((1, 2), ()) == (1, 2)

@@ -24,7 +24,6 @@ from llamarl.runtime.rank_plans import (
     combine_setups,
     executor_failed,
     plan_workers,
-    with_ranks,
     with_states,
 )
 from llamarl.runtime.worker import (
@@ -307,19 +306,6 @@ def test_a_rank_is_told_only_of_its_own_channels_and_their_ends() -> None:
     assert [p.rank for p in plans["c"]] == [0, 1, 2]
     assert [c.name for c in plans["a"][0].channels] == ["ab"] and plans["a"][0].num_ranks == {"a": 1, "b": 2}
     assert [c.name for c in plans["b"][0].channels] == ["ab", "bc"]
-
-
-def test_other_ranks_of_an_executor_are_known_to_it_and_to_who_reads_it() -> None:
-    executors = [ExecutorSpec(name=name, factory="m:f", num_ranks=n) for name, n in (("a", 2), ("b", 1), ("c", 1))]
-    channels = [
-        ChannelSpec(name="ab", kind=ChannelKind.GATHER, source="a", sink="b"),
-        ChannelSpec(name="bc", kind=ChannelKind.GATHER, source="b", sink="c"),
-    ]
-    plans = with_ranks(plan(executors, channels), ExecutorSpec(name="a", factory="m:f", num_ranks=3, config="new"))
-    assert [(p.rank, p.spec.num_ranks, p.spec.config, p.num_ranks) for p in plans["a"]] == [
-        (rank, 3, "new", {"a": 3, "b": 1}) for rank in range(3)
-    ]
-    assert plans["b"][0].num_ranks == {"a": 3, "b": 1, "c": 1} and plans["c"][0].num_ranks == {"b": 1, "c": 1}
 
 
 def test_ranks_get_their_own_states_and_those_of_all_where_they_were_another_number() -> None:

@@ -97,24 +97,6 @@ class HostAgent:
         rank = self._ranks.get(number)
         return rank is not None and rank.stopped()
 
-    async def why_unreached(self, places: Sequence[tuple[str, int]], within_s: float) -> str:
-        """At which of these addresses and ports nothing takes a connection, in words; empty:
-        something does at all of them."""
-
-        async def one(address: str, port: int) -> str:
-            at = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-            try:
-                async with asyncio.timeout(within_s):
-                    _, writer = await asyncio.open_connection(address, port)
-            except TimeoutError:
-                return f"nothing answers at {at} within {within_s:g} s"
-            except OSError as error:
-                return f"{at}: {os.strerror(error.errno) if error.errno else error}"
-            writer.close()
-            return ""
-
-        return "; ".join(filter(None, await asyncio.gather(*(one(address, port) for address, port in places))))
-
     async def meeting_place(self, name: str, apart: bool) -> tuple[str, str]:
         """Where ranks can meet, an ``init_method`` of ``torch.distributed``; or why they cannot.
 

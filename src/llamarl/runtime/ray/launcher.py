@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.executors.base import ExecutorSpec
@@ -30,7 +30,6 @@ from llamarl.runtime.worker import WorkerPlan
 
 __all__ = ["RayLauncher", "RayLink", "imported_on"]
 
-_REACH_S = 5.0
 _LOOK_S = 0.1
 _END_S = 6.0
 _STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
@@ -337,38 +336,6 @@ class RayLauncher:
         """Have the agents end all ranks; they stay, for the files that lie there."""
         self._closing = True
         self._cluster.end_ranks(_END_S)
-
-    def why_unreached(self, numbers: Collection[int], places: Sequence[tuple[str, int]]) -> str:
-        """Which of these nodes does not reach which places, in words; empty: all do. Any thread but
-        the io thread; takes some seconds at most. Nothing is known before the first rank was
-        started.
-
-        Args:
-            places: Addresses and ports at which something listens.
-        """
-        if self._loop is None or not places:
-            return ""
-
-        async def ask(number: int) -> str:
-            name = self._cluster.nodes[number].name
-            try:
-                async with asyncio.timeout(3 * _REACH_S):
-                    node = await asyncio.shield(self._node(number))
-                    why_not = await node.ask("why_unreached", list(places), _REACH_S)
-            except TimeoutError:
-                return f"node {name} does not answer within {3 * _REACH_S:g} s"
-            except NodeLost as error:
-                return str(error)
-            return f"node {name} does not reach others: {why_not}" if why_not else ""
-
-        async def everyone() -> list[str]:
-            return await asyncio.gather(*map(ask, sorted(numbers)))
-
-        asking = asyncio.run_coroutine_threadsafe(everyone(), self._loop)
-        try:
-            return "; ".join(filter(None, asking.result(4 * _REACH_S)))
-        except TimeoutError:
-            return f"nodes were not heard of within {4 * _REACH_S:g} s"
 
     def offsets(self) -> dict[str, tuple[float, float]]:
         """Node -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
