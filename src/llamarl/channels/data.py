@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
-from llamarl.channels.plain_values import decode, encode
+from llamarl.channels.plain_values import ALIGN, framed, from_bytes
 from llamarl.errors import ChannelError
 from llamarl.models.packing import balance
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
@@ -39,7 +39,6 @@ from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, 
 
 __all__ = ["DataHandle", "DataReceiver", "DataSender", "Shares", "check_token"]
 
-_ALIGN = 64
 _COPY_CHUNK = 64 << 20  # bytes between two looks at the clock
 _ENTRY = struct.Struct("<QQQ")  # offset behind the control part, bytes, checksum of one part
 
@@ -141,14 +140,12 @@ class DataSender:
 
     def _encode(self, tick: int, part: Any) -> list[memoryview]:
         try:
-            views = encode(part)
+            return framed(part)
         except (TypeError, ValueError) as error:
             raise ChannelError(
                 f"channel {self._spec.name!r}: {self._spec.source!r} rank {self._rank} cannot send its token of tick "
                 f"{tick}: {error}; send plain values, NumPy arrays and records of llamarl.types"
             ) from error
-        lengths = struct.pack(f"<{len(views) + 1}Q", len(views), *(v.nbytes for v in views))
-        return [memoryview(lengths), *views]
 
     def _publish(self, tick: int, parts: list[list[memoryview]]) -> DataHandle:
         placed: list[tuple[int, int]] = []
@@ -163,7 +160,7 @@ class DataSender:
         if buffer is None or buffer.data.numel() < end or self._spec.kept:
             if buffer is not None:
                 buffer.close()
-            room = max(_ALIGN, end if self._spec.kept else end + end // 4)  # to grow without a new buffer
+            room = max(ALIGN, end if self._spec.kept else end + end // 4)  # to grow without a new buffer
             buffer = self._slots[slot] = self._transport.register(_control_bytes(len(parts)), room)
         words = header_words(buffer.control.numpy())
         words[Word.STATE] = SlotState.WRITING
@@ -260,7 +257,7 @@ class DataReceiver:
             remote.forget()
             private = self._read_part(handle, remote, clock, doing)
             if private is not None:
-                return _decode(private)
+                return from_bytes(private.numpy().data)
             header = self._header(remote, clock, doing)
         except (ChannelError, ValueError) as error:
             raise ChannelError(f"{what}: {error}; restart the source and resume the run") from error
@@ -324,7 +321,7 @@ def _check_ranks(spec: ChannelSpec, rank: int, num_own: int, num_source_ranks: i
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+    return -(-size // ALIGN) * ALIGN
 
 
 def _control_bytes(num_parts: int) -> int:
@@ -363,20 +360,5 @@ def check_token(token: bytes, num_parts: int, table_checksum: int) -> list[Any]:
         start = offset + _control_bytes(num_parts)
         if start + size > len(memory) or digest(memory[start : start + size].data) != checksum:
             raise ValueError(f"a part of a token of {len(token)} bytes does not match its checksum")
-        parts.append(_decode(torch.from_numpy(memory[start : start + size].copy())))
+        parts.append(from_bytes(memory[start : start + size].copy().data))
     return parts
-
-
-def _decode(private: torch.Tensor) -> Any:
-    """Raises ValueError if it holds no plain values."""
-    memory = private.numpy().data
-    count = int.from_bytes(memory[:8], "little")
-    if 8 * (count + 1) > len(memory):
-        raise ValueError(f"a part of {len(memory)} bytes cannot hold {count} pieces")
-    position, views = _aligned(8 * (count + 1)), []
-    for length in struct.unpack_from(f"<{count}Q", memory, 8):
-        if position + length > len(memory):
-            raise ValueError(f"a part of {len(memory)} bytes has a piece that ends behind it")
-        views.append(memory[position : position + length])
-        position += _aligned(length)
-    return decode(views)

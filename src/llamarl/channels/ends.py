@@ -11,7 +11,7 @@ from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsReceiver, WeightsSender
 from llamarl.transports.table import name_here, transport_kind
 
-__all__ = ["make_receiver", "make_sender"]
+__all__ = ["make_receiver", "make_sender", "num_parts"]
 
 
 def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Sender:
@@ -21,7 +21,7 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
         spec,
         rank=rank,
         num_source_ranks=num_source_ranks,
-        num_sink_ranks=_num_parts(spec, num_sink_ranks),
+        num_sink_ranks=num_parts(spec, num_sink_ranks),
         transport=transport_kind(name_here(spec.transport)).source(num_sink_ranks=num_sink_ranks),
     )
 
@@ -29,17 +29,17 @@ def make_sender(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink
 def make_receiver(spec: ChannelSpec, *, rank: int, num_source_ranks: int, num_sink_ranks: int) -> Receiver:
     """The end of sink rank ``rank``."""
     kind = WeightsReceiver if spec.kind is ChannelKind.WEIGHTS else DataReceiver
-    num_parts = _num_parts(spec, num_sink_ranks)
+    parts = num_parts(spec, num_sink_ranks)
     return kind(
         spec,
-        rank=rank // spec.sink_replicas % num_parts if spec.kind is ChannelKind.SCATTER else rank,
+        rank=rank // spec.sink_replicas % parts if spec.kind is ChannelKind.SCATTER else rank,
         num_source_ranks=num_source_ranks,
-        num_sink_ranks=num_parts,
+        num_sink_ranks=parts,
         transport=transport_kind(name_here(spec.transport)).sink(rank=rank),
     )
 
 
-def _num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
+def num_parts(spec: ChannelSpec, num_sink_ranks: int) -> int:
     """Sink ranks that differ in what they receive; tensor- and context-parallel peers and pipeline
     stages count once."""
     if spec.kind is not ChannelKind.SCATTER:

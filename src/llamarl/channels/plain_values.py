@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import types as builtin_types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -23,7 +24,10 @@ import numpy as np
 
 from llamarl import types
 
-__all__ = ["decode", "encode"]
+__all__ = ["ALIGN", "decode", "encode", "framed", "from_bytes", "to_bytes"]
+
+ALIGN = 64
+"""What each piece of a value is padded to where they lie one behind the other."""
 
 _DTYPES = {
     np.dtype(name).str: np.dtype(name)
@@ -68,6 +72,36 @@ def decode(views: Sequence[memoryview]) -> Any:
         raise ValueError("it is nested too deep") from None
     except (TypeError, IndexError, KeyError, OverflowError) as error:
         raise ValueError(f"it holds no plain value: {type(error).__name__}: {error}") from error
+
+
+def framed(value: Any) -> list[memoryview]:
+    """Encode, with a piece in front that says how many follow and how long each is. Raises as ``encode``."""
+    views = encode(value)
+    return [memoryview(struct.pack(f"<{len(views) + 1}Q", len(views), *(v.nbytes for v in views))), *views]
+
+
+def to_bytes(value: Any) -> bytes:
+    """The pieces one behind the other. Raises as ``encode``."""
+    return b"".join(bytes(view) + bytes(-view.nbytes % ALIGN) for view in framed(value))
+
+
+def from_bytes(memory: memoryview) -> Any:
+    """What ``to_bytes`` was given; its arrays lie over ``memory``.
+
+    Raises:
+        ValueError: ``to_bytes`` did not make this.
+    """
+    count = int.from_bytes(memory[:8], "little")
+    if 8 * (count + 1) > len(memory):
+        raise ValueError(f"a part of {len(memory)} bytes cannot hold {count} pieces")
+    position, views = 8 * (count + 1), []
+    for length in struct.unpack_from(f"<{count}Q", memory, 8):
+        position += -position % ALIGN
+        if position + length > len(memory):
+            raise ValueError(f"a part of {len(memory)} bytes has a piece that ends behind it")
+        views.append(memory[position : position + length])
+        position += length
+    return decode(views)
 
 
 def _to_json(value: Any, buffers: list[memoryview]) -> Any:
@@ -169,9 +203,10 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:
         of = get_origin(number := get_args(arguments[1])[0]) or number
         kind = np.unsignedinteger if of is np.unsignedinteger else np.dtype(of).type.__mro__[1]
         return lambda value: isinstance(value, np.ndarray) and value.ndim > 0 and np.issubdtype(value.dtype, kind)
-    wanted: Any = {int: (int, np.integer), float: (int, float, np.number, np.bool_), bool: (bool, np.bool_)}.get(
-        hint, hint
-    )
+    if hint in (int, float):
+        kinds: Any = (int, np.integer) if hint is int else (int, float, np.integer, np.floating, np.bool_)
+        return lambda value: isinstance(value, kinds) and not (isinstance(value, int) and abs(value) >> 64)
+    wanted: Any = (bool, np.bool_) if hint is bool else hint
     return lambda value: isinstance(value, wanted)
 
 

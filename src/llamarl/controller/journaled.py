@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llamarl.channels.base import ChannelKind
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.ends import num_parts
+from llamarl.channels.samples import ANY, Limits
 from llamarl.checkpoint.written import why_not_whole, writer_name
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import ChannelError
+from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report
-from llamarl.runtime.journal import Record, Resumed, read_journal, records_of, remove_journal
+from llamarl.runtime.journal import Record, Resumed, Token, read_journal, records_of, remove_journal
 from llamarl.transports.segments import Segment
 
 __all__ = ["load_journal", "keeps_journal"]
@@ -40,13 +43,13 @@ def keeps_journal(config: RunConfig) -> bool:
 
 
 def load_journal(
-    run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int, num_token_ids: int = 1 << 31
+    run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int, limits: Limits = ANY
 ) -> Resumed:
     """What the journal holds of the ticks after a checkpoint; what cannot be used of it is removed.
 
     Args:
         after_tick: Of the checkpoint; -1: there is none.
-        num_token_ids: Of the policy's vocabulary.
+        limits: Of the run's samples.
     """
     records = [record for record in read_journal(run_dir, run_id) if record.tick > after_tick]
     num_ticks = config.run.num_ticks
@@ -61,7 +64,7 @@ def load_journal(
             chosen = []
         _check(chosen, graph, after_tick, num_ticks)
         max_pieces = (_raise_open_files() - _OTHER_FILES) // 2
-        reports = _reports(chosen, graph, segments, max_pieces=max_pieces, num_token_ids=num_token_ids)
+        reports = _reports(chosen, graph, segments, max_pieces=max_pieces, limits=limits)
     except (ChannelError, ValueError, KeyError, TypeError) as error:
         while segments:
             segments.pop().close()
@@ -89,6 +92,8 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
         channels = {channel.name: channel for channel in graph.outputs[name] if channel.kind is not ChannelKind.WEIGHTS}
         if channels.keys() != record.header.outputs.keys():
             raise ValueError(f"{name!r} wrote other channels then")
+        for channel in channels.values():
+            _check_tokens(record.header.outputs[channel.name], channel, specs)
         if told[name] and any(channel.delay for channel in graph.outputs[name]):
             raise ValueError(f"{name!r} writes a channel with a delay, and does not begin at the checkpoint")
         reads_weights = any(c.kind is ChannelKind.WEIGHTS or c.latest for c in graph.inputs[name])
@@ -97,6 +102,16 @@ def _check(records: Sequence[Record], graph: Graph, after_tick: int, num_ticks: 
     first = after_tick + 1
     marking = Marking(graph, first_tick=first, num_ticks=num_ticks)
     marking.advance_by((record.executor, record.tick, dict.fromkeys(record.header.outputs, ())) for record in records)
+
+
+def _check_tokens(tokens: Sequence[Token | None], channel: ChannelSpec, specs: Mapping[str, ExecutorSpec]) -> None:
+    """Raises ValueError unless there is what the channel's readers wait for: one of each source rank, or of the first."""
+    parts = num_parts(channel, specs[channel.sink].num_ranks) if channel.kind is ChannelKind.SCATTER else 1
+    broadcast = channel.kind is ChannelKind.BROADCAST
+    found = [token and (token.source_rank, token.num_parts) for token in (tokens[:1] if broadcast else tokens)]
+    many = (len(tokens) == specs[channel.source].num_ranks) or (channel.elastic and bool(tokens))
+    if not many or found != [(rank, parts) for rank in range(len(found))]:
+        raise ValueError(f"its tokens of channel {channel.name!r} are not those of {channel.source!r}'s ranks")
 
 
 def _raise_open_files() -> int:
@@ -110,7 +125,7 @@ def _raise_open_files() -> int:
 
 
 def _reports(
-    records: Sequence[Record], graph: Graph, segments: list[Segment], *, max_pieces: int, num_token_ids: int
+    records: Sequence[Record], graph: Graph, segments: list[Segment], *, max_pieces: int, limits: Limits
 ) -> tuple[Report, ...]:
     """Tokens that somebody will read yet, and each executor's last state.
 
@@ -126,9 +141,9 @@ def _reports(
             reader = last.get(channel.sink)
             was_read = reader is not None and reader.tells_states and record.tick + channel.delay <= reader.tick
             if not was_read:
-                wanted.append(channel.name)
+                wanted.append(channel)
         is_last = record is last[record.executor] and record.tells_states
-        report = record.report(segments, tokens=wanted, states=is_last, num_token_ids=num_token_ids)
+        report = record.report(segments, tokens=wanted, states=is_last, limits=limits)
         reports.append(replace(report, files={}))  # they are here, and proved; no host has them now
         if len(segments) > max_pieces:
             raise ValueError(f"it holds more than {max_pieces} pieces, as many as may be open: save more often")

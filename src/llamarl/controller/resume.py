@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.algorithms.config import spelled_out
+from llamarl.channels.samples import Limits
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import CheckpointStore, saving
@@ -41,7 +42,6 @@ from llamarl.controller.settings import RESHARDABLE, differences, explain, setti
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve, source_file
 from llamarl.models.exported import why_incomplete
-from llamarl.models.loading import load_model_config
 from llamarl.plural import plural
 from llamarl.reading import refuse_pipes
 from llamarl.roles import ROLES, present_roles
@@ -233,7 +233,7 @@ def _continue_run(
         prepared.graph,
         prepared.config,
         after_tick=after_tick,
-        num_token_ids=load_model_config(prepared.local.model.path).get_text_config().vocab_size,
+        limits=Limits.of_model(prepared.local.model.path),
     )
     if resumed.reports:
         print(resumed.describe(run_dir), file=sys.stderr)

@@ -80,9 +80,11 @@ class ExpertRecord:
 
     @classmethod
     def from_plain(cls, saved: Mapping[str, Any]) -> ExpertRecord:
-        """What ``to_plain`` gave."""
-        own = _array(saved["own"])
-        return cls(_array(saved["prompt"]), [] if own is None else [own])
+        """What ``to_plain`` gave. Raises ValueError for what it does not give."""
+        own, prompt = _array(saved["own"]), _array(saved["prompt"])
+        if own is not None and (prompt is None or own.shape[1:] != prompt.shape[1:]):
+            raise ValueError("experts are noted of other layers than those of the prompt")
+        return cls(prompt, [] if own is None else [own])
 
 
 def of_group(records: Iterable[ExpertRecord | None]) -> Experts | None:
@@ -130,4 +132,7 @@ def _plain(rows: Experts | None) -> dict[str, Any] | None:
 def _array(saved: Mapping[str, Any] | None) -> Experts | None:
     if saved is None:
         return None
-    return np.frombuffer(base64.b64decode(saved["values"]), dtype=saved["dtype"]).reshape(saved["shape"])
+    shape, kind = saved["shape"], saved["dtype"]
+    if kind not in ("uint8", "uint16") or len(shape) != 3 or min(shape) < 0:
+        raise ValueError(f"experts are noted as {kind!r:.40} of the shape {shape!r:.40}")
+    return np.frombuffer(base64.b64decode(saved["values"]), dtype=kind).reshape(shape)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Message, Observation, Step
@@ -160,8 +161,33 @@ def save_episode(episode: Episode) -> dict[str, Any]:
     }
 
 
-def load_episode(episode: Episode, saved: Mapping[str, Any]) -> None:
-    """Put back what ``save_episode`` gave, into a new episode of the same prompt."""
-    episode.turns = [Turn(**turn) for turn in saved["turns"]]
-    episode.digests = list(saved["digests"])
-    episode.turn_start, episode.due_in, episode.failure = saved["turn_start"], saved["due_in"], saved["failure"]
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    turns: list[Turn]
+    digests: list[str]
+    turn_start: int
+    due_in: int | None
+    failure: str
+
+
+_SAVED = TypeAdapter(_Saved)
+
+
+def load_episode(episode: Episode, saved: Mapping[str, Any], num_tokens: int) -> None:
+    """Put back what ``save_episode`` gave, into a new episode of the same prompt.
+
+    Args:
+        num_tokens: That its sequence has.
+
+    Raises:
+        ValueError: It gives no such thing: what was read may be anybody's.
+    """
+    given = _SAVED.validate_python(saved)
+    waits = given.due_in is not None
+    ends = [end for turn in given.turns for end in (turn.start, turn.end)] + [num_tokens]
+    if ends != sorted(ends) or not 0 <= given.turn_start <= num_tokens or waits and (given.due_in or 0) < 0:
+        raise ValueError(f"an episode has turns at {ends[:-1]}, and {num_tokens} tokens")
+    if not len(given.turns) - 1 <= len(given.digests) <= len(given.turns) - waits:
+        raise ValueError(f"an episode has {len(given.turns)} turns and {len(given.digests)} answers")
+    for name in ("turns", "digests", "turn_start", "due_in", "failure"):
+        setattr(episode, name, getattr(given, name))

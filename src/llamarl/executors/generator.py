@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.channels.base import ChannelKind
 from llamarl.channels.data import Shares
+from llamarl.channels.samples import Limits
 from llamarl.config import RunConfig
 from llamarl.engine.base import Drains, KeepsKV, Parkable
 from llamarl.engine.episode_ranks import make_environments
@@ -51,7 +52,7 @@ from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_s
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
-from llamarl.models.loading import load_model_config, load_tokenizer
+from llamarl.models.loading import load_tokenizer
 from llamarl.observability.keys import REPLICA_KEY, own_metrics
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
@@ -351,7 +352,7 @@ class GeneratorExecutor(BaseExecutor):
             path = _find_state(folder, shard, self._stage)
             state = json.loads(path.read_text(encoding="utf-8"))
             assert state["tick"] == tick, f"{path} holds tick {state['tick']}, not {tick}"
-            shard.take_state(state, num_token_ids=self._num_token_ids())
+            shard.take_state(state, tick, Limits.of_model(self.config.model.path))
             if self._keep_kv:
                 assert isinstance(self.engine, KeepsKV)
                 shard.inside = set(state["inside"])
@@ -374,11 +375,7 @@ class GeneratorExecutor(BaseExecutor):
             assert journal["tick"] == tick, f"the journal holds tick {journal['tick']}, not {tick}"
             saved |= journal["shards"]
         for shard in self.shards:
-            shard.take_state(saved[str(shard.index)], num_token_ids=self._num_token_ids())
-
-    def _num_token_ids(self) -> int:
-        size: int = load_model_config(self.config.model.path).get_text_config().vocab_size
-        return size
+            shard.take_state(saved[str(shard.index)], tick, Limits.of_model(self.config.model.path))
 
     def close(self) -> None:
         for shard in self.shards:

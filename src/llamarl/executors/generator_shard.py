@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from llamarl.channels.samples import ANY, Limits
 from llamarl.engine.expert_record import ExpertRecord
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episodes import load_episode, save_episode
 from llamarl.tick_schedule import NEVER, deadlines, select_due
 from llamarl.tick_shares import Dealing
-from llamarl.types import Prompt
+from llamarl.types import FinishReason, Prompt
 
 __all__ = ["ActiveGroup", "GeneratorShard", "num_sampled", "shards_of_rank"]
 
@@ -192,52 +195,92 @@ class GeneratorShard:
             ],
         }
 
-    def take_state(self, state: Mapping[str, Any], *, num_token_ids: int = 1 << 31) -> None:
-        """Take what ``state`` gave.
-
-        Args:
-            num_token_ids: Of the policy's vocabulary.
+    def take_state(self, state: Mapping[str, Any], tick: int, limits: Limits = ANY) -> None:
+        """Take what ``state`` gave after ``tick``.
 
         Raises:
-            ValueError: A sequence in it is none that an engine writes.
+            ValueError: It is none that a shard gives: a state that was read may be anybody's.
         """
-        self.cursor = state["cursor"]
-        self.completed = list(state["completed"])
-        self.active = []
-        for saved in state["active"]:
-            group = self._new_group(saved["prompt_index"], saved["admitted_tick"])
-            for sequence, values in zip(group.sequences, saved["sequences"], strict=True):
+        saved = _SHARD.validate_python(state)
+        self.cursor, self.completed, self.active = saved.cursor, saved.completed, []
+        if self.cursor != len(saved.active) + sum(map(self.delivers, range(tick + 1))):
+            raise ValueError(
+                f"{self.cursor} prompts were admitted, which are not those delivered and {len(saved.active)}"
+            )
+        for of_group in saved.active:
+            group = self._new_group(of_group.prompt_index, of_group.admitted_tick)
+            for sequence, values in zip(group.sequences, of_group.sequences, strict=True):
                 if sequence.episode is not None:
-                    load_episode(sequence.episode, values["episode"])
+                    load_episode(sequence.episode, values.episode, len(values.tokens))
                 for name in _STATE:
-                    setattr(sequence, name, values[name])
-                if "experts" in values:
-                    sequence.experts = ExpertRecord.from_plain(values["experts"])
-                _check_sequence(sequence, num_token_ids)
+                    setattr(sequence, name, getattr(values, name))
+                if values.experts is not None:
+                    sequence.experts = ExpertRecord.from_plain(values.experts)
+                _check_sequence(sequence, tick, limits)
             self.active.append(group)
+        active, complete = [g.prompt.index for g in self.active], [g.prompt.index for g in self.active if g.complete]
+        if len({*active}) < len(active) or sorted(self.completed) != sorted(complete):
+            raise ValueError(f"groups {self.completed} are told to be complete, and of {active} {complete} are")
+        if self.active and not tick < min(self.deadlines()) < tick + self._max_segments:
+            raise ValueError(f"a group was not admitted in the {self._max_segments} ticks up to {tick}")
 
 
-_STATE = ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason", "error", "kept_kv")
+@dataclass(frozen=True, kw_only=True)
+class _SavedSequence:
+    """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    policy_versions: list[int]
+    loss_mask: list[bool]
+    finish_reason: FinishReason | None
+    error: str | None
+    kept_kv: bool
+    episode: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedGroup:
+    prompt_index: int
+    admitted_tick: int
+    sequences: list[_SavedSequence]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedShard:
+    cursor: int
+    completed: list[int]
+    active: list[_SavedGroup]
+
+
+_SHARD = TypeAdapter(_SavedShard)
+_STATE = tuple(f.name for f in fields(_SavedSequence) if f.name not in ("episode", "experts"))
 
 
 def _sequence_state(sequence: TokenSequence) -> dict[str, Any]:
-    """What a new sequence of the same prompt lacks. Floats survive JSON: Python writes the shortest exact form."""
     episode = {} if sequence.episode is None else {"episode": save_episode(sequence.episode)}
     experts = {} if sequence.experts is None else {"experts": sequence.experts.to_plain()}
     return {name: getattr(sequence, name) for name in _STATE} | episode | experts
 
 
-def _check_sequence(sequence: TokenSequence, num_token_ids: int) -> None:
-    """Raises ValueError for numbers that no engine writes: a state that was read may be anybody's."""
+def _check_sequence(sequence: TokenSequence, tick: int, limits: Limits) -> None:
+    """Raises ValueError for numbers that no engine writes."""
     noted = (sequence.logprobs, sequence.policy_versions, sequence.loss_mask)
-    where = f"sample {sequence.sample_index} of prompt {sequence.prompt_index}"
-    if any(len(values) != len(sequence.tokens) for values in noted):
-        raise ValueError(f"{where}: {len(sequence.tokens)} tokens, and other numbers of what is noted of them")
+    where, length = f"sample {sequence.sample_index} of prompt {sequence.prompt_index}", len(sequence.tokens)
+    if any(len(values) != length for values in (*noted, sequence.raw_logprobs)):
+        raise ValueError(f"{where}: {length} tokens, and other numbers of what is noted of them")
+    most = sequence.params.max_new_tokens - (sequence.episode is None and not sequence.finished)
+    if length > most:
+        raise ValueError(f"{where} has {length} tokens, and may have {most}")
     for place, token in enumerate(sequence.tokens):
         logprob, version, trained = (values[place] for values in noted)
-        if not 0 <= token < num_token_ids:
-            raise ValueError(f"{where} has the token {token}, and the vocabulary {num_token_ids}")
-        if version < (0 if trained else -1) or trained and sequence.error is None and not math.isfinite(logprob):
+        if not 0 <= token < limits.num_token_ids:
+            raise ValueError(f"{where} has the token {token}, and the vocabulary {limits.num_token_ids}")
+        if not (0 if trained else -1) <= version <= tick or (
+            trained and sequence.error is None and not math.isfinite(logprob)
+        ):
             raise ValueError(f"{where} has a token of policy version {version} and log-prob {logprob}")
 
 

@@ -10,7 +10,6 @@ A run in which nearly everything fails teaches nothing: it is asked to stop, wit
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.channels.plain_values import from_bytes, to_bytes
+from llamarl.channels.samples import Limits
 from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.config import RunConfig
 from llamarl.environments.pool import RewardPool
@@ -124,20 +125,22 @@ class RewardExecutor(BaseExecutor):
 
     def load(self, folder: Path, tick: int) -> None:
         if self._sampler is not None:
-            self._sampler.load(folder)
+            self._sampler.load(folder, tick, Limits.of_model(self.config.model.path))
 
     def journal(self, tick: int) -> bytes:
         """Spare groups, and what the failures of the last ticks were."""
-        spares = [] if self._sampler is None else self._sampler.to_plain()
-        failed = [[share, dict(causes)] for share, causes in self._failed]
-        return json.dumps({"spares": spares, "failed": failed, "stop": self._stop}).encode()
+        spares = () if self._sampler is None else self._sampler.spares
+        return to_bytes({"spares": spares, "failed": self._failed, "stop": self._stop})
 
     def restore(self, state: bytes, tick: int) -> None:
-        kept = json.loads(state)
-        self._failed = [(share, causes) for share, causes in kept["failed"]]
-        self._stop = kept["stop"]
+        kept = from_bytes(memoryview(bytearray(state)))
+        self._failed = [
+            (float(share), {str(cause): int(count) for cause, count in causes.items()})
+            for share, causes in kept["failed"]
+        ]
+        self._stop = str(kept["stop"])
         if self._sampler is not None:
-            self._sampler.take_plain(kept["spares"])
+            self._sampler.take(kept["spares"], tick, Limits.of_model(self.config.model.path))
 
     def close(self) -> None:
         if hasattr(self, "pool"):

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llamarl.errors import CheckpointError
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
 from llamarl.observability.findings import Causes, NewFindings
@@ -90,6 +91,7 @@ class Recorder:
             LlamaRLError: The folder cannot be written.
         """
         self.run_dir = Path(run_dir)
+        self._of_journal = range(written_until + 2 if written_until >= 0 else 0)  # carried tokens reach a tick further
         self._log = MetricsLog(self.run_dir, resume_after_tick, patience=Patience(disk_s))
         self._warnings = WarningLog(self.run_dir, resume_after_tick)
         self._findings = NewFindings(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
@@ -131,8 +133,19 @@ class Recorder:
 
         Raises:
             ValueError: A tick reported twice, an unknown executor, or one key with two values.
-            LlamaRLError: The disk is full or not writable.
+            LlamaRLError: The disk is full or not writable, or what the journal tells of a tick cannot be.
         """
+        try:
+            return self._take(report)
+        except (ValueError, ArithmeticError, AssertionError) as error:
+            if report.tick not in self._of_journal:
+                raise
+            journal = self.run_dir / "journal"
+            raise CheckpointError(
+                f"what {journal} tells of tick {report.tick} cannot be used: {error}; remove {journal} to go on from the checkpoint"
+            ) from error
+
+    def _take(self, report: Report) -> list[Row]:
         timed = _Timed(report, self._finishes.get(report.executor))
         self._finishes[report.executor] = report.finished_s
         if self._first_start_s is None or report.started_s < self._first_start_s:

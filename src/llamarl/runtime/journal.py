@@ -13,7 +13,7 @@ disk has by then.
 
 What is read may come from a stranger, with checksums that fit: each header is validated, each token
 decoded once as its readers will decode it (:mod:`llamarl.channels.plain_values`) and its samples
-looked at (``check_samples``), and what does not hold is refused.
+looked at (:mod:`llamarl.channels.samples`), and what does not hold is refused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import mmap
 import os
 import queue
 import shutil
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +35,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, TypeAdapter
 
+from llamarl.channels.base import ChannelSpec
 from llamarl.channels.data import DataHandle, check_token
+from llamarl.channels.samples import ANY, Limits, check_part
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.errors import FileError
 from llamarl.plural import plural
@@ -45,14 +46,13 @@ from llamarl.runtime.base import Report
 from llamarl.runtime.kept_states import KeptState
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import HEADER_BYTES, Segment, SegmentHandle
-from llamarl.types import Group, Prompt, Response, Score
 
 __all__ = [
     "JOURNAL_FOLDER",
     "Journal",
     "Record",
     "Resumed",
-    "check_samples",
+    "Token",
     "parse_header",
     "read_journal",
     "records_of",
@@ -66,19 +66,20 @@ _HEAD = struct.Struct("<8sQQ")
 """Magic, bytes of the header, their digest."""
 _MAX_BACKLOG_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 64 << 20
-_Count = Annotated[int, Field(ge=0, lt=1 << 64)]
-_Time = Annotated[float, Field(allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 40)]
+_Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
+_Time = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Token:
+class Token:
     """One source rank's share of one token of a data channel."""
 
     source_rank: _Count
     sequence: _Count
     slot: _Count
     num_parts: _Count
-    table_checksum: _Count
+    table_checksum: _Checksum
     blob: _Count
 
 
@@ -87,7 +88,7 @@ class _State:
     """One rank's state after the tick."""
 
     nbytes: _Count
-    checksum: _Count
+    checksum: _Checksum
     blob: _Count
 
 
@@ -98,10 +99,10 @@ class Header:
     run: str
     executor: str
     tick: _Count
-    outputs: dict[str, list[_Token | None]]
+    outputs: dict[str, list[Token | None]]
     """Channel -> one a source rank."""
     journal: list[_State | None]
-    metrics: dict[str, bool | int | float | None]
+    metrics: dict[str, float]
     started_s: _Time
     finished_s: _Time
     spans: list[tuple[str, _Time, _Time]]
@@ -110,7 +111,7 @@ class Header:
     events: list[dict[str, Any]]
     files: dict[_Count, list[tuple[str, _Count, str]]]
     controller_bytes: _Count
-    blobs: list[tuple[_Count, _Count]] = field(default_factory=list)
+    blobs: list[tuple[_Count, _Checksum]] = field(default_factory=list)
     """Bytes and checksum of each piece."""
 
     def check(self) -> None:
@@ -270,7 +271,7 @@ class Record:
             return file.read(sizes[number])
 
     def report(
-        self, segments: list[Segment], *, tokens: Iterable[str], states: bool, num_token_ids: int = 1 << 31
+        self, segments: list[Segment], *, tokens: Sequence[ChannelSpec], states: bool, limits: Limits = ANY
     ) -> Report:
         """The report, with handles that name new memory of this process.
 
@@ -278,12 +279,12 @@ class Record:
             segments: Gets that memory, to be closed when others hold it.
             tokens: Channels whose tokens are wanted; the others' are None.
             states: Whether the states are wanted.
-            num_token_ids: Of the policy's vocabulary.
+            limits: Of the run's samples.
 
         Raises:
             ValueError: A token holds something else than plain values, or samples that nobody can have drawn.
         """
-        header, wanted = self.header, set(tokens)
+        header, wanted = self.header, {channel.name: channel for channel in tokens}
 
         def memory(number: int) -> SegmentHandle:
             data = self.blob(number)
@@ -301,7 +302,7 @@ class Record:
                     continue
                 try:
                     for part in check_token(self.blob(token.blob), token.num_parts, token.table_checksum):
-                        check_samples(part, num_token_ids)
+                        check_part(part, wanted[name], self.tick, limits)
                 except ValueError as error:
                     raise ValueError(f"{self.path}: {error}") from error
                 handles.append(
@@ -323,7 +324,7 @@ class Record:
             executor=self.executor,
             tick=self.tick,
             outputs=outputs,
-            metrics=header.metrics,  # type: ignore[arg-type]
+            metrics=header.metrics,
             started_s=header.started_s,
             finished_s=header.finished_s,
             spans=tuple(header.spans),
@@ -333,43 +334,6 @@ class Record:
             journal=tuple(KeptState(memory(state.blob), state.nbytes, state.checksum) for state in kept),
             controller_bytes=header.controller_bytes,
         )
-
-
-def check_samples(value: Any, num_token_ids: int) -> None:
-    """Look at the samples in what was read from a disk.
-
-    Raises:
-        ValueError: A number in one is none that a generator writes.
-    """
-    if isinstance(value, list | tuple):
-        for item in value:
-            check_samples(item, num_token_ids)
-    elif isinstance(value, Mapping):
-        check_samples(list(value.values()), num_token_ids)
-    elif isinstance(value, Group):
-        samples: list[Prompt | Response] = [value.prompt, *value.responses]
-        for sample in samples:
-            if why := _why_impossible(sample, num_token_ids):
-                name = "its prompt" if isinstance(sample, Prompt) else f"response {sample.sample_index}"
-                raise ValueError(f"group {value.prompt.index}: {name} {why}")
-
-
-def _why_impossible(sample: Prompt | Response, num_token_ids: int) -> str:
-    wrong = sample.tokens[(sample.tokens < 0) | (sample.tokens >= num_token_ids)]
-    if len(wrong):
-        return f"has the token {wrong[0]}, and the vocabulary {num_token_ids}"
-    if isinstance(sample, Prompt):
-        return "has a negative index" if sample.index < 0 else ""
-    trained = sample.loss_mask
-    if sample.finish_reason != "error" and not np.isfinite(sample.behavior_logprobs[trained]).all():
-        return "has a log-prob that is no number"
-    if (sample.policy_versions < np.where(trained, 0, -1)).any():
-        return "was sampled by a negative policy version"
-    if any(not 0 <= turn.start <= turn.end <= len(sample.tokens) for turn in sample.turns):
-        return f"has a turn outside of its {len(sample.tokens)} tokens"
-    if isinstance(sample.outcome, Score) and not math.isfinite(sample.outcome.value):
-        return "has a reward that is no number"
-    return "has a negative index" if min(sample.prompt_index, sample.sample_index) < 0 else ""
 
 
 @dataclass(frozen=True)
@@ -455,7 +419,7 @@ def _header_of(
     outputs = {
         name: [
             handle
-            and _Token(
+            and Token(
                 source_rank=handle.source_rank,
                 sequence=handle.sequence,
                 slot=handle.slot,
@@ -524,7 +488,9 @@ def parse_header(head: bytes) -> Header:
         ValueError: It is no header.
     """
     try:
-        header: Header = _HEADER.validate_python(json.loads(head))
+        plain = json.loads(head)
+        json.dumps(plain, ensure_ascii=False).encode()  # half a surrogate pair is text that nobody can write
+        header: Header = _HEADER.validate_python(plain)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     header.check()

@@ -343,7 +343,7 @@ class Worker:
             else:
                 assert isinstance(executor, Journaled) and len(states) == 1, f"{name!r} takes no such journal"
                 executor.restore(states[0], tick)
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        except Exception as error:
             raise CheckpointError(
                 f"{name!r} cannot go on from its state after tick {tick} ({type(error).__name__}: {error}): if "
                 f"{self._plan.run_dir or 'RUN'}/journal holds it, remove that folder and resume from the checkpoint"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -20,6 +23,7 @@ from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.journal import Journal, read_journal
 from llamarl.runtime.kept_states import read_state, write_state
 from llamarl.runtime.kept_tokens import KeptTokens
+from llamarl.types import Group, Prompt
 
 GROUPS = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="generator", sink="trainer", capacity=2, kept=True)
 WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=2, capacity=2)
@@ -37,7 +41,13 @@ def config(**checkpoint: object) -> RunConfig:
     )
 
 
-def journal_of(run_dir: Path, order: list[tuple[str, int]]) -> None:
+def group_of(tick: int) -> Group:
+    return Group(prompt=Prompt(index=tick, tokens=np.arange(3, dtype=np.int32), text=""), responses=())
+
+
+def journal_of(
+    run_dir: Path, order: list[tuple[str, int]], items: Callable[[int], list[Any]] = lambda tick: [group_of(tick)]
+) -> None:
     kept, journal = (
         KeptTokens([GROUPS, WEIGHTS], ["generator", "trainer"], ["generator"]),
         Journal(run_dir, "mine", weights=["weights"]),
@@ -49,7 +59,7 @@ def journal_of(run_dir: Path, order: list[tuple[str, int]]) -> None:
         if name == "generator":
             segment, state = write_state(f"after {tick}".encode())
             report = Report(
-                executor=name, tick=tick, outputs={"groups": (groups.send(tick, [tick]),)}, journal=(state,)
+                executor=name, tick=tick, outputs={"groups": (groups.send(tick, items(tick)),)}, journal=(state,)
             )
         else:
             version = weights.send(tick, WeightsPayload(version=tick + 1, tensors={}))

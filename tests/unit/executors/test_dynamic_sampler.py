@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.channels.samples import ANY
 from llamarl.config import load_config, validate
 from llamarl.errors import ConfigError
 from llamarl.executors.dynamic_sampling import DynamicSampler
@@ -81,7 +82,7 @@ def test_a_restored_sampler_holds_the_same_bits(tmp_path: Path) -> None:
     sampler, restored = _sampler(), _sampler()
     sampler.select([_group(i, (0.1, 1 / 3, None)) for i in range(5)], 5)
     sampler.save(tmp_path)
-    restored.load(tmp_path)
+    restored.load(tmp_path, 5, ANY)
     ours, theirs = sampler.select([], 6), restored.select([], 6)
     assert len(ours[0]) == 2 and ours[1] == theirs[1]
     assert _equal(tuple(ours[0]), tuple(theirs[0]))

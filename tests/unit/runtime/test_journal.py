@@ -19,6 +19,7 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
 from llamarl.channels.plain_values import encode
+from llamarl.channels.samples import Limits
 from llamarl.runtime.base import Report
 from llamarl.runtime.journal import (
     JOURNAL_FOLDER,
@@ -89,7 +90,7 @@ def test_what_is_read_is_what_counted_with_token_and_state_in_memory_of_this_pro
     records = read_journal(tmp_path, "mine")
     assert ticks(records) == BOTH
     segments: list[Segment] = []
-    report = records[2].report(segments, tokens=["groups"], states=True)
+    report = records[2].report(segments, tokens=[CHANNEL], states=True)
     assert (report.executor, report.tick, report.spans, report.failures) == (
         "source",
         1,
@@ -205,7 +206,7 @@ def test_a_pickle_in_a_token_is_refused_whatever_it_names(tmp_path: Path) -> Non
     body = pickle.dumps([np.arange(3)], protocol=5, buffer_callback=pickled.append)
     record = put_token(tmp_path, [body, *(bytes(buffer.raw()) for buffer in pickled)])
     with pytest.raises(ValueError):
-        record.report([], tokens=["groups"], states=False)
+        record.report([], tokens=[CHANNEL], states=False)
 
 
 def changed(**values: Any) -> Group:
@@ -227,8 +228,8 @@ def changed(**values: Any) -> Group:
         (changed(sample_index=-2), "response -2 has a negative index"),
         (changed(behavior_logprobs=np.full(2, np.nan, np.float32)), "has a log-prob that is no number"),
         (changed(behavior_logprobs=np.array([-np.inf, 0], np.float32)), "has a log-prob that is no number"),
-        (changed(policy_versions=np.array([-1, -1], np.int32)), "was sampled by a negative policy version"),
-        (changed(policy_versions=np.array([0, -2], np.int32)), "was sampled by a negative policy version"),
+        (changed(policy_versions=np.array([-1, -1], np.int32)), "was sampled by a policy version outside of 0 .. 0"),
+        (changed(policy_versions=np.array([0, -2], np.int32)), "was sampled by a policy version outside of 0 .. 0"),
         (changed(outcome=Score(value=float("nan"))), "has a reward that is no number"),
         (changed(turns=(Turn(start=0, end=3, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
         (changed(turns=(Turn(start=1, end=0, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
@@ -240,11 +241,11 @@ def test_a_sample_that_nobody_can_have_drawn_is_refused_and_its_file_named(
     write(tmp_path, 1)
     pieces = [bytes(piece) for piece in encode([group(0)])]
     segments: list[Segment] = []
-    put_token(tmp_path, pieces).report(segments, tokens=["groups"], states=False, num_token_ids=64)
+    put_token(tmp_path, pieces).report(segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64))
     segments.pop().close()
     record = put_token(tmp_path, [bytes(piece) for piece in encode([wrong])])
     with pytest.raises(ValueError) as raised:
-        record.report(segments, tokens=["groups"], states=False, num_token_ids=64)
+        record.report(segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64))
     assert str(raised.value).startswith(f"{record.path}: group ") and told in str(raised.value)
     assert segments == []
 
