@@ -119,8 +119,8 @@ def open_regular(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_B
 
 
 def refuse_pipes(folder: Path) -> None:
-    """Refuse a folder that holds a pipe or a device, or a link to one, at any depth: whoever opens
-    one may wait for ever.
+    """Refuse a folder that holds a pipe, a socket or a device, or a link to one, at any depth:
+    whoever opens one may wait for ever, or cannot.
 
     Raises:
         FileError: Names the first.
@@ -132,7 +132,7 @@ def refuse_pipes(folder: Path) -> None:
                 kind = stat.S_IFMT(os.stat(path).st_mode)
             except OSError:  # a link to nothing, or gone by now
                 continue
-            if kind in (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK):
+            if kind in _KINDS and kind != stat.S_IFDIR:
                 raise FileError(f"{_named(path)} is {_KINDS[kind]}, expected a file")
 
 

@@ -61,7 +61,7 @@ __all__ = [
 
 JOURNAL_FOLDER = "journal"
 
-_MAGIC = b"lrljrnl1"
+_MAGIC = b"lrljrnl2"
 _HEAD = struct.Struct("<8sQQ")
 """Magic, bytes of the header, their digest."""
 _MAX_BACKLOG_BYTES = 256 << 20

@@ -20,7 +20,7 @@ from llamarl.controller.journaled import load_journal
 from llamarl.controller.marking import Marking
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report, SetupReport
-from llamarl.runtime.journal import Journal, read_journal
+from llamarl.runtime.journal import Journal, Record, read_journal
 from llamarl.runtime.kept_states import read_state, write_state
 from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.types import Group, Prompt
@@ -119,6 +119,57 @@ def test_what_this_job_would_not_have_done_is_of_no_use(
     assert read_journal(tmp_path, "mine") == []
     if trouble in ("more ranks", "another channel"):
         assert "goes on from its checkpoint" in capsys.readouterr().err
+
+
+def told_of(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Why a journal is of no use."""
+    resumed = load_journal(run_dir, "mine", GRAPH, config(), after_tick=-1)
+    assert (resumed.reports, resumed.segments, read_journal(run_dir, "mine")) == ((), [], [])
+    return capsys.readouterr().err
+
+
+def test_items_that_the_sink_cannot_read_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal_of(tmp_path, COUNTED, lambda tick: ["x", tick, None])
+    assert "'trainer' reads groups, and channel 'groups' holds a str" in told_of(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"source_rank": 1}, {"source_rank": 1 << 39}, {"num_parts": 2}, {"tokens": []}, {"tokens": [None]}]
+)
+def test_tokens_that_are_not_those_of_the_sources_ranks_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    journal_of(tmp_path, COUNTED)
+
+    def altered(*where: Any) -> list[Record]:
+        def of(record: Record) -> Record:
+            outputs = record.header.outputs
+            if "groups" in outputs:
+                given = [
+                    replace(token, **wrong)
+                    for token in outputs["groups"]
+                    if token is not None and "tokens" not in wrong
+                ]
+                outputs = {"groups": wrong.get("tokens", given)}
+            return replace(record, header=replace(record.header, outputs=outputs))
+
+        return [of(record) for record in read_journal(*where)]
+
+    monkeypatch.setattr("llamarl.controller.journaled.read_journal", altered)
+    assert "its tokens of channel 'groups' are not those of the ranks of 'generator'" in told_of(tmp_path, capsys)
+
+
+def test_a_tick_whose_file_no_disk_can_hold_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal_of(tmp_path, COUNTED)
+
+    def altered(*where: Any) -> list[Record]:
+        files = {0: [("a" * 3000, 1, "00")]}
+        return [replace(r, header=replace(r.header, files=files)) if r.tick == 1 else r for r in read_journal(*where)]
+
+    monkeypatch.setattr("llamarl.controller.journaled.read_journal", altered)
+    resumed = load_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
+    assert [(report.executor, report.tick) for report in resumed.reports] == [at for at in COUNTED if at[1] < 1]
+    resumed.release()
 
 
 def test_ranks_of_a_source_that_may_be_any_number_go_on_as_another_one(tmp_path: Path) -> None:

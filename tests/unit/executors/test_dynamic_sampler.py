@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.channels.plain_values import to_bytes
 from llamarl.channels.samples import ANY
 from llamarl.config import load_config, validate
-from llamarl.errors import ConfigError
+from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.dynamic_sampling import DynamicSampler
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
 def _group(index: int, rewards: tuple[float | None, ...]) -> Group:
-    rng = np.random.default_rng(index)
+    rng = np.random.default_rng(abs(index))
     prompt = Prompt(
         index=index,
         tokens=rng.integers(0, 9, 3).astype(np.int32),
@@ -86,6 +87,14 @@ def test_a_restored_sampler_holds_the_same_bits(tmp_path: Path) -> None:
     ours, theirs = sampler.select([], 6), restored.select([], 6)
     assert len(ours[0]) == 2 and ours[1] == theirs[1]
     assert _equal(tuple(ours[0]), tuple(theirs[0]))
+
+
+@pytest.mark.parametrize("kept", [None, b"[]", to_bytes([1, 2]), to_bytes((1, 2)), to_bytes((_group(-1, (1.0,)),))])
+def test_spare_groups_that_are_none_are_refused_in_a_sentence(tmp_path: Path, kept: bytes | None) -> None:
+    if kept is not None:
+        (tmp_path / "spare_groups").write_bytes(kept)
+    with pytest.raises(CheckpointError, match="holds no spare groups of this version"):
+        _sampler().load(tmp_path, 5, ANY)
 
 
 def test_groups_generated_a_tick_are_a_whole_number_a_replica() -> None:

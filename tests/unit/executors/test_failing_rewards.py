@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.plain_values import to_bytes
 from llamarl.config import validate
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, StepResult
@@ -53,6 +54,16 @@ def ticks(num_failed: list[int], reward: dict[str, Any] | None = None) -> list[S
         pool.num_failed = count
         results.append(executor.step(tick, {"completions": []}))
     return results
+
+
+@pytest.mark.parametrize(
+    "state", [b'{"spares":[1,2]}', to_bytes([]), to_bytes({"spares": (1, 2), "failed": [("x", 3)], "stop": 7})]
+)
+def test_a_journal_that_this_executor_did_not_write_is_refused(state: bytes) -> None:
+    executor = RewardExecutor(validate({"dynamic_sampling": {"enabled": True}}), CONTEXT)
+    executor.restore(executor.journal(0), 0)
+    with pytest.raises((ValueError, TypeError)):
+        executor.restore(state, 0)
 
 
 def test_three_ticks_of_failures_end_the_run_with_the_commonest_causes_and_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,52 @@ def test_a_state_with_numbers_that_no_engine_writes_is_refused(name: str, value:
     sequence[name][-1:] = [] if value is None else [value]
     with pytest.raises(ValueError, match=told):
         rank.restore(json.dumps(state).encode(), 0)
+
+
+def test_a_state_of_another_shape_or_of_groups_that_cannot_be_is_refused() -> None:
+    (rank,) = ranks_of(recipe(1))
+    tick_of([rank], 0)
+    whole = rank.journal(0) or b""
+    rank.restore(whole, 0)
+
+    def cursor(shard: dict[str, Any]) -> None:
+        shard["cursor"] = 10**15
+
+    def twice(shard: dict[str, Any]) -> None:
+        shard["active"].append(shard["active"][0])
+        shard["cursor"] += 1
+
+    def complete(shard: dict[str, Any]) -> None:
+        shard["completed"] = [group["prompt_index"] for group in shard["active"]] * 2
+
+    def early(shard: dict[str, Any]) -> None:
+        shard["active"][0]["admitted_tick"] = -3
+
+    def late(shard: dict[str, Any]) -> None:
+        shard["active"][0]["admitted_tick"] = 10**9
+
+    def long(shard: dict[str, Any]) -> None:
+        sequence = shard["active"][0]["sequences"][0]
+        sequence |= {"tokens": [5] * 999, "logprobs": [-1.0] * 999, "raw_logprobs": [-1.0] * 999}
+        sequence |= {"policy_versions": [0] * 999, "loss_mask": [True] * 999}
+
+    for change in (cursor, twice, complete, early, late, long):
+        state = json.loads(whole)
+        change(next(shard for shard in state["shards"].values() if shard["active"]))
+        with pytest.raises(ValueError):
+            rank.restore(json.dumps(state).encode(), 0)
+    wrong = [None, "x", -1, 2**63, 0.5, [], {}, [[]], float("nan")]
+    chance = random.Random(3)
+    for _ in range(400):  # whatever stands in a place of it, it is taken as it is or refused
+        state = json.loads(whole)
+        shard = state["shards"][chance.choice(list(state["shards"]))]
+        places = [shard, *shard["active"], *(s for group in shard["active"] for s in group["sequences"])]
+        place = chance.choice(places)
+        name = chance.choice(list(place))
+        place[name] = chance.choice(wrong)
+        try:
+            rank.restore(json.dumps(state).encode(), 0)
+        except (ValueError, TypeError, LookupError):
+            continue
+        assert json.loads(rank.journal(0) or b"")["shards"].keys() == state["shards"].keys()
+        assert name in ("logprobs", "raw_logprobs", "error", "kept_kv", "experts", "completed", "sequences"), name

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llamarl.errors import CheckpointError
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.ledger import check_ledger, imbalance
 from llamarl.observability.recorder import Recorder
@@ -111,4 +113,19 @@ def test_the_recorder_checks_each_row_against_the_one_before_also_after_a_resume
     resumed.on_report(report(rows[2]))
     with pytest.raises(AssertionError, match="tick 3 do not add up"):
         resumed.on_report(report({**rows[3], "tokens/carried": rows[3]["tokens/carried"] + 1}))
+    resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [({"tokens/carried": 7e9}, "do not add up"), ({"mine": 1.0}, ""), ({"step": -5}, "reports step")]
+)
+def test_what_a_journal_tells_that_cannot_be_is_told_with_the_cure(
+    tmp_path: Path, wrong: dict[str, float], told: str
+) -> None:
+    row = random_rows(7, 1)[0]
+    found = report(row)
+    found.metrics |= wrong
+    resumed = recorder(tmp_path, resume_after_tick=-1, written_until=0)
+    with pytest.raises(CheckpointError, match=f"{told}.*; remove .*/journal to go on") if told else nullcontext():
+        resumed.on_report(found)
     resumed.close()

@@ -9,6 +9,7 @@ import pickle
 import random
 import struct
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
-from llamarl.channels.plain_values import encode
-from llamarl.channels.samples import Limits
+from llamarl.channels.plain_values import encode, from_bytes, to_bytes
+from llamarl.channels.samples import ANY, Limits, check_part
 from llamarl.runtime.base import Report
 from llamarl.runtime.journal import (
     JOURNAL_FOLDER,
@@ -231,6 +232,13 @@ def changed(**values: Any) -> Group:
         (changed(policy_versions=np.array([-1, -1], np.int32)), "was sampled by a policy version outside of 0 .. 0"),
         (changed(policy_versions=np.array([0, -2], np.int32)), "was sampled by a policy version outside of 0 .. 0"),
         (changed(outcome=Score(value=float("nan"))), "has a reward that is no number"),
+        (changed(policy_versions=np.array([1, -1], np.int32)), "was sampled by a policy version outside of 0 .. 0"),
+        (changed(behavior_logprobs=np.full(2, 3e38, np.float32)), "has a log-prob that is no number"),
+        (changed(tokens=np.array([[7], [8]], np.int32)), "response 0 has numbers of its tokens that are no row"),
+        (changed(values=np.zeros((2, 1), np.float32)), "response 0 has numbers of its tokens that are no row"),
+        (changed(prompt_tokens=np.ones(9999, np.int32)), "its prompt has 9999 tokens, and the model's context is 256"),
+        (changed(prompt_tokens=np.ones(255, np.int32)), "response 0 has 2 tokens, and the model's context is 256"),
+        (changed(prompt_tokens=np.ones(0, np.int32)), "its prompt has no tokens"),
         (changed(turns=(Turn(start=0, end=3, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
         (changed(turns=(Turn(start=1, end=0, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
     ],
@@ -241,17 +249,52 @@ def test_a_sample_that_nobody_can_have_drawn_is_refused_and_its_file_named(
     write(tmp_path, 1)
     pieces = [bytes(piece) for piece in encode([group(0)])]
     segments: list[Segment] = []
-    put_token(tmp_path, pieces).report(segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64))
+    put_token(tmp_path, pieces).report(
+        segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64, context=256)
+    )
     segments.pop().close()
     record = put_token(tmp_path, [bytes(piece) for piece in encode([wrong])])
     with pytest.raises(ValueError) as raised:
-        record.report(segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64))
+        record.report(segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64, context=256))
     assert str(raised.value).startswith(f"{record.path}: group ") and told in str(raised.value)
     assert segments == []
 
 
+@pytest.mark.parametrize("value", [10**400, np.complex64(1), "1"])
+def test_a_reward_that_is_no_real_number_is_none_of_a_sample(value: Any) -> None:
+    with pytest.raises(ValueError, match="Score.value holds"):
+        from_bytes(memoryview(to_bytes(changed(outcome=Score(value=value)))))
+
+
 @pytest.mark.parametrize(
-    "field", [{"started_s": float("nan")}, {"spans": [["work", 1.0, float("inf")]]}, {"failures": {"late": -1}}]
+    ("kind", "sink", "part", "told"),
+    [
+        ("gather", "trainer", ["x", 1, None], "'trainer' reads groups, and channel 'groups' holds a str"),
+        ("scatter", "reward", [group(0), {"a": 1}], "'reward' reads groups, and channel 'groups' holds a dict"),
+        ("gather", "mine", {"a": 1}, "channel 'groups' carries lists of items, and this is a dict"),
+        ("gather", "mine", ["x", 1, None], ""),
+        ("broadcast", "mine", {"a": 1}, ""),
+    ],
+)
+def test_a_part_is_what_its_channel_carries(kind: str, sink: str, part: Any, told: str) -> None:
+    channel = replace(CHANNEL, kind=ChannelKind(kind), sink=sink)
+    with pytest.raises(ValueError, match=told) if told else nullcontext():
+        check_part(part, channel, 0, ANY)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"started_s": float("nan")},
+        {"started_s": -1e308},
+        {"spans": [["work", 1.0, float("inf")]]},
+        {"spans": [["work", -1e308, 1e308]]},
+        {"failures": {"late": -1}},
+        {"failures": {"half a \ud800 pair": 1}},
+        {"tick": 1 << 63},
+        {"metrics": {"a": None}},
+        {"metrics": {"\ud800": 1.0}},
+    ],
 )
 def test_a_header_with_times_or_counts_that_are_none_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
     write(tmp_path, 1)

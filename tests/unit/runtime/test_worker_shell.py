@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -129,6 +130,9 @@ def test_a_state_of_which_the_executor_can_make_nothing_is_told_in_one_sentence(
         worker._restore(executor, [b"-7"], 4)
     told = "'me' cannot go on from its state after tick 4 (ValueError: the token -7): if RUN/journal holds it, remove"
     assert str(raised.value).startswith(told) and capture("me", 0, "setup", raised.value).explained
+    executor.restore = lambda state, tick: json.loads(state)
+    with pytest.raises(CheckpointError, match="after tick 4 .RecursionError"):
+        worker._restore(executor, [b"[" * 200_000], 4)
 
 
 def test_a_tick_pulls_steps_publishes_and_then_saves(worker: Worker, tmp_path: Path) -> None:
