@@ -118,6 +118,12 @@ _OPEN = re.compile(r"[\s.,;(]*(?:alternatively|or|maybe|perhaps|possibly)\b", re
 """Before a mark: what it marks is another answer beside an earlier one."""
 _ANOTHER_WAY = re.compile(r"\W*(?:or|alternatively)\b(?!\W*\d)", re.IGNORECASE)
 """Behind a box: another solution of the same problem follows, not another answer."""
+_DECLINED = re.compile(
+    r"\W*(?:sorry,? )?(?:i|we|it|this|that|the answer) (?:can ?not|can['’]?t|could(?: not|n['’]?t)|am unable to) "
+    r"(?:be )?(?:determined?|answer(?:ed)?|solved?|found|find|know|known)\b",
+    re.IGNORECASE,
+)
+"""A last sentence that gives no answer, or the one before it: a quantity there is none."""
 _HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|wait|could|might)\b|\bno\W", re.IGNORECASE)
 """Between two quantities: which of them is meant stays open."""
 _OPERATORS = {
@@ -219,7 +225,8 @@ def final_answers(text: str, *, words: bool = False) -> list[str]:
         words: The reference is words (a name, a choice), not a quantity: the marked text is taken as it stands.
     """
     thought, end, said = text.rpartition("</think>")
-    if end and said.strip():
+    said = said.partition("<think>")[0]  # thoughts that were cut off are no answer
+    if said.strip() or not end:
         text = said
     answers: list[str | None] = []
     for part in _tags(text):
@@ -512,6 +519,8 @@ def _last_quantity(text: str) -> str | None:
     for place in range(len(sentences) - 1, -1, -1):
         found = quantity(sentences[place], last=True)
         if found is not None:
+            if any(map(_DECLINED.match, sentences[max(0, place - 1) : place + 1])):
+                return ""
             guesses = place and all(_BARE.fullmatch(one) for one in sentences[place - 1 : place + 1])
             return "" if guesses and quantity(sentences[place - 1]) != found else found
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -274,6 +275,14 @@ def test_a_pipe_anywhere_in_a_runs_folder_is_refused_and_holds_nobody_up(
     for verb in ("--resume", "--replay"):
         assert main(["train", verb, str(run_dir), "--dry-run"]) == 2
         assert f"{run_dir / place} is a pipe, expected a file" in capsys.readouterr().err
+
+
+def test_a_socket_in_a_runs_folder_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "metrics.jsonl"))
+    assert main(["train", "--resume", str(tmp_path), "--dry-run"]) == 2
+    assert f"{tmp_path / 'metrics.jsonl'} is a socket, expected a file" in capsys.readouterr().err
 
 
 def test_a_replay_refuses_what_a_resume_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
