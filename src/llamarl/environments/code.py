@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import socket
 import time
@@ -99,7 +100,16 @@ def warning_of_no_box(config: TaskConfig) -> str:
     return (
         "task.options.box = 'plain' is NO BOX: programs that the policy writes can read, and send to other processes of this "
         "machine, whatever the user who runs them can (docs/code.md)"
-    )
+    ) + _hidden_packages(run.find_installation().packages)
+
+
+def _hidden_packages(folders: Sequence[str]) -> str:
+    """What programs miss that root starts as another user, where only root may enter a folder of packages."""
+    there = [Path(folder) for folder in folders if os.path.isdir(folder)]
+    closed = [folder for folder in there if not all(path.stat().st_mode & 1 for path in (folder, *folder.parents))]
+    if os.geteuid() != 0 or not closed:
+        return ""
+    return f". They run as a user who may not enter {closed[0]}: what is installed there cannot be imported"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

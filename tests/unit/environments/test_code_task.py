@@ -17,6 +17,7 @@ from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
+from llamarl.environments.sandbox.run import Installation
 from llamarl.errors import ConfigError, DataError
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
@@ -117,12 +118,30 @@ def test_every_mistake_of_the_options_is_told() -> None:
     }
 
 
-def test_a_run_without_a_box_says_so_and_no_other_does() -> None:
-    def section(**task: Any) -> TaskSection:
-        return validate({"task": {"name": "code", "data": "a.jsonl", **task}}).task
+def section(**task: Any) -> TaskSection:
+    return validate({"task": {"name": "code", "data": "a.jsonl", **task}}).task
 
+
+def test_a_run_without_a_box_says_so_and_no_other_does() -> None:
     assert "is NO BOX" in warning_of_no_box(section(options={"box": "plain"}))
     assert warning_of_no_box(section(options={"box": "bwrap"})) == warning_of_no_box(section()) == ""
+
+
+def test_packages_that_only_root_may_enter_are_told_to_be_missing_in_a_plain_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "env" / "lib").mkdir(parents=True, mode=0o755)
+    (tmp_path / "env").chmod(0o700)
+    for folder, user, told in (
+        ("/usr/lib", 0, False),
+        (f"{tmp_path}/env/lib", 0, True),
+        (f"{tmp_path}/env/lib", 7, False),
+    ):
+        found = Installation("/usr/bin/python", ("/no/such/folder", folder), (), ())
+        monkeypatch.setattr("llamarl.environments.sandbox.run.find_installation", lambda found=found: found)
+        monkeypatch.setattr("os.geteuid", lambda user=user: user)
+        text = warning_of_no_box(section(options={"box": "plain"}))
+        assert (f"may not enter {folder}: what is installed there cannot be imported" in text) == told
 
 
 def test_a_code_task_needs_questions() -> None:
