@@ -206,7 +206,7 @@ def test_an_episode_that_lay_in_a_checkpoint_goes_on_to_the_same_tokens(seed: in
             fresh = sequences()
             for old, new in zip(held, fresh, strict=True):
                 assert isinstance(old.episode, Episode) and isinstance(new.episode, Episode)
-                load_episode(new.episode, save_episode(old.episode))
+                load_episode(new.episode, save_episode(old.episode), len(old.tokens))
                 for name in ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason"):
                     setattr(new, name, getattr(old, name))
             held = fresh
