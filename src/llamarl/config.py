@@ -38,6 +38,7 @@ from llamarl.executors.config import (
 from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import ObservabilityConfig
+from llamarl.other_names import our_name
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
 from llamarl.runtime.config import HostsConfig
@@ -56,6 +57,7 @@ __all__ = [
     "field_help",
     "key_effects",
     "load_config",
+    "meant_key",
     "parse_value",
     "read_settings",
     "save_config",
@@ -609,6 +611,16 @@ def known_keys() -> dict[str, Any]:
     return _reader().keys
 
 
+def meant_key(word: str, mark: str = "") -> str:
+    """What to write instead of a key's last word alone, or another program's name of it; "" where nobody knows it.
+
+    Args:
+        mark: What stands before a key there: ``--`` on the command line.
+    """
+    homes = [f"{mark}{known}" for known in known_keys() if known.endswith(f".{word}")]
+    return f"did you mean {' or '.join(homes[:3])}?" if homes else our_name(word)[1]
+
+
 def key_effects() -> dict[str, Effect]:
     """Every key of a recipe, dotted -> what another value of it does to a run that has begun."""
     return {
@@ -634,14 +646,9 @@ def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         flag = items.pop(0)
         if not flag.startswith("--") or "." not in flag.split("=")[0]:
             last = flag.removeprefix("--").partition("=")[0].replace("-", "_")
-            homes = [f"--{known}" for known in known_keys() if flag.startswith("--") and known.endswith(f".{last}")]
+            advice = meant_key(last, "--") if flag.startswith("--") else ""
             raise ConfigError(
-                f"unexpected argument {flag!r}: "
-                + (
-                    f"did you mean {' or '.join(homes[:3])}?"
-                    if homes
-                    else "overrides look like --schedule.max_staleness 0"
-                )
+                f"unexpected argument {flag!r}: {advice or 'overrides look like --schedule.max_staleness 0'}"
             )
         key, equals, value = flag[2:].partition("=")
         if not equals:

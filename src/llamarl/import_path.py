@@ -58,7 +58,7 @@ def why_no_name(name: str, built_in: Collection[str], example: str) -> str:
     """
     if name in built_in or is_import_path(name):
         return ""
-    near = difflib.get_close_matches(name, built_in, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name.lower(), built_in, n=1, cutoff=0.6)
     meant = f"did you mean {near[0]!r}? " if near else ""
     return (
         f"{name!r} is unknown; {meant}It is one of {', '.join(built_in)}, or your own as package.module:name or "

@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from llamarl.errors import Mistake
+from llamarl.other_names import our_name
 from llamarl.strict import Mistakes, bounds
 
 __all__ = ["Reader", "list_mistakes", "mistakes_of", "walk_fields"]
@@ -76,10 +77,16 @@ class Reader(Generic[T]):
         section = ".".join(path)
         siblings = _names(_class_at(self._root, path))
         near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+        misspelt = bool(difflib.get_close_matches(last, near, cutoff=0.8))
         homes = [known for known in self.keys if known.rsplit(".", 1)[-1] == last]
+        homes = [home for home in homes if section and _within(home, section)] or homes
         best = ".".join([*path, near[0]]) if near else ""
-        if homes and not near and len({home.rsplit(".", 2)[-2] for home in homes}) == 1:
+        if not misspelt and len({home.rsplit(".", 2)[-2] for home in homes}) == 1:
             best = homes[0]  # a word that one kind of section has; "name" is in many, and means another thing in each
+        elif not misspelt and not homes:
+            ours, words = our_name(last)
+            if words:
+                return ours if ours in self.keys else None, words
         if best:
             return best, f"did you mean {best!r}?"
         if len(homes) == 2:

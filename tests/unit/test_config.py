@@ -222,6 +222,31 @@ def test_a_wrong_value_is_one_line_with_key_got_expected_and_fix(raw: dict[str, 
     assert lines_of(raw) == [line]
 
 
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("generator.max_new_tokens", "did you mean 'generator.sampling.max_new_tokens'?"),
+        ("learning_rate", "TRL's learning_rate is optimizer.lr (docs/from_trl.md)"),
+        ("generator.num_generations", "TRL's num_generations is generator.group_size (docs/from_trl.md)"),
+        ("algorithm.beta", "TRL's beta is algorithm.kl_coef (docs/from_trl.md)"),
+        ("output_dir", "TRL's output_dir is run.dir (docs/from_trl.md)"),
+        (
+            "actor_rollout_ref.rollout.n",
+            "verl's actor_rollout_ref is model, generator, trainer, optimizer, algorithm (docs/from_verl.md)",
+        ),
+        ("run.total_training_steps", "verl's total_training_steps is run.num_ticks (docs/from_verl.md)"),
+        ("algorithm.delta", "TRL's delta has no counterpart here"),
+    ],
+)
+def test_a_key_is_found_by_its_last_word_and_by_the_names_of_other_programs(key: str, advice: str) -> None:
+    *path, last = key.split(".")
+    raw: dict[str, Any] = {last: 1}
+    for part in reversed(path):
+        raw = {part: raw}
+    (line,) = lines_of(raw)
+    assert line.endswith(f": unknown key; {advice}")
+
+
 def test_where_no_key_is_near_the_sections_are_named() -> None:
     (line,) = lines_of({"zzz": 1})
     assert line.startswith("zzz: unknown key; the sections are run, model, task, ")
@@ -235,6 +260,8 @@ def test_whole_numbers_are_numbers_and_lists_are_tuples() -> None:
 def test_a_flag_without_its_section_is_pointed_to_the_keys_of_that_name() -> None:
     with pytest.raises(ConfigError, match="unexpected argument '--num-ticks': did you mean --run.num_ticks?"):
         load_config(None, ["--num-ticks", "3"])
+    with pytest.raises(ConfigError, match="unexpected argument '--max_steps': TRL's max_steps is run.num_ticks"):
+        load_config(None, ["--max_steps", "3"])
 
 
 def test_the_name_of_the_recipe_stands_in_for_its_placeholder(tmp_path: Path) -> None:

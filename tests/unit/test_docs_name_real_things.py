@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from markdown_blocks import Block, blocks_of
+from tools.other_names import page_of, with_table
 
 import llamarl.errors
 from llamarl.api.run import Run
@@ -19,12 +20,13 @@ from llamarl.cli.main import VERBS
 from llamarl.config import known_keys, validate
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability import findings
+from llamarl.other_names import other_names
 from llamarl.reading import parse_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-FOREIGN_NAMES = {"from_trl.md", "from_verl.md"}
+FOREIGN_NAMES = {page_of(program).name for program in other_names()}
 """Pages whose tables have another program's names in the first column."""
 
 _PLACEHOLDERS = {"section.key"}
@@ -140,6 +142,12 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         if not there.exists() or (anchor and there.suffix == ".md" and anchor[1:] not in _anchors(there)):
             broken.append(target + anchor)
     assert broken == []
+
+
+@pytest.mark.parametrize("program", other_names())
+def test_the_names_of_other_programs_on_a_page_are_those_of_the_table(program: str) -> None:
+    text = page_of(program).read_text(encoding="utf-8")
+    assert text == with_table(program, text), "run: python tests/tools/other_names.py"
 
 
 @cache

@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "reading",
             "roles",
             "import_path",
+            "other_names",
             "shipped",
             "recipes",
             "config",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.api.functions import import_path_of
-from llamarl.config import RunConfig, known_keys, load_config
+from llamarl.config import RunConfig, known_keys, load_config, meant_key
 from llamarl.errors import ConfigError
 from llamarl.runtime.config import host_settings
 
@@ -73,11 +73,11 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif "." in name:
             given[name] = _plain(value, name)
         else:
-            near = difflib.get_close_matches(name, [*_SHORT, *sections], n=1, cutoff=0.6)
-            meant = f"did you mean {near[0]!r}? " if near else ""
+            near = difflib.get_close_matches(name, [*_SHORT, *sections], n=1, cutoff=0.8)
+            meant = f"did you mean {near[0]!r}?" if near else meant_key(name)
             section = f"{name} is a section, so give a mapping such as {name}={{...}}; " if name in sections else ""
             raise ConfigError(
-                f"llamarl.train has no setting {name!r}; {section}{meant}There are {', '.join(_SHORT)}, the sections of a "
+                f"llamarl.train has no setting {name!r}; {section}{meant}{'. ' * bool(meant)}There are {', '.join(_SHORT)}, the sections of a "
                 f"recipe as mappings, and every key by its dotted name: **{{'optimizer.lr': 1e-4}}"
             )
     return given
