@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import counting_executors
@@ -74,12 +75,17 @@ class _Totals:
             self.of[report.tick] = int(report.metrics["sink/total"])
 
 
-def play(seed: int, kills: int, out: Path) -> None:
-    """One run; to ``out``: the sink's totals after each tick, and how many processes were struck."""
+def let_ranks_be_forks(executors: Sequence[ExecutorSpec]) -> None:
+    """Of this process, a fork of ``SERVER``; they have one thread."""
     os.environ.update(ENVIRONMENT)
     allow_fork_of_this_process()
     children.shares_imports = local.shares_imports = lambda spec: True  # these import nothing that a fork may not have
-    children.start_early(children.shared_modules(graph().executors, 1), rank_environment(1), may_be_a_fork=True)
+    children.start_early(children.shared_modules(executors, 1), rank_environment(1), may_be_a_fork=True)
+
+
+def play(seed: int, kills: int, out: Path) -> None:
+    """One run; to ``out``: the sink's totals after each tick, and how many processes were struck."""
+    let_ranks_be_forks(graph().executors)
     totals, struck = _run(seed, kills)
     out.write_text(json.dumps([[totals[tick] for tick in sorted(totals)], struck]))
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from death_job import let_ranks_be_forks
+from rank_processes import run_ranks
 from runtime_fakes import HERE, Config
 
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
@@ -24,13 +26,20 @@ def local() -> Iterator[Runtime]:
     made.close()
 
 
-def start(
-    runtime: Runtime, num_ranks: int, config: Config, run_dir: Path | None = None, factory: str = "Reducer"
-) -> None:
-    spec = ExecutorSpec(
-        name="reducer", factory=f"{HERE}:{factory}", config=config, num_ranks=num_ranks, threads=2, process_group="gloo"
+def reducer(num_ranks: int, config: Config, factory: str, threads: int) -> ExecutorSpec:
+    return ExecutorSpec(
+        name="reducer",
+        factory=f"{HERE}:{factory}",
+        config=config,
+        num_ranks=num_ranks,
+        threads=threads,
+        process_group="gloo",
     )
-    runtime.start([spec], [], run_dir=run_dir, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
+
+
+def start(runtime: Runtime, num_ranks: int, config: Config, factory: str = "Reducer", threads: int = 2) -> None:
+    spec = reducer(num_ranks, config, factory, threads)
+    runtime.start([spec], [], run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
 
 
 def reduce_at(runtime: Runtime, tick: int) -> Report:
@@ -60,11 +69,24 @@ def test_ranks_meet_in_a_private_folder_where_there_is_no_memfd_and_leave_none(
 
 
 @pytest.mark.parametrize("factory", ["PairReducer", "MeshReducer"])
-def test_a_rank_that_hangs_in_a_group_of_some_ranks_is_named_at_the_deadline_of_the_tick(
-    local: Runtime, factory: str
-) -> None:
+def test_a_rank_that_hangs_in_a_group_of_some_ranks_is_named_at_the_deadline_of_the_tick(factory: str) -> None:
     """Ranks 0 and 1 are such a pair, 2 and 3 another: of the first, one hangs and one waits for it; the second reports."""
-    start(local, 4, Config("hang", trouble_tick=1, trouble_rank=1), factory=factory)
+    run_ranks(hang_in_a_group_of_some, [(factory,)], limit_s=180)
+
+
+def hang_in_a_group_of_some(factory: str) -> None:
+    """In a process that has imported torch, of which the ranks are forks."""
+    config = Config("hang", trouble_tick=1, trouble_rank=1)
+    let_ranks_be_forks([reducer(4, config, factory, threads=1)])
+    local = make_runtime("local", channel_factory=str(HERE), collective_timeout_s=60.0)
+    try:
+        _hang_in_a_group_of_some(local, config, factory)
+    finally:
+        local.close()
+
+
+def _hang_in_a_group_of_some(local: Runtime, config: Config, factory: str) -> None:
+    start(local, 4, config, factory=factory, threads=1)
     sums = {"sum_0": 3.0, "sum_1": 3.0, "sum_2": 7.0, "sum_3": 7.0}
     assert reduce_at(local, 0).metrics == {**sums, "limit_s": 60.0}, "these groups wait as long as that of all ranks"
     local.fire(Order(executor="reducer", tick=1))

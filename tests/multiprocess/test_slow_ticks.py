@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from counting_executors import LATER_SLOW_TICK, SLOW_TICK
-from death_job import NUM_TICKS, by_hand, graph
+from death_job import NUM_TICKS, by_hand, graph, let_ranks_be_forks
+from rank_processes import run_ranks
 
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
@@ -18,13 +19,14 @@ from llamarl.runtime.base import Report
 from llamarl.runtime.processes import ProcessRuntime
 
 
-def test_a_rank_that_does_not_come_to_an_end_is_ended_and_its_tick_done_again_to_the_same_numbers() -> None:
+def main() -> None:
     whole = graph()
     kinds = {"source": "Source", "doubler": "SlowDoubler", "sink": "SlowSink"}
     executors = tuple(
         replace(spec, factory=f"counting_executors:{kinds[spec.name]}", num_ranks=1 + (spec.name == "doubler"))
         for spec in whole.executors
     )
+    let_ranks_be_forks(executors)
     reports: list[Report] = []
     redos: list[Redo] = []
 
@@ -50,3 +52,7 @@ def test_a_rank_that_does_not_come_to_an_end_is_ended_and_its_tick_done_again_to
     assert all(redo.death.cause == "it gave no answer within 0.5 s" for redo in redos)
     of = {report.tick: report.incarnation for report in reports if report.executor == "doubler"}
     assert of == {tick: int(tick >= SLOW_TICK) for tick in range(NUM_TICKS)}
+
+
+def test_a_rank_that_does_not_come_to_an_end_is_ended_and_its_tick_done_again_to_the_same_numbers() -> None:
+    run_ranks(main, [()], limit_s=60)

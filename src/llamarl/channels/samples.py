@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.models.loading import context_length, load_model_config
 from llamarl.roles import ROLES
 from llamarl.types import Group, Prompt, Response, Score
 
@@ -29,6 +28,9 @@ class Limits:
     @classmethod
     def of_model(cls, path: str) -> Limits:
         """Of a run whose policy lies in ``path``."""
+        # here, for a controller that reads no journal need not wait for models of transformers to be imported
+        from llamarl.models.loading import context_length, load_model_config
+
         vocabulary = load_model_config(path).get_text_config().vocab_size
         return cls(num_token_ids=vocabulary, context=context_length(path))
 
