@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.api.functions import import_path_of
+from llamarl.api.tables import file_of_rows
 from llamarl.config import RunConfig, known_keys, load_config, meant_key
 from llamarl.errors import ConfigError
 from llamarl.runtime.config import host_settings
@@ -26,6 +27,9 @@ _SHORT: Mapping[str, str] = {
     "num_ticks": "run.num_ticks",
 }
 """Words for the keys that every job is told."""
+
+_TABLES = ("data", "task.data", "task.eval_data")
+"""May be rows of the program instead of a name."""
 
 
 def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> RunConfig:
@@ -48,11 +52,23 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
         and (recipe is None or "task.data" in given)
     ):
         given["task.name"] = "function"
-    config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing, find_without_effect])
+    try:
+        config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing, find_without_effect])
+    except ConfigError as error:
+        raise _as_one_sentence(error) from error.__cause__
     if "run.dir" not in given:
         name = _free_folder(Path(config.run.dir))
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(name)))
     return config
+
+
+def _as_one_sentence(error: ConfigError) -> ConfigError:
+    """Say a lone mistake without the heading of a list, and with the word of the call for its key."""
+    if len(error.mistakes) != 1 or not error.mistakes[0].key:
+        return error
+    (found,) = error.mistakes
+    word = next((word for word, key in _SHORT.items() if key == found.key), found.key)
+    return ConfigError(str(dataclasses.replace(found, key=word)), mistakes=error.mistakes)
 
 
 def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +82,7 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name == "cluster" and isinstance(value, str):
             given |= {f"hosts.{key}": one for key, one in host_settings(value).items()}
-        elif name in sections and isinstance(value, Mapping):
+        elif name in sections and isinstance(value, Mapping) and not hasattr(value, "column_names"):
             given |= _below(name, value)
         elif name in _SHORT:
             given[_SHORT[name]] = _plain(value, name)
@@ -97,6 +113,8 @@ def _below(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any, key: str) -> Any:
     """As TOML would give it."""
+    if key in _TABLES and not isinstance(value, str | os.PathLike):
+        return file_of_rows(value, key)
     if isinstance(value, Mapping):
         return {str(name): _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):

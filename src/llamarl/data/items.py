@@ -50,18 +50,18 @@ class ItemSource(Protocol):
         ...
 
 
-def read_messages(record: Mapping[str, Any], where: str) -> tuple[Mapping[str, str], ...]:
-    """The conversation in a record's field ``messages``.
+def read_messages(record: Mapping[str, Any], where: str, name: str = "messages") -> tuple[Mapping[str, str], ...]:
+    """The conversation in a record's field ``name``.
 
     Raises:
         DataError: It is no list of objects with the texts ``role`` and ``content``; names ``where``.
     """
-    messages = record["messages"]
+    messages = record[name]
     good = isinstance(messages, list) and messages
     if not good or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
-        raise DataError(f"{where}: field 'messages' is {messages!r:.80}, expected a list of {{role, content}}")
+        raise DataError(f"{where}: field {name!r} is {messages!r:.80}, expected a list of {{role, content}}")
     return tuple(messages)
 
 

@@ -37,7 +37,7 @@ from llamarl.errors import DataError, FileError, Mistake, ModelError
 from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
 from llamarl.reading import parse_json, read_lines, user_path
 
-__all__ = ["TableItems", "local_data", "question_item", "text_field"]
+__all__ = ["TableItems", "local_data", "question_item", "question_of", "text_field"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,14 @@ _READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Ending of a file -> who reads it in ``datasets``, and how."""
 
-_QUESTIONS = ("question", "problem", "prompt", "messages")
+_TEXTS = ("question", "problem", "prompt")
+_QUESTIONS = (*_TEXTS, "messages")
+_LIKE_QUESTIONS = (*_QUESTIONS, "instruction", "query", "input", "conversation", "conversations")
+"""Names by which one of several columns of text is known as the question, in lower or upper case."""
+_ANSWERS = frozenset(
+    {"answer", "solution", "completion", "response", "output", "chosen", "rejected", "label", "target", "ground_truth"}
+)
+"""What is no question, though it is text."""
 _BATCH = 1000
 
 ToItem = Callable[[Mapping[str, Any], str], TaskItem]
@@ -80,22 +87,33 @@ def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str, *,
     raise DataError(f"{where}: got fields {sorted(record)}, expected one of {list(names)}")
 
 
-def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
-    """A record's question or conversation, and its answer if there is one; the other fields become the item's metadata.
+def question_of(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[str, str], ...] | None]:
+    """A record's question, and the conversation where it is one (``messages``, or a ``prompt`` that is a list).
 
     Raises:
         DataError: No question, or a malformed conversation; names ``where``.
     """
-    messages = None
-    if "messages" in record:
-        messages = read_messages(record, where)
-        question = "\n\n".join(message["content"] for message in messages)
-    else:
-        question = text_field(record, ("question", "problem", "prompt"), where)
-    answer = record.get("answer")
+    talk = next((name for name in ("messages", *_TEXTS) if isinstance(record.get(name), list)), "messages")
+    if talk not in record:
+        return text_field(record, _TEXTS, where), None
+    messages = read_messages(record, where, talk)
+    return "\n\n".join(message["content"] for message in messages), messages
+
+
+def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
+    """A record's question or conversation, and its answer if there is one; the other fields become the item's metadata.
+
+    The answer may also stand as ``ground_truth`` in ``reward_model``, where verl's tables have it.
+
+    Raises:
+        DataError: No question, or a malformed conversation; names ``where``.
+    """
+    question, messages = question_of(record, where)
+    if "answer" not in record and isinstance(of_verl := record.get("reward_model"), Mapping):
+        record = {**record, "answer": of_verl.get("ground_truth")}
     return TaskItem(
         question=question,
-        answer=None if answer is None else text_field(record, ("answer",), where, trim=True),
+        answer=None if record.get("answer") is None else text_field(record, ("answer",), where, trim=True),
         metadata={key: value for key, value in record.items() if key not in (*_QUESTIONS, "answer")},
         messages=messages,
         where=where,
@@ -236,6 +254,7 @@ class _Lines:
                     raise DataError(f"{where}: got {shown}, expected a JSON object")
                 if not self._items:
                     _check_columns(columns, list(record), where)
+                    columns = with_question(columns, record, name)
                 self._items.append(to_item(_record(record, columns, where), where))
         except FileError as error:
             raise DataError.at(key, f": {error}; give one JSON object a line, UTF-8") from error
@@ -257,8 +276,8 @@ class _Mapped:
 
     def __init__(self, name: str, rows: Any, columns: Mapping[str, str], to_item: ToItem) -> None:
         self.name = name
-        self._rows, self._columns, self._to_item = rows, columns, to_item
         _check_columns(columns, rows.column_names, name)
+        self._rows, self._columns, self._to_item = rows, with_question(columns, rows[0], name), to_item
 
     def item(self, row: int) -> TaskItem:
         where = f"{self.name} row {row}"
@@ -292,6 +311,29 @@ def _check_columns(columns: Mapping[str, str], have: Sequence[str], name: str) -
     for role, column in columns.items():
         if column not in have:
             raise DataError.at(f"task.columns.{role}", f": {name} has no column {column!r}{_near(column, have)}")
+
+
+def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str) -> Mapping[str, str]:
+    """``columns``, with the one that holds the question where no name says so: found by what the first row holds."""
+    if any(role in columns or (role in row and role not in columns.values()) for role in _QUESTIONS):
+        return columns
+    free = [column for column in row if column not in columns.values() and column.lower() not in _ANSWERS]
+    role, found = "messages", [column for column in free if _is_conversation(row[column])]
+    if not found:
+        texts = [column for column in free if isinstance(row[column], str) and row[column].strip()]
+        role, found = "question", [column for column in texts if column.lower() in _LIKE_QUESTIONS] or texts
+    if len(found) != 1:
+        return columns
+    _log.warning("%s: column %r is taken for the %s (task.columns.%s says otherwise)", name, found[0], role, role)
+    return {**columns, role: found[0]}
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value)
+    )
 
 
 def _record(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:

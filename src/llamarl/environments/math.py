@@ -13,7 +13,7 @@ from typing import Any
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.environments.answers import final_answers, last_boxed, tidy
 from llamarl.environments.config import TaskConfig
-from llamarl.environments.items import TableItems, text_field
+from llamarl.environments.items import TableItems, question_of, text_field
 from llamarl.environments.math_equivalence import check_reference, equals_reference, is_words, why_unreadable
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
@@ -31,7 +31,7 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
     Raises:
         DataError: No question, or no answer in either format; names ``where``.
     """
-    question = text_field(record, ("question", "problem"), where)
+    question, messages = question_of(record, where)
     if "answer" in record:
         answer = text_field(record, ("answer",), where, trim=True)
         if "####" in answer:
@@ -50,8 +50,9 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
             f"{where}: answer {answer!r:.80} cannot be judged ({error}); expected a number, an expression or a few words: "
             "fix or remove the line"
         ) from error
-    metadata = {key: value for key, value in record.items() if key not in ("question", "problem", "answer")}
-    return TaskItem(question=question, answer=answer, metadata=metadata, where=where)
+    known = ("question", "problem", "prompt", "messages", "answer")
+    metadata = {key: value for key, value in record.items() if key not in known}
+    return TaskItem(question=question, answer=answer, metadata=metadata, messages=messages, where=where)
 
 
 def check_references(task: ItemSource) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: P
         ([GSM8K, '{"question": '], r":2: not JSON .*, got '\{\"question\":'; give one JSON object a line"),
         ([GSM8K, "[1]"], ":2: got list"),
         ([{"question": "Q"}], r":1: got fields \['question'\], expected one of \['solution'\]"),
-        ([{"text": "Q", "answer": "1"}], r":1: got fields .* expected one of \['question', 'problem'\]"),
+        ([{"text": "Q", "title": "T", "answer": "1"}], r":1: got fields .* one of \['question', 'problem', 'prompt'\]"),
         ([{"question": 3.5, "answer": None}], ":1: field 'answer' is NoneType"),
         ([{"question": " ", "answer": "1"}], ":1: field 'question' is blank"),
         ([{"problem": "Q", "solution": "no box"}], "no complete"),
@@ -409,3 +410,53 @@ def test_anything_else_is_not_a_number(value: object) -> None:
 def test_a_wrong_configuration_names_the_field(fields: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TaskConfig(**fields)  # type: ignore[arg-type]
+
+
+def _lines(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["function", "math"])
+def test_a_prompt_that_is_a_list_of_messages_is_a_conversation(name: str, tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
+    data = _lines(tmp_path / "trl.jsonl", {"prompt": talk, "answer": "2", "level": 1})
+    reward = {"reward": "json:dumps"} if name == "function" else {}
+    item = make_task(TaskConfig(name=name, data=data, **reward), seed=0).item("train", 0)
+    assert (item.question, item.answer, item.messages) == ("Add.\n\n1 + 1?", "2", tuple(talk))
+    assert dict(item.metadata) == {"level": 1}
+
+
+def test_a_row_of_verl_has_its_answer_where_verl_puts_it(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "1 + 1?"}]
+    row = {"data_source": "sums", "prompt": talk, "reward_model": {"style": "rule", "ground_truth": "2"}}
+    task = make_task(
+        TaskConfig(name="function", reward="json:dumps", data=_lines(tmp_path / "verl.jsonl", row)), seed=0
+    )
+    item = task.item("train", 0)
+    assert (item.answer, item.messages, item.metadata["data_source"]) == ("2", tuple(talk), "sums")
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"Problem": "1 + 1?", "answer": "2"}, "1 + 1?"),
+        ({"Instruction": "Add 1 to 1", "source": "a book", "answer": "2"}, "Add 1 to 1"),
+        ({"talk": [{"role": "user", "content": "1 + 1?"}], "source": "a book"}, "1 + 1?"),
+    ],
+)
+def test_the_column_of_the_question_is_found_by_what_it_holds_and_told(
+    row: dict[str, Any], question: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = _lines(tmp_path / "own.jsonl", row)
+    task = make_task(TaskConfig(name="function", reward="json:dumps", data=data), seed=0)
+    assert task.item("train", 0).question == question
+    assert [record.getMessage().partition(" is taken")[0] for record in caplog.records] == [
+        f"{data}: column {next(iter(row))!r}"
+    ]
+
+
+def test_of_two_columns_of_text_none_is_guessed(tmp_path: Path) -> None:
+    data = _lines(tmp_path / "own.jsonl", {"one": "a", "two": "b", "answer": "c"})
+    with pytest.raises(DataError, match="got fields \\['answer', 'one', 'two'\\], expected one of"):
+        make_task(TaskConfig(name="function", reward="json:dumps", data=data), seed=0).num_items("train")

@@ -1,0 +1,84 @@
+"""Rows of a Python program as a file, so that other processes and a resumed run can read them.
+
+    Dataset, list of mappings, data frame   ─▶   llamarl_data/data_3f2a9c01.jsonl
+
+The file's name says its content: the same rows give the same path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llamarl.errors import ConfigError
+
+__all__ = ["DATA_FOLDER", "file_of_rows"]
+
+DATA_FOLDER = "llamarl_data"
+"""In the working directory."""
+
+
+def file_of_rows(rows: Any, argument: str) -> str:
+    """Write rows into a file of JSON lines; returns its path.
+
+    What JSON does not have (images, dates) is left out, and so is what is missing in a row.
+
+    Args:
+        rows: A ``datasets.Dataset``, a data frame of pandas or polars, or a list of mappings.
+        argument: What the user called it, for errors.
+
+    Raises:
+        ConfigError: It is none of these, has no rows, or its file cannot be written.
+    """
+    lines = []
+    for number, row in enumerate(_rows(rows, argument)):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{argument}: row {number} is {row!r:.60}, expected a mapping of columns to values")
+        kept = {str(name): plain for name, value in row.items() if (plain := _plain(value)) is not None}
+        lines.append(json.dumps(kept, ensure_ascii=False) + "\n")
+    if not lines:
+        raise ConfigError(f"{argument} has no rows")
+    text = "".join(lines)
+    name = f"data_{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}.jsonl"
+    path = Path(DATA_FOLDER).resolve() / name
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{argument}: cannot write {path}, from which other processes read the rows: {error}"
+        ) from error
+    return str(path)
+
+
+def _rows(rows: Any, argument: str) -> Iterable[Any]:
+    """Its rows, one after the other."""
+    if isinstance(rows, Mapping):
+        splits = ", ".join(map(str, rows))
+        raise ConfigError(f"{argument} is a mapping ({splits:.80}), expected rows: give one of its splits")
+    if hasattr(rows, "to_dicts"):  # polars
+        return rows.to_dicts()  # type: ignore[no-any-return]
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas
+        return rows.to_dict("records")  # type: ignore[no-any-return]
+    if isinstance(rows, list | tuple) or hasattr(rows, "column_names"):  # of datasets, streamed ones too
+        return rows
+    raise ConfigError(
+        f"{argument} is a {type(rows).__name__}, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; None for what it has no such value of."""
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float) else None

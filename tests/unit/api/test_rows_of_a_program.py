@@ -1,0 +1,73 @@
+"""``data`` may be rows of the program: a list, a Dataset or a frame; they become a file with the same items."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.api.settings import run_config
+from llamarl.environments.factory import make_task
+from llamarl.errors import ConfigError
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1), "level": n} for n in range(4)
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def as_dataset(rows: list[dict[str, Any]]) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(rows)
+
+
+def as_frame(rows: list[dict[str, Any]]) -> Any:
+    return pytest.importorskip("pandas").DataFrame(rows)
+
+
+@pytest.mark.parametrize("made", [list, tuple, as_dataset, as_frame])
+def test_rows_of_a_program_are_the_items_of_the_task(made: Any) -> None:
+    config = run_config(None, {"model": "bundled:tiny", "data": made(ROWS), "reward": "json:dumps"})
+    task = make_task(config.task, seed=0)
+    items = [task.item(split, place) for split in ("train", "eval") for place in range(task.num_items(split) or 0)]
+    found = sorted((item.question, item.answer, item.metadata["level"]) for item in items)
+    assert found == [("0 + 1?", "1", 0), ("1 + 1?", "2", 1), ("2 + 1?", "3", 2), ("3 + 1?", "4", 3)]
+    assert all(item.messages == ({"role": "user", "content": item.question},) for item in items)
+
+
+def test_equal_rows_are_one_file_and_what_json_lacks_is_left_out() -> None:
+    rows = [{"question": "a", "answer": "b", "when": datetime.date(2020, 1, 1), "score": float("nan")}, ROWS[0]]
+    first, again = (run_config(None, {"data": rows, "reward": "json:dumps"}).task.data for _ in range(2))
+    assert first == again
+    assert [json.loads(line) for line in Path(first).read_text().splitlines()] == [
+        {"question": "a", "answer": "b"},
+        ROWS[0],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data": [1]}, "data: row 0 is 1, expected a mapping of columns to values"),
+        ({"data": []}, "data has no rows"),
+        ({"data": 7}, "data is a int, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"),
+        ({"task": {"eval_data": [2]}, "data": ROWS}, "task.eval_data: row 0 is 2, expected a mapping of columns to values"),
+        ({"num_ticks": -3}, "num_ticks must be in [1, 1000000], got -3"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_that_names_the_argument(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_config(None, {"model": "bundled:tiny", "reward": "json:dumps", "data": ROWS, **settings})
+    assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
+
+
+def test_a_dataset_of_several_splits_is_asked_for_one_of_them() -> None:
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(ConfigError, match=r"data is a mapping \(train\), expected rows: give one of its splits"):
+        run_config(None, {"data": datasets.DatasetDict(train=as_dataset(ROWS)), "reward": "json:dumps"})
