@@ -43,7 +43,7 @@ from llamarl.models.sizes import why_experts_not_spread, why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
-from llamarl.trainer.config import LoraConfig, TrainerConfig
+from llamarl.trainer.config import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, ValueModel, check_output_layer
@@ -71,14 +71,16 @@ class Built(Generic[Module]):
     None if they still hold them."""
 
 
-def layout_of(config: TrainerConfig, device: str) -> ParallelLayout:
-    """Make the (pp, fsdp, cp, tp) mesh that the trainer's section asks for.
+def layout_of(section: str, config: TrainerConfig | CriticConfig | ReferenceConfig, device: str) -> ParallelLayout:
+    """Make the mesh that a section of the configuration asks for: (pp, fsdp, cp, tp) or (fsdp, tp).
 
     Raises:
-        ValueError: ``fsdp * tp * pp * cp`` ranks are not there.
+        ValueError: As many ranks are not there.
     """
-    sizes = {axis: getattr(config, axis) for axis in ("fsdp", "tp", "pp", "cp")}
-    return make_layout(**sizes, ep=config.ep, device=device, keys=tuple(f"trainer.{axis}" for axis in sizes))
+    axes = ("fsdp", "tp", "pp", "cp") if isinstance(config, TrainerConfig) else ("fsdp", "tp")
+    sizes = {axis: getattr(config, axis) for axis in axes}
+    ep = config.ep if isinstance(config, TrainerConfig) else 1
+    return make_layout(**sizes, ep=ep, device=device, keys=tuple(f"{section}.{axis}" for axis in axes))
 
 
 def build_policy(

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.loading import load_model_config
-from llamarl.models.parallel import make_layout
 from llamarl.models.precision import torch_dtype
-from llamarl.trainer.building import build_value_model
+from llamarl.trainer.building import build_value_model, layout_of
 from llamarl.trainer.computes import Computes
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.credit import value_targets
@@ -70,7 +69,7 @@ class Critic(ShardedModel[ValueModel]):
         self.optimizer = dataclasses.replace(optimizer, lr=config.lr, warmup_ticks=config.warmup_ticks)
         self.ticks_done = 0
         learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
-        layout = make_layout(fsdp=config.fsdp, tp=config.tp, device=device, keys=("critic.fsdp", "critic.tp"))
+        layout = layout_of("critic", config, device)
         share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(trainer.dtype, device=device, model=model_path)
         built = build_value_model(

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.loading import load_model_config
-from llamarl.models.parallel import make_layout
 from llamarl.models.precision import torch_dtype
 from llamarl.trainer.batch import TrainingSequence, trainable, training_sequence
-from llamarl.trainer.building import build_policy
+from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.computes import Computes, Packed
 from llamarl.trainer.config import ReferenceConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import can_share_prompts
@@ -118,12 +117,7 @@ class FrozenScorer:
             ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
         """
         self.algorithm = algorithm
-        self.layout = make_layout(
-            fsdp=config.fsdp,
-            tp=config.tp,
-            device=device,
-            keys=("reference.fsdp", "reference.tp"),
-        )
+        self.layout = layout_of("reference", config, device)
         share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         policy = build_policy(

@@ -110,7 +110,7 @@ class Trainer(ShardedModel[Policy]):
         self.loss = find_loss(algorithm.name)
         lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
-        layout = layout_of(config, device)
+        layout = layout_of("trainer", config, device)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
         built = build_policy(
@@ -174,7 +174,8 @@ class Trainer(ShardedModel[Policy]):
         assert not self.parking.parked, "the trainer is parked: call unpark first"
         self._check_versions(groups)
         lr = learning_rate(self.optimizer_config, tick, self.num_ticks)
-        sequences = self._with_experts(make_sequences(groups, self.algorithm, self._sum_over_data))
+        sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
+        self._check_experts(sequences)
         steps = self._plan_steps(groups, sequences, tick)
         statistics = [StepStatistics(step, self.policy_version, self.layout, self.device) for step in steps]
         counted = self._token_counts(groups, steps)
@@ -282,17 +283,12 @@ class Trainer(ShardedModel[Policy]):
             sum_over_ranks=self._sum_over_data,
         )
 
-    def _with_experts(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The same sequences, each with what is to be replayed; one that another model sampled has nothing of the kind.
-
-        Raises:
-            ValueError: What the policy sampled comes without the experts that computed it.
-        """
+    def _check_experts(self, sequences: Sequence[TrainingSequence]) -> None:
+        """Refuse what the policy sampled without the experts to replay; what another model sampled has none."""
         if self.config.router == "replay" and any(s.experts is None and len(s.policy_versions) for s in sequences):
             raise ValueError(
                 'trainer.router is "replay", but a response came without the experts that computed it: its generator noted none'
             )
-        return sequences
 
     def _plan_steps(
         self, groups: Sequence[Group], sequences: list[TrainingSequence], tick: int
