@@ -9,8 +9,7 @@ from llamarl.runtime.determinism import environment
 
 __all__ = ["LOOPBACK", "rank_environment"]
 
-_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of a job that stays on one machine: where process groups listen, which by themselves
 ask for the host's name and take its address. A lone rank's group listens too."""
 
