@@ -43,7 +43,8 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _REACHED_S = 60.0
 """For which a storage that does not answer is asked again, before anything has begun."""
-_LATE_S = 600.0
+_OBJECT_S = 600.0
+"""For which an object is asked for again while its storage fails."""
 _CHUNK_BYTES = 1 << 22
 _MOST_OPEN = 256
 _PASSING = (".partial", ".replaced", ".deleted", ".new", ".lock", "journal")
@@ -144,7 +145,7 @@ class Storage:
         if what_is_wrong(record, *found):
             target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                _patiently(lambda: self.fs.get_file(f"{self.root}/{name}", str(target)), _LATE_S)
+                _patiently(lambda: self.fs.get_file(f"{self.root}/{name}", str(target)), _OBJECT_S)
                 found = checksum_file(target)
         if wrong := what_is_wrong(dataclasses.replace(record, path=f"{self.url}/{name}"), *found):
             target.unlink(missing_ok=True)
@@ -175,11 +176,10 @@ class Mirror:
         self._storage, self._folder = storage, folder
         self._me = f"process {os.getpid()} of {socket.gethostname()}, {secrets.token_hex(8)}"
         self._changed = threading.Condition()
-        self._asked, self._done, self._asked_s = 0, 0, 0.0
+        self._asked, self._done = 0, 0
         self._ended, self._trouble = "", ""
         """Why it is not kept any more; why the last try failed."""
         self._told: list[str] = []
-        self._told_late = False
         self._left: dict[str, int] = {}
         """Path -> bytes, of what is still to be sent."""
         self._sent: dict[str, tuple[FileRecord, FileRecord]] = {}
@@ -197,17 +197,11 @@ class Mirror:
     def wake(self) -> None:
         """There is more to be uploaded. Returns at once."""
         with self._changed:
-            if self._asked == self._done:
-                self._asked_s = time.monotonic()
             self._asked += 1
             self._changed.notify_all()
 
     def news(self) -> list[str]:
-        """What the user is to be told of: when it begins to fail or is late, and when that is over. Returns at once."""
-        late_s = time.monotonic() - self._asked_s if self._asked > self._done and not self._ended else 0.0
-        if late_s > _LATE_S and not self._trouble and not self._told_late:
-            self._told_late = True
-            self._told.append(f"run.mirror is late by {late_s:.0f} s: {self._behind()}. The run goes on")
+        """What the user is to be told of: when it begins to fail, and when that is over. Returns at once."""
         told, self._told = self._told, []
         return told
 
@@ -249,9 +243,9 @@ class Mirror:
                 with self._changed:
                     self._changed.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 9)))
             else:
-                if failures > 1 or self._told_late:
+                if failures > 1:
                     self._told.append("run.mirror has caught up")
-                failures, self._told_late, self._trouble, self._done = 0, False, "", asked
+                failures, self._trouble, self._done = 0, "", asked
             with self._changed:
                 self._changed.notify_all()
 

@@ -82,10 +82,6 @@ class Marking:
         """Tokens that lie on a channel now, those being consumed included."""
         return len(self._tokens[channel])
 
-    def handles_on(self, channel: str) -> list[Handle]:
-        """Of the tokens that lie on a channel now."""
-        return [handle for handles in self._tokens[channel].values() for handle in handles]
-
     def ready(self) -> list[Firing]:
         """Firings that may start now, in the graph's executor order; each is marked as started."""
         firings = []

@@ -17,13 +17,12 @@ import hmac
 import os
 import socket
 import time
-from pathlib import Path
 
-from llamarl.errors import ChannelError, ConfigError
+from llamarl.errors import ChannelError
 
 __all__ = [
     "ANSWER_BYTES", "CHALLENGE_BYTES", "KEY_BYTES", "PROOF_BYTES", "KeyRefused", "answer_challenge", "challenge",
-    "check_answer", "new_key", "prove_as_client", "prove_as_server", "read_key", "receive_exactly",
+    "check_answer", "prove_as_client", "prove_as_server", "receive_exactly",
 ]  # fmt: skip
 
 KEY_BYTES = 32
@@ -37,29 +36,6 @@ ANSWER_BYTES = _NONCE_BYTES + PROOF_BYTES
 
 class KeyRefused(ChannelError):
     """The other end does not hold this run's key, or is not ours at all."""
-
-
-def new_key() -> bytes:
-    """32 bytes from the system's source of randomness."""
-    return os.urandom(KEY_BYTES)
-
-
-def read_key(path: Path) -> bytes:
-    """The key in a file: 64 hexadecimal digits, white space around them allowed. The file must be its owner's alone.
-
-    Raises:
-        ConfigError: It cannot be read, holds something else, or others may read it.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"{path}: other users may read this key; `chmod 600 {path}`")
-        text = path.read_text(encoding="ascii").strip()
-        key = bytes.fromhex(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as a key of {2 * KEY_BYTES} hexadecimal digits: {error}") from error
-    if len(key) != KEY_BYTES:
-        raise ConfigError(f"{path}: holds {len(text)} hexadecimal digits, expected {2 * KEY_BYTES}")
-    return key
 
 
 def prove_as_server(connection: socket.socket, key: bytes, purpose: str, deadline_s: float) -> None:

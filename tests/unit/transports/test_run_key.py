@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from llamarl.errors import ConfigError
-from llamarl.transports.run_key import KeyRefused, new_key, prove_as_client, prove_as_server, read_key
+from llamarl.transports.run_key import KEY_BYTES, KeyRefused, prove_as_client, prove_as_server
 
 KEY = bytes(range(32))
 
@@ -67,7 +66,7 @@ def test_equal_keys_and_purposes_are_accepted_and_the_key_never_travels() -> Non
     assert both(serve(), dial()) == [None, None]
 
 
-@pytest.mark.parametrize("client", [dial(new_key()), dial(purpose="segments"), dial(b"")])
+@pytest.mark.parametrize("client", [dial(os.urandom(KEY_BYTES)), dial(purpose="segments"), dial(b"")])
 def test_another_key_or_purpose_is_refused_at_both_ends(client: Act) -> None:
     server, dialled = both(serve(), client)
     assert isinstance(server, KeyRefused) and isinstance(dialled, KeyRefused)
@@ -121,20 +120,3 @@ def test_a_server_without_the_key_is_refused_by_the_client() -> None:
         connection.sendall(b"\x00" * 32)
 
     assert isinstance(both(impostor, dial())[1], KeyRefused)
-
-
-def test_a_key_file_must_be_its_owners_alone_and_hold_64_digits(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text(KEY.hex() + "\n")
-    path.chmod(0o600)
-    assert read_key(path) == KEY
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_key(path)
-    path.chmod(0o600)
-    for text in ("", "abcd", "zz" * 32, KEY.hex() * 2):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="64"):
-            read_key(path)
-    with pytest.raises(ConfigError):
-        read_key(tmp_path / "missing")
