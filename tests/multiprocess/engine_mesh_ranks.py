@@ -1,4 +1,4 @@
-"""One rank of an engine in pipeline stages under test: generate, be interrupted, take new weights, go on; all is left in a folder.
+"""One rank of an engine on a mesh under test: generate, be interrupted, take new weights, go on; all is left in a folder.
 
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from rank_processes import join_group
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from engine_ranks import make_model, sequences
-from tiny_models import SPARSE
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "models"))
+from tiny_models import SPARSE, tiny_model
+from transformers import PreTrainedModel
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
@@ -28,7 +28,7 @@ from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.expert_record import of_all_stages, of_group
 from llamarl.engine.ranks import EngineRanks
-from llamarl.engine.sequence import Sequence
+from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.parallel import ParallelLayout
@@ -42,7 +42,34 @@ FURTHER = {(2, 1): "gemma2", (2, 2): "qwen3_moe"}
 """Which family of a mesh also gets adapters alone, and keeps its cache."""
 
 
+WIDE = {"num_attention_heads": 8}
+"""Of the models in folders that end so: eight query heads over two key-value heads."""
 TARGETS = ("q_proj", "v_proj", "o_proj")
+
+
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+    family, _, wide = name.partition("-")
+    return tiny_model(family, "eager", seed=seed, **(WIDE if wide else {}))
+
+
+def sequences() -> list[Sequence]:
+    """Three groups of three; one is greedy, one is filtered, one has a deadline (far away)."""
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 1.0, "deadline_s": 3600.0},
+    )
+    return [
+        Sequence(
+            prompt_index=i,
+            sample_index=j,
+            prompt_tokens=[3 + (7 * i + 5 * k) % 90 for k in range(5 + 4 * i)],
+            params=SamplingParams(max_new_tokens=20, **kind),  # type: ignore[arg-type]
+            seed=100 * i + j,
+        )
+        for i, kind in enumerate(kinds)
+        for j in range(3)
+    ]
 
 
 def recipe(folder: Path, mesh: tuple[int, int]) -> RunConfig:
@@ -106,7 +133,7 @@ def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelL
     token_bytes = NativeEngine(folder / family, EngineConfig(block_size=4)).token_bytes if layout is None else 0
     if layout is not None:
         alone = json.loads((folder / f"{family}-1x1-0.json").read_text())
-        token_bytes = alone["token_bytes"] // 3 // mesh[1] * (3 if mesh[0] == 1 else 2 if mesh[0] == 2 else 1)
+        token_bytes = alone["token_bytes"] // 3 // min(mesh[1], 2) * (3 if mesh[0] == 1 else 2 if mesh[0] == 2 else 1)
     config = EngineConfig(
         block_size=4,
         kv_cache_bytes=NUM_KV_TOKENS * token_bytes,
@@ -128,7 +155,7 @@ def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelL
     stats = engine.stats()
 
     dropped = sequences()[:3]
-    if layout is not None:  # what computes these prompts is dropped, and they are computed anew under other weights
+    if mesh[0] > 1:  # the waves that compute these prompts are dropped, and they are computed anew under other weights
         engine.add(dropped)
         engine.step()
         assert engine.suspend() == dropped and not any(s.tokens for s in dropped)
@@ -155,7 +182,7 @@ def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelL
     return told | {
         "preemptions": stats["preemptions"],
         "token_bytes": engine.token_bytes,
-        "held": sorted(engine.parameters_for_sync()),
+        "held": {name: tensor.numel() for name, tensor in sorted(engine.parameters_for_sync().items())},
     }
 
 

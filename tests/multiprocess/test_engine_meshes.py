@@ -1,4 +1,5 @@
-"""An engine in pipeline stages over gloo against one rank: same tokens, through interruptions, preemption and new weights."""
+"""An engine in pipeline stages and on tensor-parallel ranks over gloo against one rank: same tokens, through interruptions, preemption
+and new weights."""
 
 from __future__ import annotations
 
@@ -12,33 +13,39 @@ import torch
 from rank_processes import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import engine_stage_ranks
-from engine_ranks import make_model
-from engine_stage_ranks import ALONE
+import engine_mesh_ranks
+from engine_mesh_ranks import ALONE, make_model
 
 MESHES = {
-    (2, 1): "gemma2",  # dense, and both ends are one tensor
-    (3, 1): "qwen3_moe",  # whose second layer has no experts, whose ends are two tensors
-    (2, 2): "qwen3_moe",
+    (2, 1): ("gemma2",),  # dense, and both ends are one tensor
+    (3, 1): ("qwen3_moe",),  # whose second layer has no experts, whose ends are two tensors
+    (2, 2): ("qwen3_moe",),
+    (1, 2): ("llama", "gemma3_text", "qwen3_moe"),
+    (1, 8): ("llama-wide", "qwen3-wide", "gemma2-wide"),  # of eight ranks four hold the same key-value head
 }
-"""Stages and tensor-parallel ranks -> a model of three layers."""
-CASES = list(MESHES.items())
-FURTHER_CASES = [case for case in CASES if engine_stage_ranks.FURTHER.get(case[0]) == case[1]]
+"""Stages and tensor-parallel ranks -> models of three layers."""
+LONG = {"qwen3-wide", "gemma2-wide"}
+"""Eight ranks on two cores take ten seconds a family."""
+CASES = [(mesh, family) for mesh, families in MESHES.items() for family in families]
+CASE_PARAMS = [pytest.param(case, marks=pytest.mark.long if case[1] in LONG else (), id=str(case)) for case in CASES]
+FURTHER_CASES = [case for case in CASES if engine_mesh_ranks.FURTHER.get(case[0]) == case[1]]
 Case = tuple[tuple[int, int], str]
 Reports = dict[Case, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """By mesh and family: what each rank says, the single rank first."""
-    folder = tmp_path_factory.mktemp("engine_stages")
-    every = sorted(set(MESHES.values()))
+    folder = tmp_path_factory.mktemp("engine_meshes")
+    long = any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path)
+    cases = [case for case in CASES if long or case[1] not in LONG]
+    every = sorted({family for _, family in cases})
     for family in every:
         make_model(family).save_pretrained(folder / family)
     for mesh in (ALONE, *MESHES):
-        families = every if mesh == ALONE else [MESHES[mesh]]
+        families = every if mesh == ALONE else [family for at, family in cases if at == mesh]
         num_ranks = mesh[0] * mesh[1]
-        run_ranks(engine_stage_ranks.main, [(mesh, rank, folder, families) for rank in range(num_ranks)], limit_s=120)
+        run_ranks(engine_mesh_ranks.main, [(mesh, rank, folder, families) for rank in range(num_ranks)], limit_s=120)
 
     def said(mesh: tuple[int, int], family: str) -> list[dict[str, Any]]:
         return [
@@ -46,10 +53,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
             for rank in range(mesh[0] * mesh[1])
         ]
 
-    return {(mesh, family): said(ALONE, family) + said(mesh, family) for mesh, family in CASES}
+    return {(mesh, family): said(ALONE, family) + said(mesh, family) for mesh, family in cases}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_stages_sample_the_tokens_of_one_rank_through_interruptions_preemption_and_new_weights(
     reports: Reports, case: Case
 ) -> None:
@@ -120,7 +127,7 @@ def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(reports:
         assert rank["kept, from a checkpoint"] == rank["kept"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: Case) -> None:
     _, first, *others = reports[case]
     assert first["again"] == first["first"]
@@ -137,7 +144,7 @@ def _said_by_all(rank: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASE_PARAMS)
 def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(reports: Reports, case: Case) -> None:
     alone, first, *_ = reports[case]
     for own, tokens, expected, before in zip(
@@ -154,23 +161,28 @@ def test_what_is_under_way_when_a_version_comes_is_of_the_version_before(reports
     assert versions == {0, 1, 2}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_stage_holds_its_layers_and_their_cache(reports: Reports, case: Case) -> None:
+@pytest.mark.parametrize("case", CASE_PARAMS)
+def test_each_rank_holds_its_layers_its_share_of_them_and_their_cache(reports: Reports, case: Case) -> None:
     (pp, tp), family = case
     alone, *ranks = reports[case]
-    layers = {2: [2, 1], 3: [1, 1, 1]}[pp]
-    whole = dict(make_model(family).named_parameters())
+    layers = {1: [3], 2: [2, 1], 3: [1, 1, 1]}[pp]
+    whole = {name: t.numel() for name, t in make_model(family).named_parameters()}
     tied = not any("lm_head" in name for name in whole)
+    step = -(-97 // tp)  # of a vocabulary of 97, the last rank has fewer
     for number, rank in enumerate(ranks):
-        stage = number // tp
-        assert rank["token_bytes"] * 3 * tp == alone["token_bytes"] * layers[stage]
+        stage, part = divmod(number, tp)
+        assert rank["token_bytes"] * 3 * min(tp, 2) == alone["token_bytes"] * layers[stage]  # of two heads
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
-        ends = {0: "embed_tokens", pp - 1: "embed_tokens" if tied else "lm_head"}
-        expected = [
-            name
-            for name in whole
-            if any(f"layers.{i}." in name for i in own)
-            or ends.get(stage, "-") in name
-            or (stage == pp - 1 and name == "model.norm.weight")
-        ]
-        assert rank["held"] == sorted(expected)
+        ends = ["embed_tokens"] * (stage == 0)
+        ends += ["embed_tokens" if tied else "lm_head", "model.norm.weight"] * (stage == pp - 1)
+        held = [name for name in whole if any(f"layers.{i}." in name for i in own) or any(end in name for end in ends)]
+        assert list(rank["held"]) == sorted(held)
+        for name, size in rank["held"].items():
+            if "embed" in name or "lm_head" in name:
+                assert size == whole[name] * min(step, 97 - step * part) // 97, name
+            elif "k_proj" in name or "v_proj" in name:
+                assert size == whole[name] // min(tp, 2), name
+            elif "proj" in name:
+                assert size == whole[name] // tp, name
+            else:
+                assert size == whole[name], name
