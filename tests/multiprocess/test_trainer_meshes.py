@@ -29,12 +29,19 @@ from training_fixtures import tiny_config, write_model  # noqa: E402
 
 ONE_HEAD = "one_head"
 """Qwen3 with one key-value head and biases: both ranks of ``tp 2`` hold it, and FSDP2 cuts its rows over two more."""
-FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_moe", ONE_HEAD)
-NUM_LAYERS = {"llama": 5, "gemma2": 5}
-"""Of others 3. Few tokens choose some expert in each sparse layer, so rounding is the larger a part of its gradient the more
-layers follow."""
+FAMILIES = ("llama", "deep", "qwen3", "gemma2", "qwen3_moe", ONE_HEAD)
+"""``deep`` is Llama of five layers, which lie unevenly over stages. Others have two, and three where there are stages of them: few tokens
+choose some expert in each sparse layer, so rounding is the larger a part of its gradient the more layers follow."""
+MADE_OF = {"deep": "llama", ONE_HEAD: "qwen3"}
+TRAITS: dict[str, dict[str, object]] = {
+    "deep": {"num_hidden_layers": 5},
+    "gemma2": {"num_hidden_layers": 3},
+    "qwen3_moe": {"num_hidden_layers": 3},
+    ONE_HEAD: {"num_key_value_heads": 1, "attention_bias": True},
+}
 SHORT = {  # pp x fsdp x cp x tp x ep; there are 4 query heads and 2 key-value heads
-    "llama": ("1x2x1x2x1", "1x1x1x4x1", "1x1x2x1x1", "2x2x1x2x1"),
+    "llama": ("1x2x1x2x1", "1x1x1x4x1", "1x1x2x1x1"),
+    "deep": ("2x2x1x2x1",),
     "qwen3": ("1x2x1x2x1", "1x1x4x1x1"),
     "gemma2": ("1x2x1x2x1", "1x2x2x1x1", "3x1x1x1x1"),  # tied ends, also on three stages
     "qwen3_moe": ("1x1x2x1x1", "2x1x1x2x1", "1x4x1x1x2", "1x2x1x2x2"),
@@ -42,12 +49,15 @@ SHORT = {  # pp x fsdp x cp x tp x ep; there are 4 query heads and 2 key-value h
 }
 LONG = {
     "llama": (
-        *("1x2x1x1x1", "1x1x1x2x1", "2x1x1x1x1", "3x1x1x1x1", "4x1x1x1x1", "2x2x1x1x1", "2x1x1x2x1", "4x2x1x1x1"),
-        *("4x1x1x2x1", "2x4x1x1x1", "1x2x2x1x1", "1x1x2x2x1", "1x1x4x1x1", "2x1x2x1x1", "1x2x2x2x1", "2x2x2x1x1"),
-        *("2x1x2x2x1", "1x4x2x1x1", "1x2x4x1x1", "3x2x1x1x1", "1x2x1x4x1"),
+        *("1x2x1x1x1", "1x1x1x2x1", "1x2x2x1x1", "1x1x2x2x1", "1x1x4x1x1", "1x2x2x2x1", "1x4x2x1x1", "1x2x4x1x1"),
+        "1x2x1x4x1",
     ),
-    "qwen3": ("1x1x1x4x1", "1x1x2x2x1", "3x1x1x1x1", "2x2x1x2x1", "2x2x2x1x1", "1x4x1x2x1", "2x1x1x4x1"),
-    "gemma2": ("1x1x1x4x1", "1x1x2x2x1", "1x1x4x1x1", "4x1x1x1x1", "2x2x1x2x1", "1x2x2x2x1"),
+    "deep": (
+        *("2x1x1x1x1", "3x1x1x1x1", "4x1x1x1x1", "2x2x1x1x1", "2x1x1x2x1", "4x2x1x1x1", "4x1x1x2x1", "2x4x1x1x1"),
+        *("2x1x2x1x1", "2x2x2x1x1", "2x1x2x2x1", "3x2x1x1x1"),
+    ),
+    "qwen3": ("1x1x1x4x1", "1x1x2x2x1", "2x2x1x2x1", "2x2x2x1x1", "1x4x1x2x1", "2x1x1x4x1"),
+    "gemma2": ("1x1x1x4x1", "1x1x2x2x1", "1x1x4x1x1", "2x2x1x2x1", "1x2x2x2x1"),
     "qwen3_moe": (
         *("1x2x1x2x1", "1x1x1x4x1", "1x2x2x1x1", "1x1x4x1x1", "3x1x1x1x1", "2x2x1x2x1", "1x2x1x1x2", "1x4x1x1x4"),
         *("2x2x1x1x2", "1x2x2x1x2", "1x2x2x1x4", "1x1x2x1x2", "2x2x1x2x2", "1x2x2x2x2", "2x4x1x1x2"),
@@ -86,9 +96,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     long = any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path)
     folder = tmp_path_factory.mktemp("meshes")
     for family in FAMILIES:
-        traits = {"num_key_value_heads": 1, "attention_bias": True} if family == ONE_HEAD else {}
-        layers = NUM_LAYERS.get(family, 3)
-        write_model(folder / family, "qwen3" if family == ONE_HEAD else family, num_hidden_layers=layers, **traits)
+        write_model(folder / family, MADE_OF.get(family, family), **TRAITS.get(family, {}))
     config = write_model(folder / "scaled", "qwen3") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"logits_scaling": 8.0}))
     for family in ("llama", "gemma2"):

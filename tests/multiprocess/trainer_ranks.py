@@ -96,14 +96,18 @@ def _other_trainer(
     return Trainer(folder / family, config, optimizer, algorithm, temperature=0.9, seed=1, lora=lora)
 
 
+@functools.cache
+def _scorer(model: Path, fsdp: int, tp: int) -> FrozenScorer:
+    packing = TrainerConfig(max_tokens_per_microbatch=20, logprob_chunk_tokens=9)
+    return FrozenScorer(model, ReferenceConfig(fsdp=fsdp, tp=tp), ALGORITHM, packing, temperature=0.9)
+
+
 def train(trainer: Trainer, folder: Path, family: str, tick: int) -> dict[str, float]:
     """One tick. Log-probs of the reference are a frozen scorer's on the same mesh where it has only axes that a scorer has,
     elsewhere those of transformers' own forward."""
     sizes, groups = trainer.layout, _own(trainer, tick)
     if sizes.pp == sizes.cp == sizes.ep == 1:
-        packing = TrainerConfig(max_tokens_per_microbatch=20, logprob_chunk_tokens=9)
-        config = ReferenceConfig(fsdp=sizes.fsdp, tp=sizes.tp)
-        groups = FrozenScorer(folder / family, config, ALGORITHM, packing, temperature=0.9).score(groups)
+        groups = _scorer(folder / family, sizes.fsdp, sizes.tp).score(groups)
     else:
         groups = with_reference(groups, folder / family)
     return trainer.train(groups, tick)
