@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,10 @@ from torch import Tensor
 from llamarl.engine.expert_record import ExpertRecord, Experts, joined
 from llamarl.engine.sampler import Draws
 from llamarl.engine.scheduler import Member, Prompt, StepPlan
+from llamarl.models.collectives import wait_for
 from llamarl.models.parallel import ParallelLayout
 
 __all__ = ["StageLinks", "Wave", "Waves", "forget_unread", "note_prompts", "note_tokens"]
-
-_WAIT_LIMIT = timedelta(minutes=30)
-"""Longest wait for one message: as long as other stages may compute before. A dead one is noticed at once."""
 
 
 class StageLinks:
@@ -97,7 +94,7 @@ class StageLinks:
     def finish(self) -> None:
         """Return when everything has left; all stages have received what they were sent."""
         while self._sent:
-            self._sent.popleft()[0].wait(_WAIT_LIMIT)
+            wait_for(*self._sent.popleft())
 
     def _send(self, tensor: Tensor, stage: int) -> None:
         tensor = tensor.contiguous()
@@ -105,12 +102,12 @@ class StageLinks:
         assert work is not None
         self._sent.append((work, tensor))
         if len(self._sent) > self._most:
-            self._sent.popleft()[0].wait(_WAIT_LIMIT)
+            wait_for(*self._sent.popleft())
 
     def _receive(self, tensor: Tensor, stage: int) -> Tensor:
         work = dist.irecv(tensor, group=self._group, group_src=stage)
         assert work is not None
-        work.wait(_WAIT_LIMIT)
+        wait_for(work, tensor)
         return tensor
 
 

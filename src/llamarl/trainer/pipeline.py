@@ -29,13 +29,13 @@ with m of equal cost the pipeline stands still for ``(p - 1) / (m + p - 1)`` of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.models.collectives import wait_for
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch
 
@@ -49,11 +49,6 @@ __all__ = [
 
 Action = tuple[Literal["F", "B"], int]
 """Forward or backward pass, and of which micro-batch."""
-
-_WAIT_LIMIT = timedelta(minutes=30)
-"""Longest wait for one transfer: as long as a neighbour may compute on its micro-batches before. A
-dead one is noticed at once."""
-
 
 _MOST_UNDER_WAY = 2
 """Sends in one direction that may be under way before the oldest is waited for. In steady state
@@ -168,7 +163,7 @@ class Links:
         tensor = torch.empty((1, self._num_tokens[microbatch], self._width), dtype=self._dtype, device=self._device)
         work = dist.irecv(tensor, src=source, group=group)
         assert work is not None
-        work.wait(_WAIT_LIMIT)
+        wait_for(work, tensor)
         return tensor
 
 
@@ -208,5 +203,4 @@ def run_stage(actions: Sequence[Action], neighbours: Neighbours, forward: Forwar
 
 def _wait(sent: _Sent, microbatch: int) -> None:
     if microbatch in sent:
-        work, _ = sent.pop(microbatch)
-        work.wait(_WAIT_LIMIT)
+        wait_for(*sent.pop(microbatch))
