@@ -11,7 +11,8 @@ many rows and so many blocks of context::
   the cache has otherwise; no sequence ever looks there.
 - A graph is recorded when its bucket is first needed: twice the step runs as it is, on a side
   stream, so that libraries set themselves up, then once more for the record. Graphs share one pool
-  of memory, since one runs at a time: the logits of a step are valid until the next step.
+  of memory, one stream and one tensor of logits, since one runs at a time: the logits of a step are
+  valid until the next step.
 - Weights are written in place, so graphs outlive them. If an address has moved after all, all
   graphs are forgotten.
 
@@ -192,6 +193,8 @@ class PaddedDecoder:
         self._record = record
         self._graphs: dict[Bucket, _Recorded] = {}
         self._pool: Any = None
+        self._side: Any = None
+        self._logits = torch.empty(0)
         self._addresses: tuple[int, ...] | None = None
 
     @property
@@ -218,30 +221,36 @@ class PaddedDecoder:
     def served_from(self, addresses: tuple[int, ...]) -> None:
         """Tell where the weights lie now; graphs that read them elsewhere are forgotten."""
         if self._addresses not in (None, addresses):
-            self._graphs.clear()
+            self.drop()
         self._addresses = addresses
 
     def drop(self) -> None:
         """Forget every graph, and free their memory."""
         self._graphs.clear()
         self._pool = None
+        self._logits = torch.empty(0)
 
     def _capture(self, inputs: DecodeInputs) -> _Recorded:
         """Record the step. The warm-up computes with the real inputs: it writes what the replay will write again."""
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        if self._side is None:  # one for all: cuBLAS keeps a workspace for each stream that it has seen
+            self._side = torch.cuda.Stream(self._device)
+        current, side = torch.cuda.current_stream(self._device), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._compute(inputs)
+                logits = self._compute(inputs)
         current.wait_stream(side)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            self._logits = logits.new_empty(self._buckets.rows[-1], logits.shape[1])
+        shared = self._logits[: inputs.bucket.rows]  # what a graph returned of its own would stay in the pool for good
+        del logits
         graph = torch.cuda.CUDAGraph()
         # other threads of the process may allocate meanwhile: a copy of the weights, a checkpoint
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            logits = self._compute(inputs)
+            shared.copy_(self._compute(inputs))
         self._forget()
-        return _Recorded(graph, inputs, logits)
+        return _Recorded(graph, inputs, shared)
 
 
 def why_layout_unsupported(

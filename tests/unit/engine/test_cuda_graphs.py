@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import KINDS, tiny_config, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
 from llamarl.engine.config import EngineConfig
@@ -224,12 +225,31 @@ def test_the_same_run_takes_the_same_bits_again(folder: Path) -> None:
 # -- recording, with a stand-in for the device ---------------------------------------------------------------------
 
 
+class _Recording(TorchDispatchMode):
+    """Notes every operation, to be done again into the same tensors."""
+
+    def __init__(self, work: list[Any]) -> None:
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+
+        def again() -> None:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.data_ptr() != made.data_ptr():
+                made.copy_(result)
+
+        self.work.append(again)
+        return made
+
+
 class _Tape:
     """What ``torch.cuda`` is to the decoder: a graph here runs again what ran while it was recorded."""
 
     def __init__(self) -> None:
         self.recording: list[Any] = []
-        self.captures = self.replays = 0
+        self.captures = self.replays = self.streams = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tape = self
@@ -245,13 +265,19 @@ class _Tape:
             assert settings["capture_error_mode"] == "thread_local" and settings["pool"] == "pool"
             tape.recording = []
             tape.captures += 1
-            yield
+            with _Recording(tape.recording):
+                yield
             recorded.work = tape.recording
 
         stream = SimpleNamespace(wait_stream=lambda other: None)
+
+        def make_stream(device: object) -> Any:
+            tape.streams += 1
+            return stream
+
         fakes = {
             "current_stream": lambda device: stream,
-            "Stream": lambda device: stream,
+            "Stream": make_stream,
             "stream": lambda s: contextlib.nullcontext(),
             "graph_pool_handle": lambda: "pool",
             "CUDAGraph": Graph,
@@ -262,19 +288,12 @@ class _Tape:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
 
 
-def _recorder(tape: _Tape) -> PaddedDecoder:
+def _recorder() -> PaddedDecoder:
     """Logits of a row: its token, its length, and the sum of its block table."""
 
     def compute(inputs: DecodeInputs) -> torch.Tensor:
-        out = torch.empty(inputs.bucket.rows, 3)
-
-        def work() -> None:
-            tables = inputs.tables.view(inputs.bucket.rows, -1).sum(1)
-            out.copy_(torch.stack([inputs.tokens, inputs.lengths, tables], dim=1))
-
-        tape.recording.append(work)
-        work()
-        return out
+        tables = inputs.tables.view(inputs.bucket.rows, -1).sum(1)
+        return torch.stack([inputs.tokens, inputs.lengths, tables], dim=1)
 
     buckets = Buckets(max_rows=4, max_tokens=16, block_size=4)
     return PaddedDecoder(compute, buckets, device=torch.device("cpu"), block_size=4, scratch=50, record=True)
@@ -283,26 +302,35 @@ def _recorder(tape: _Tape) -> PaddedDecoder:
 def test_a_bucket_is_recorded_once_and_replayed_with_new_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     tape = _Tape()
     tape.install(monkeypatch)
-    decoder = _recorder(tape)
+    decoder = _recorder()
     for token in (5, 6, 7):
         logits = decoder.run([_decode(token, token, [1, 2])])
         assert logits is not None and logits.tolist() == [[token, token + 1, 1 + 2 + 2 + 2]]
     assert (tape.captures, tape.replays, decoder.num_graphs) == (1, 3, 1)
     logits = decoder.run([_decode(9, 0, [3]), _decode(4, 1, [8])])
     assert logits is not None and logits[:, 0].tolist() == [9, 4]
-    assert (tape.captures, decoder.num_graphs) == (2, 2)
+    assert (tape.captures, decoder.num_graphs, tape.streams) == (2, 2, 1)
+
+
+def test_all_graphs_write_their_logits_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Tape().install(monkeypatch)
+    decoder = _recorder()
+    one = decoder.run([_decode(5, 5, [1, 2])])
+    three = decoder.run([_decode(token, 0, [token]) for token in (3, 4, 5)])
+    assert one is not None and three is not None
+    assert one.data_ptr() == three.data_ptr() and three.untyped_storage().nbytes() == 4 * 3 * three.element_size()
 
 
 def test_graphs_are_forgotten_only_if_weights_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     tape = _Tape()
     tape.install(monkeypatch)
-    decoder = _recorder(tape)
+    decoder = _recorder()
     decoder.served_from((1, 2))
     decoder.run([_decode(5, 5, [1, 2])])
     decoder.served_from((1, 2))
     assert decoder.num_graphs == 1
     decoder.served_from((1, 3))
-    assert decoder.num_graphs == 0
+    assert decoder.num_graphs == 0 and decoder._pool is None  # a pool whose graphs are gone cannot be recorded into
 
 
 def test_a_new_version_leaves_every_address_where_it_was(folder: Path) -> None:
