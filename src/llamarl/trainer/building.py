@@ -274,7 +274,7 @@ def _spread(
         fill(module, cuts)
     if layout.size(SHARD) > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
         return Built(module, cuts, names, base_names, None)
-    initial = {name: p.detach().clone() for name, p in module.parameters_by_name().items()}
+    initial = {name: p.detach() for name, p in module.parameters_by_name().items()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     return Built(module, cuts, names, base_names, initial)

@@ -106,7 +106,7 @@ class MasterWeights:
         Args:
             parameters: What the model computes with, by name; any dtype.
             tied: Those of them that another stage holds too.
-            initial: Float32 values of ``parameters`` before they were rounded, if they were.
+            initial: Float32 values of ``parameters`` before they were rounded, if they were; they become the masters.
             offload: Keep masters and the optimizer's state in host memory, apart from the parameters.
         """
         self.parameters = dict(parameters)
@@ -125,7 +125,7 @@ class MasterWeights:
                 local = initial[name].to(torch.float32)
             if apart:
                 self._apart.add(name)
-                local = local.to("cpu", copy=True) if offload else local.clone()
+                local = local.to("cpu", copy=True) if offload else local
                 if not isinstance(parameter, DTensor):  # FSDP2 adds up its own gradients, in float32 already
                     parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self.tensors[name] = nn.Parameter(local)

@@ -84,6 +84,12 @@ def test_small_updates_survive_in_the_master_of_a_bfloat16_weight() -> None:
     assert parameter.item() == torch.tensor(0.99).to(torch.bfloat16).item()
 
 
+def test_the_master_of_a_rounded_weight_is_its_original_and_no_copy() -> None:
+    original = torch.ones(2, 2)
+    masters = _masters(nn.Parameter(original.to(torch.bfloat16)), OptimizerConfig(), initial={"w": original})
+    assert masters.tensors["w"].data_ptr() == original.data_ptr()
+
+
 def test_microbatch_gradients_of_a_bfloat16_weight_add_up_in_float32() -> None:
     parameter = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
     masters = _masters(parameter, OptimizerConfig(), initial={"w": torch.ones(1, 1)})
