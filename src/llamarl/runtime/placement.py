@@ -8,6 +8,8 @@ depend on it. On a machine of up to 4 cores a lone rank that fills cores
 CUDA devices: ranks with a device by number get it; the others get the device that fewest ranks have
 so far, lowest number first. So executors lie apart while there are devices enough and share devices
 when there are not; ranks of one executor never share one, because their collectives could not run.
+Two executors of several ranks each are refused on one device unless they are co-located: both would
+spin in their collectives there, and its memory would have to hold both.
 
 Executors that take turns (``ColocatedGroup``) count as one among the cores: each that asks for
 threads gets all that the others leave. Those of them that give their memory back while they wait
@@ -22,6 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
@@ -186,6 +189,7 @@ def place(
     for spec in sorted(executors, key=lambda spec: spec.name not in together):  # those that share come first
         devices[spec.name] = _choose_device(spec, cuda_devices, used, from_first=spec.name in together)
     settled = tuple(replace(spec, threads=threads[spec.name], device=devices[spec.name]) for spec in executors)
+    _refuse_crowds(settled, cuda_devices, together)
     return Placement(settled, cores, cuda_devices, colocated)
 
 
@@ -217,6 +221,18 @@ def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
     if len(devices) == 1 and ":" in devices[0] and spec.num_ranks > 1:
         found.append(f"{who}: {spec.num_ranks} ranks cannot share {devices[0]}; set device cuda, or list one for each")
     return found
+
+
+def _refuse_crowds(settled: Sequence[ExecutorSpec], cuda_devices: int, together: Sequence[str]) -> None:
+    spread = [spec for spec in settled if spec.num_ranks > 1 and spec.device.startswith("cuda")]
+    for one, other in combinations(spread, 2):
+        shared = sorted(set(_devices(one)) & set(_devices(other)))
+        if shared and not {one.name, other.name} <= set(together):
+            raise ConfigError(
+                f"executors {one.name!r} ({one.num_ranks} ranks) and {other.name!r} ({other.num_ranks} ranks) would share "
+                f"{', '.join(shared)}: this machine has {_count(cuda_devices, 'CUDA device')}; lower their ranks to "
+                f"{cuda_devices} together, give one device cpu, or set schedule.colocated where it lets them take turns"
+            )
 
 
 def _devices(spec: ExecutorSpec) -> list[str]:

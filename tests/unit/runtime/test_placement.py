@@ -41,6 +41,16 @@ def test_a_device_named_by_number_is_left_to_its_executor() -> None:
     assert [device for _, device in settled(*job, cuda_devices=2).values()] == ["cuda:1", "cuda:0"]
 
 
+def test_ranks_of_two_executors_never_share_devices_unless_they_take_turns() -> None:
+    job = (executor("generator", num_ranks=2), executor("trainer", num_ranks=2))
+    for devices in (2, 3):
+        with pytest.raises(ConfigError, match="would share cuda:.*lower their ranks to"):
+            settled(*job, cuda_devices=devices)
+    assert [device for _, device in co_located(*job, cuda_devices=2).values()] == ["cuda:0,cuda:1"] * 2
+    assert [device for _, device in settled(*job, cuda_devices=0).values()] == ["cpu", "cpu"]
+    assert settled(job[0], executor("judge"), cuda_devices=2)["judge"][1] == "cuda:0"  # a lone rank may
+
+
 def test_executors_share_a_lone_device_and_the_table_says_so() -> None:
     job = (executor("generator"), executor("reward", device="cpu", threads=1), executor("trainer"))
     placement = place(job, cores=3, cuda_devices=1)
