@@ -255,6 +255,8 @@ class _Tape:
         tape = self
 
         class Graph:
+            work: list[Any]
+
             def replay(self) -> None:
                 tape.replays += 1
                 for work in self.work:
