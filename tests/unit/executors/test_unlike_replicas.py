@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from llamarl.controller.scaling import why_not_scale
 from lone_generators import ranks_of
 from safetensors.torch import load_file
 
@@ -260,10 +259,6 @@ def test_dynamic_sampling_keeps_equal_shares_equal() -> None:
     more = {"dynamic_sampling": {"enabled": True, "oversample": 1.5}}
     assert validate({**to_plain(recipe({"dp": 4}, prompts=6)), **more}).groups_per_tick == 12
     assert validate({**to_plain(recipe({"share": 2}, {}, prompts=6)), **more}).groups_per_tick == 9
-
-
-def test_unlike_replicas_are_not_scaled() -> None:
-    assert "bits depend on which of them decodes what" in why_not_scale(recipe({}, {}), "generator")
 
 
 # -- going on with a run ----------------------------------------------------------------------------------------------

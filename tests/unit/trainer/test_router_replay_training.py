@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import tiny_config
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.channels.plain_values import from_bytes, to_bytes
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.expert_record import of_group
 from llamarl.engine.sequence import SamplingParams, Sequence
-from llamarl.executors.dynamic_sampling import _group, _plain
 from llamarl.models.small_copy import small_model
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
@@ -168,7 +167,7 @@ def test_what_another_model_sampled_is_left_to_the_router(folder: Path, groups: 
 
 
 def test_groups_that_are_kept_over_a_checkpoint_keep_their_experts(groups: list[Group]) -> None:
-    again = _group(json.loads(json.dumps(_plain(groups[0]))))
+    (again,) = from_bytes(memoryview(to_bytes((groups[0],))))
     assert np.array_equal(again.prompt_experts, groups[0].prompt_experts)  # type: ignore[arg-type]
     assert again.prompt_experts is not None and again.prompt_experts.dtype == np.uint8
     for one, other in zip(again.responses, groups[0].responses, strict=True):
