@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
+from llamarl.environments.sandbox.memory_group import make_memory_group
 
 __all__ = [
     "Installation",
@@ -54,6 +55,8 @@ _START_S = 30.0
 """A box may take so long to come up: the machine's time, not the program's."""
 _STARTED = b"started\n"
 _PIECE = 1 << 16
+_FIRST_PROCESS_MB = 64
+"""For the box's own processes, which its group counts too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +156,18 @@ class _Box:
             job = _sealed(_job(program, kind, self._folder or "/tmp", user))
             passed.callback(os.close, job)
             fds = (job, wanted, status, program.channel)
+            self._group = make_memory_group((limits.memory_mb + limits.disk_mb + _FIRST_PROCESS_MB) << 20)
+            join = self._group.words if self._group is not None else ()
+            if self._group is not None:
+                on_error.callback(self._group.remove)
             self.started = time.monotonic()
             self.deadline = self.started + _START_S
             try:
+                command = _command(kind, limits, fds)
+                if not os.access(command[0], os.X_OK):  # a shell in front would say it in its own words
+                    raise FileNotFoundError(f"{command[0]} cannot be run")
                 self._process = subprocess.Popen(
-                    _command(kind, limits, fds),
+                    [*join, *command],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -200,6 +210,10 @@ class _Box:
                 self._status += piece
         os.close(self._said)
         self._remove_folder()
+        if self._group is not None:
+            if self._group.has_killed():
+                self._over = self._over or "memory"
+            self._group.remove()
         self.wall_s = time.monotonic() - self.started
 
     def result(self) -> BoxResult:
