@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 
 __all__ = ["adopt_orphans", "end_with_parent", "hide_memory", "kill_descendants", "reap"]
@@ -20,13 +21,13 @@ _SWEEP_S = 5.0
 
 
 def adopt_orphans() -> None:
-    """From now on a process below this one whose parent ends becomes this one's child:
+    """From now on a process below this one whose parent ends becomes this one's child (Linux):
     wherever it tries to hide, be it in a session of its own or forked twice."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when ``parent`` ends; exit now if it has ended.
+    """Have the kernel send this process a signal when ``parent`` ends (Linux); exit now if it has ended.
 
     The kernel counts the *thread* that started this process as the parent.
     """
@@ -36,7 +37,7 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's memory, environment and open files."""
+    """Keep other processes of this user from reading this one's memory, environment and open files (Linux)."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -57,17 +58,18 @@ def kill_descendants(leader: int) -> int | None:
     """Kill everything below this process, and again what was forked meanwhile, until nothing is left; at most 5 s.
 
     Args:
-        leader: A child.
+        leader: A child that leads a process group; where the system has no ``/proc`` only this group is killed.
 
     Returns:
         The exit code of ``leader``, as :func:`reap` tells it, if it ended now.
     """
     code, until = None, time.monotonic() + _SWEEP_S
+    if not os.path.isdir("/proc/self"):
+        _kill_group(leader)
     while time.monotonic() < until:
         descendants = _descendants()
         for group in set(descendants.values()):  # at once: none of its members can fork out of it meanwhile
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+            _kill_group(group)
         for pid in descendants:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -81,14 +83,20 @@ def kill_descendants(leader: int) -> int | None:
     return code
 
 
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def _descendants() -> dict[int, int]:
-    """Process group of every process below this one."""
+    """Process group of every process below this one; empty where the system has no ``/proc``."""
     children: dict[int, list[tuple[int, int]]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-                fields = stat.read().rpartition(b")")[2].split()  # the name before it may hold anything
-                children.setdefault(int(fields[1]), []).append((int(name), int(fields[2])))
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+                    fields = stat.read().rpartition(b")")[2].split()  # the name before it may hold anything
+                    children.setdefault(int(fields[1]), []).append((int(name), int(fields[2])))
     found: dict[int, int] = {}
     parents = [os.getpid()]
     while parents:
@@ -99,6 +107,7 @@ def _descendants() -> dict[int, int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    import ctypes
+    if sys.platform == "linux":
+        import ctypes
 
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -15,8 +15,8 @@ until nothing is left, as soon as
 * the worker ends by itself. How, and the last lines of its output, go to the pool as a report.
 
 The kernel kills the worker if the guardian dies. What the guardian cannot hold: a judge that kills
-it, as the same user may, after starting processes that left the worker; and processes of another
-user.
+it, as the same user may, after starting processes that left the worker; processes of another user;
+and, on systems other than Linux, processes that left the worker's process group.
 """
 
 from __future__ import annotations

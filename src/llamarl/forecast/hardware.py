@@ -203,7 +203,7 @@ def find_hardware(name: str) -> Hardware:
 def this_machine() -> Hardware:
     """This machine's cores as devices, one core each; rates are guesses until a run is fitted."""
     table = _table()
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError, AttributeError):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 
 __all__ = ["Killed", "Stores", "cause_of_death", "gone", "is_stopped", "start_rank"]
@@ -65,7 +67,7 @@ async def gone(process: subprocess.Popen[bytes], reading: asyncio.Task[None]) ->
     """
     try:
         pidfd = os.pidfd_open(process.pid)
-    except OSError:  # an old kernel, a sandbox
+    except (AttributeError, OSError):  # macOS, an old kernel, a sandbox
         await asyncio.wait({reading})
     else:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -105,19 +107,32 @@ class Stores:
     """Files in which the ranks of process groups meet: memory of this process, which only its user may open."""
 
     def __init__(self) -> None:
-        self._made: list[int] = []
+        self._made: list[tuple[str, int]] = []
+        """Paths and their descriptors (-1: a real file)."""
 
     def new(self, name: str) -> str:
         """An ``init_method`` of ``torch.distributed`` for ranks on this machine."""
-        fd = os.memfd_create(f"llamarl-{name}")
-        self._made.append(fd)
-        return f"file:///proc/{os.getpid()}/fd/{fd}"
+        self._made.append(_new_store(name))
+        return f"file://{self._made[-1][0]}"
 
     def close(self) -> None:
         """Give them back."""
-        for fd in self._made:
-            os.close(fd)
+        for path, fd in self._made:
+            if fd >= 0:
+                os.close(fd)
+            else:
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
         self._made = []
+
+
+def _new_store(name: str) -> tuple[str, int]:
+    try:
+        fd = os.memfd_create(f"llamarl-{name}")
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        os.stat(path)
+        return path, fd
+    except (AttributeError, OSError):  # macOS, a sandbox without /proc: a folder that only this user may enter
+        return os.path.join(tempfile.mkdtemp(prefix="llamarl-"), "store"), -1
 
 
 class Killed(str):

@@ -13,7 +13,8 @@ left and ends as the rank ended (same exit code, same signal):
 - the controller's end of the control socket is closed: the controller ended, in whatever way
 - SIGTERM, from the controller or from the kernel (``PR_SET_PDEATHSIG``)
 
-If the guard itself is killed the kernel kills the rank.
+If the guard itself is killed the kernel kills the rank. Without Linux's calls (macOS) the rank's
+process group is killed, and what has left the group gets away.
 """
 
 from __future__ import annotations

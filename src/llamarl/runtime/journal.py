@@ -411,7 +411,7 @@ def _header_of(
     held: list[tuple[SegmentHandle, int | None]] = []
 
     def place(handle: Any, nbytes: int | None) -> int:
-        if not isinstance(handle, SegmentHandle) or handle.pid != os.getpid():
+        if not isinstance(handle, SegmentHandle) or handle.path or handle.pid != os.getpid():
             raise ValueError(f"what {report.executor!r} made at tick {report.tick} is not held by the controller")
         held.append((handle, nbytes))
         return len(held) - 1

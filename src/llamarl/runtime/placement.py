@@ -21,6 +21,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,7 +135,7 @@ class Placement:
 
 def available_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_cuda_devices() -> int:
@@ -151,7 +152,7 @@ def available_cuda_devices() -> int:
 
 def may_have_gpus() -> bool:
     """False where the system shows no device of NVIDIA's or AMD's: asked of it, since torch takes seconds to say."""
-    return any(glob.glob(pattern) for pattern in _GPU_FILES)
+    return sys.platform != "linux" or any(glob.glob(pattern) for pattern in _GPU_FILES)
 
 
 def place(

@@ -9,7 +9,8 @@ from llamarl.runtime.determinism import environment
 
 __all__ = ["LOOPBACK", "rank_environment"]
 
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
 """Environment of a job that stays on one machine: where process groups listen, which by themselves
 ask for the host's name and take its address. A lone rank's group listens too."""
 

@@ -74,7 +74,7 @@ class HeldSegments:
         self._held.clear()
 
     def _open(self, handle: SegmentHandle) -> _Held | None:
-        if is_elsewhere(handle):
+        if handle.path or is_elsewhere(handle):
             raise ChannelError("only memory of this machine can be held")
         try:
             fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
