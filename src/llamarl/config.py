@@ -205,7 +205,9 @@ class RunConfig:
             found.append(("hosts.cluster", self.hosts.cluster, "address"))
         if self.run.mirror:  # it is sent the run, with the user's credentials
             found.append(("run.mirror", self.run.mirror, "address"))
-        if self.judge.url and self.judge.api_key_env:  # its server is sent what that variable holds
+        if self.judge.url:  # its server is sent the task's data
+            found.append(("judge.url", self.judge.url, "address"))
+        if self.judge.url and self.judge.api_key_env:  # and what that variable holds
             found.append(("judge.api_key_env", self.judge.api_key_env, "address"))
         if self.model.trust_remote_code:
             found.append(("model.trust_remote_code", "true", "consent"))

@@ -37,6 +37,7 @@ MAX_DEPTH = 8
 MAX_COMMANDS = 60
 MAX_TERMS = 500
 """Terms of an expression once it is expanded, counted from above."""
+_HIDDEN_POWERS = re.compile(r"(\\rvert|\||\}\s*\{[^{}]*\})\s*\^|\\exp|(?<![a-zA-Z])e\s*\^|\bexp\b")
 MAX_EXPONENT = 1000
 """Product of the exponents that can stand over one another, and of the digits of what they raise, over 10."""
 MAX_PARSE_CALLS = 3_000_000
@@ -340,7 +341,7 @@ def _check_limits(text: str) -> None:
         raise _Unreadable("a factorial of more than 3 digits or of an expression")
     if _magnitude(text) > 10 * MAX_EXPONENT:
         raise _Unreadable("powers beyond the limit")
-    if _num_terms(text) > MAX_TERMS:
+    if max(_num_terms(text), _num_terms_of_hidden_powers(text)) > MAX_TERMS:
         raise _Unreadable(f"more than {MAX_TERMS} terms once it is expanded")
 
 
@@ -367,6 +368,16 @@ def _num_terms(text: str) -> int:
                 inside = math.comb(min(inside, MAX_TERMS + 1) + count - 1, count)
             products[-1] = min(products[-1] * inside, MAX_TERMS + 1)
     return sums[-1] + products[-1]
+
+
+def _num_terms_of_hidden_powers(text: str) -> int:
+    """The same where what a power raises is no bracket (bars, fractions, exponentials): as if it raised the whole expression."""
+    letters = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", " ", text))) - {"e"}
+    if len(letters) < 2 or not _HIDDEN_POWERS.search(text):
+        return 1
+    terms = min(1 + len(re.findall("[+-]", text)), MAX_TERMS)
+    count = min(max((int(digits) for digits in re.findall(r"[0-9]{1,5}", text)), default=1), 9999)
+    return math.comb(terms + count - 1, count)
 
 
 def _magnitude(text: str) -> float:

@@ -65,6 +65,8 @@ _MAGIC = b"lrljrnl2"
 _HEAD = struct.Struct("<8sQQ")
 """Magic, bytes of the header, their digest."""
 _MAX_BACKLOG_BYTES = 256 << 20
+MAX_PIECES = 1 << 12
+"""Of one file: each is a file that is open twice while it is read."""
 _MAX_HEADER_BYTES = 64 << 20
 _Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 64)]
@@ -111,7 +113,7 @@ class Header:
     events: list[dict[str, Any]]
     files: dict[_Count, list[tuple[str, _Count, str]]]
     controller_bytes: _Count
-    blobs: list[tuple[_Count, _Checksum]] = field(default_factory=list)
+    blobs: Annotated[list[tuple[_Count, _Checksum]], Field(max_length=MAX_PIECES)] = field(default_factory=list)
     """Bytes and checksum of each piece."""
 
     def check(self) -> None:
@@ -265,10 +267,9 @@ class Record:
 
     def blob(self, number: int) -> bytes:
         """One of its pieces."""
-        sizes = [size for size, _ in self.header.blobs]
         with open_regular(self.path) as file:
-            file.seek(self.offset + sum(sizes[:number]))
-            return file.read(sizes[number])
+            file.seek(self.offset + sum(size for size, _ in self.header.blobs[:number]))
+            return file.read(self.header.blobs[number][0])
 
     def report(
         self, segments: list[Segment], *, tokens: Sequence[ChannelSpec], states: bool, limits: Limits = ANY
@@ -503,8 +504,10 @@ def _read(path: Path, run_id: str) -> Record | None:
         return None
     record = Record(path, int(path.name), *found)
     try:
-        if any(digest(record.blob(number)) != proof for number, (_, proof) in enumerate(record.header.blobs)):
-            return None
+        with open_regular(path) as file:
+            file.seek(record.offset)
+            if any(digest(file.read(size)) != proof for size, proof in record.header.blobs):
+                return None
     except FileError:
         return None
     return record

@@ -80,7 +80,10 @@ OWN_JUDGE = {
         ({"task": {"name": "episodes", "environment": "gymnasium:this:Env-v0"}}, ["task.environment"]),
         (
             {"executors": {"mine": OWN_JUDGE}},
-            [f"executors.mine.settings.{key}" for key in ("judge.api_key_env", "hosts.cluster", "run.mirror")],
+            [
+                f"executors.mine.settings.{key}"
+                for key in ("judge.url", "judge.api_key_env", "hosts.cluster", "run.mirror")
+            ],
         ),
     ],
 )
@@ -96,12 +99,13 @@ def test_programs_in_no_box_modules_of_a_library_and_addresses_of_an_executor_ar
         assert "--task.environment gymnasium:this:Env-v0" in str(caught.value)
 
 
-def test_the_variable_whose_value_a_judges_server_is_sent_is_named_by_the_user(tmp_path: Path) -> None:
+def test_a_judges_server_and_the_variable_whose_value_it_is_sent_are_named_by_the_user(tmp_path: Path) -> None:
     judge = {"url": "http://somewhere/v1", "model": "m", "api_key_env": "HOME"}
     config = validate({"judge": judge})
     with pytest.raises(
         ConfigError, match="judge.api_key_env 'HOME'.* name it yourself, by .* --judge.api_key_env HOME"
     ):
         refuse_code_of_a_run(config, tmp_path, {})
-    refuse_code_of_a_run(config, tmp_path, {"judge": {"api_key_env": "HOME"}})
-    refuse_code_of_a_run(validate({"judge": {**judge, "api_key_env": ""}}), tmp_path, {})
+    refuse_code_of_a_run(config, tmp_path, {"judge": {"api_key_env": "HOME", "url": judge["url"]}})
+    with pytest.raises(ConfigError, match="sent what is yours .judge.url 'http://somewhere/v1'"):  # your task's data
+        refuse_code_of_a_run(validate({"judge": {**judge, "api_key_env": ""}}), tmp_path, {})

@@ -301,7 +301,7 @@ CODE = {
 """Keys that may hold an import path: each is to be in ``RunConfig.named_code``."""
 NO_CODE = {
     # folders, files and addresses that are read as data
-    "model.path", "critic.path", "judge.path", "reference.path", "reward_model.path", "run.dir", "judge.url", "task.data", "task.eval_data",
+    "model.path", "critic.path", "judge.path", "reference.path", "reward_model.path", "run.dir", "task.data", "task.eval_data",
     "task.train_file", "task.eval_file", "task.mixture.*.data", "task.mixture.*.eval_data", "task.mixture.*.train_file",
     "task.mixture.*.eval_file",
     # names, words and patterns
@@ -316,7 +316,7 @@ NO_CODE_BY_NAME = {
     "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",
     "system_prompt", "turn_template",
 }  # fmt: skip
-ADDRESSES = {"hosts.cluster", "judge.api_key_env", "run.mirror"}
+ADDRESSES = {"hosts.cluster", "judge.api_key_env", "judge.url", "run.mirror"}
 
 
 def text_keys(hint: Any, key: str) -> Iterator[str]:

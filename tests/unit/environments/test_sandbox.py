@@ -252,6 +252,27 @@ def test_memory_of_a_process_that_lets_nobody_look_into_it_counts(monkeypatch: p
     assert inside._own_bytes([str(child.pid)]) == 0
 
 
+SHARED = """
+import mmap, os, time
+for _ in range(6):
+    kept = mmap.mmap(-1, 50 << 20)
+    for place in range(0, 50 << 20, 4096):
+        kept[place] = 1
+    if not os.fork():
+        time.sleep(20)
+        os._exit(0)
+    kept.close()
+time.sleep(10)
+"""
+
+
+def test_memory_that_processes_share_counts_also_where_no_page_table_has_it(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "make_memory_group", lambda num_bytes: None)
+    assert run_in_box(SHARED, limits=BoxLimits(wall_s=15.0, memory_mb=128), kind=kind).limit == "memory"
+
+
 @pytest.mark.parametrize("name", ["sleeps", "sleeps deaf to every signal", "sleeps in a new session of a new group"])
 def test_a_plain_box_ends_by_the_clock(name: str, plain: Kind) -> None:
     assert run_in_box(ENDLESS[name], limits=SHORT, kind=plain).limit == "time"

@@ -24,6 +24,7 @@ from llamarl.channels.samples import ANY, Limits, check_part
 from llamarl.runtime.base import Report
 from llamarl.runtime.journal import (
     JOURNAL_FOLDER,
+    MAX_PIECES,
     Journal,
     Record,
     parse_header,
@@ -415,3 +416,13 @@ def test_a_disk_that_refuses_it_ends_it_once_and_gets_its_room_back(
 def test_a_disk_that_is_too_slow_for_it_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (told,) = written_while(tmp_path, monkeypatch, _MAX_BACKLOG_BYTES=10)
     assert "the disk is too slow for it. A resume begins at the last checkpoint" in told
+
+
+def test_a_header_of_more_pieces_than_may_be_open_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    record = read_journal(tmp_path, "mine")[0]
+    header = json.loads(record.path.read_bytes()[HEAD.size : record.offset])
+    assert parse_header(json.dumps(header).encode()).blobs
+    header["blobs"] += [[0, digest(b"")]] * MAX_PIECES
+    with pytest.raises(ValueError, match="blobs"):
+        parse_header(json.dumps(header).encode())

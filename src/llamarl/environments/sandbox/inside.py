@@ -208,6 +208,24 @@ def _own_bytes(numbers: list[str]) -> int:
     return total
 
 
+def _shared_bytes(numbers: list[str]) -> int:
+    """Anonymous memory that processes share, as much as they asked for: pages of which none has an
+    entry in its page table any more count for nobody else."""
+    found: dict[bytes, int] = {}
+    for number in numbers:
+        try:
+            with open(f"/proc/{number}/maps", "rb") as file:
+                for line in file:
+                    if line.endswith(b"/dev/zero (deleted)\n"):
+                        place, _, offset, _, inode = line.split()[:5]
+                        first, last = place.split(b"-")
+                        end = int(offset, 16) + int(last, 16) - int(first, 16)
+                        found[inode] = max(found.get(inode, 0), end)
+        except (OSError, ValueError):  # it has ended
+            continue
+    return sum(found.values())
+
+
 def _unshared_bytes(number: str) -> int:
     """What a process holds beside pages of files; also of one that lets nobody look into its memory (PR_SET_DUMPABLE)."""
     try:
@@ -227,6 +245,8 @@ def _exceeded(job: dict[str, Any]) -> str | None:
             return "processes"
         most = limits["memory_mb"] << 20
         if _resident_bytes(numbers) > most and (len(numbers) == 1 or _own_bytes(numbers) > most):
+            return "memory"
+        if _shared_bytes(numbers) > most:
             return "memory"
     if not plain:
         folder = os.statvfs(job["folder"])
