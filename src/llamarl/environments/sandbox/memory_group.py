@@ -69,7 +69,8 @@ def make_memory_group(num_bytes: int) -> MemoryGroup | None:
                 if (folder / name).exists():
                     (folder / name).write_text(str(value), encoding="ascii")
     except OSError:
-        folder.rmdir()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         return None
     return MemoryGroup(folder)
 
