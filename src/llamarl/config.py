@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import AfterValidator, Field, NonNegativeInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -100,6 +100,9 @@ class RunSection:
     num_ticks: Annotated[int, NO_BITS, Field(ge=1, le=_MAX_TICKS)] = 100
     """Trainer ticks of the run; each makes one policy version, by ``trainer.minibatches *
     trainer.epochs`` optimizer steps."""
+
+    epochs: Annotated[NonNegativeFloat, NO_BITS] = 0.0
+    """Passes over the training data; sets ``num_ticks``, rounded up. 0: ``num_ticks`` counts."""
 
     runtime: Annotated[Literal["local", "inline"], NO_BITS] = "local"
     """"local": each executor in processes of its own, all at once. "inline": all in this process,

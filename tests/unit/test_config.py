@@ -209,7 +209,7 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
             {"run": {"dir": "runs/{seed}"}},
             "run.dir may hold braces only as its one placeholder {name}, the recipe's file name; got 'runs/{seed}'",
         ),
-        ({"run": {"zzz": 1}}, "run.zzz: unknown key; [run] has dir, mirror, seed, num_ticks, runtime, cores"),
+        ({"run": {"zzz": 1}}, "run.zzz: unknown key; [run] has dir, mirror, seed, num_ticks, epochs, runtime, cores"),
         ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; did you mean 'optimizer.lr' or 'critic.lr'?"),
         (
             {"generator": {"sampling": {"stop_token_ids": [3, -1]}}},
@@ -226,6 +226,7 @@ def test_a_wrong_value_is_one_line_with_key_got_expected_and_fix(raw: dict[str, 
     ("key", "advice"),
     [
         ("generator.max_new_tokens", "did you mean 'generator.sampling.max_new_tokens'?"),
+        ("generator.max_new_token", "did you mean 'generator.sampling.max_new_tokens'?"),
         ("learning_rate", "TRL's learning_rate is optimizer.lr (docs/from_trl.md)"),
         ("generator.num_generations", "TRL's num_generations is generator.group_size (docs/from_trl.md)"),
         ("algorithm.beta", "TRL's beta is algorithm.kl_coef (docs/from_trl.md)"),

@@ -70,7 +70,7 @@ def spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loss(name: str) -> str:
-    if why := why_no_name(name, (*LOSS_NAMES, *PRESETS), "my_name.py:function"):
+    if why := why_no_name(name, tuple(dict.fromkeys((*LOSS_NAMES, *PRESETS))), "my_name.py:function"):
         raise ValueError(why)
     return name
 

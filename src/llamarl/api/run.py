@@ -169,7 +169,7 @@ def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> R
         recipe: A TOML file, or the name of a recipe that ships with llamarl; without one, every key has its default.
         settings: ``model``, ``task`` (a name, or a list of mappings for a mixture), ``reward`` (a
             function or its import path, or a list of them to add up), ``data`` (a JSONL file,
-            another table, or a data set of the Hub), ``dir``, ``seed`` ``num_ticks``, and
+            another table, or a data set of the Hub), ``dir``, ``seed``, ``num_ticks``, ``epochs``, and
             ``cluster`` (as ``--cluster`` takes it); any section of a recipe as a mapping; any key
             by its dotted name. What is said here comes before what the recipe says. Without ``dir``
             a free folder ``runs/NAME``, ``runs/NAME-2``, ... is taken.

@@ -25,6 +25,7 @@ _SHORT: Mapping[str, str] = {
     "dir": "run.dir",
     "seed": "run.seed",
     "num_ticks": "run.num_ticks",
+    "epochs": "run.epochs",
 }
 """Words for the keys that every job is told."""
 

@@ -28,7 +28,8 @@ def file_of_rows(rows: Any, argument: str) -> str:
     What JSON does not have (images, dates) is left out, and so is what is missing in a row.
 
     Args:
-        rows: A ``datasets.Dataset``, a data frame of pandas or polars, or a list of mappings.
+        rows: A ``datasets.Dataset``, a ``DatasetDict`` (of which its split ``train`` or its only one is
+            read), a data frame of pandas or polars, or a list of mappings.
         argument: What the user called it, for errors.
 
     Raises:
@@ -57,9 +58,11 @@ def file_of_rows(rows: Any, argument: str) -> str:
 
 def _rows(rows: Any, argument: str) -> Iterable[Any]:
     """Its rows, one after the other."""
-    if isinstance(rows, Mapping):
-        splits = ", ".join(map(str, rows))
-        raise ConfigError(f"{argument} is a mapping ({splits:.80}), expected rows: give one of its splits")
+    if isinstance(rows, Mapping):  # a DatasetDict
+        if len(rows) != 1 and "train" not in rows:
+            splits = ", ".join(map(str, rows))
+            raise ConfigError(f"{argument} is a mapping ({splits:.80}), expected rows: give one of its splits")
+        return _rows(rows["train"] if "train" in rows else next(iter(rows.values())), argument)
     if hasattr(rows, "to_dicts"):  # polars
         return rows.to_dicts()  # type: ignore[no-any-return]
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas
@@ -67,7 +70,7 @@ def _rows(rows: Any, argument: str) -> Iterable[Any]:
     if isinstance(rows, list | tuple) or hasattr(rows, "column_names"):  # of datasets, streamed ones too
         return rows
     raise ConfigError(
-        f"{argument} is a {type(rows).__name__}, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"
+        f"{argument} is of type {type(rows).__name__}, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"
     )
 
 

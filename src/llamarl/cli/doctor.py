@@ -314,7 +314,11 @@ def _names() -> str:
     from llamarl.roles import ROLES
 
     rows = {
-        "losses": ("algorithm.name", (*LOSS_NAMES, *PRESETS), "my_losses.py:function (docs/algorithms/README.md)"),
+        "losses": (
+            "algorithm.name",
+            tuple(dict.fromkeys((*LOSS_NAMES, *PRESETS))),
+            "my_losses.py:function (docs/algorithms/README.md)",
+        ),
         "advantages": ("algorithm.advantage", ADVANTAGE_NAMES, "my_losses.py:function (docs/algorithms/README.md)"),
         "tasks": ("task.name", tuple(BUILT_IN), "my_task.py:Task (docs/environments.md)"),
         "environments": (

@@ -7,12 +7,13 @@ recipe ─▶ preflight (paths, data, first prompts) ─▶ graph ─▶ placeme
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, changed_keys, to_plain
+from llamarl.config import RunConfig, changed_keys, to_plain, validate
 from llamarl.controller.graph import Graph
 from llamarl.controller.job_hosts import JobHosts, open_hosts
 from llamarl.controller.model_sources import local, pinned
@@ -29,9 +30,11 @@ from llamarl.controller.preflight import (
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.environments.code import warning_of_no_box
+from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolved_precisions
+from llamarl.plural import plural
 from llamarl.reading import user_path
 from llamarl.roles import present_roles, with_settings
 from llamarl.runtime.absent_hosts import why_no_room
@@ -48,6 +51,7 @@ __all__ = [
     "join_network",
     "plan_run",
     "prepare",
+    "with_num_ticks",
 ]
 
 
@@ -105,6 +109,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     """
     if warning := warning_of_no_box(config.task):
         print(warning, file=sys.stderr)
+    config = with_num_ticks(config)
     recorded = pinned(fix_end_of_decay(config, config))
     config = local(recorded)
     check_models(config)
@@ -215,6 +220,32 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
 
 def _device_kind(device: str) -> str:
     return "cuda" if device.startswith("cuda") else "cpu"
+
+
+def with_num_ticks(config: RunConfig) -> RunConfig:
+    """``run.epochs`` as ``run.num_ticks``.
+
+    Raises:
+        ConfigError: The task makes its questions itself, so that no pass over them ends.
+    """
+    if not config.run.epochs:
+        return config
+    tasks = list(config.task.tasks.values()) or [config.task]
+    sizes = [make_task(task, config.run.seed).num_items("train") for task in tasks]
+    if None in sizes:
+        raise ConfigError.at(
+            "run.epochs", "has no meaning for a task that makes its questions itself: set run.num_ticks"
+        )
+    items = sum(size or 0 for size in sizes)
+    num_ticks = math.ceil(config.run.epochs * items / config.groups_per_tick)
+    print(
+        f"run.epochs {config.run.epochs:g} over {plural(items, 'question')}, {config.groups_per_tick} a tick: "
+        f"{plural(num_ticks, 'tick')}",
+        file=sys.stderr,
+    )
+    plain = to_plain(config)
+    plain["run"] |= {"num_ticks": num_ticks, "epochs": 0}
+    return validate(plain)
 
 
 def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:

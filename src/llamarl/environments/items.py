@@ -24,7 +24,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -324,8 +324,14 @@ def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str)
         role, found = "question", [column for column in texts if column.lower() in _LIKE_QUESTIONS] or texts
     if len(found) != 1:
         return columns
-    _log.warning("%s: column %r is taken for the %s (task.columns.%s says otherwise)", name, found[0], role, role)
+    _tell(f"{name}: column {found[0]!r} is taken for the {role} (task.columns.{role} says otherwise)")
     return {**columns, role: found[0]}
+
+
+@cache
+def _tell(line: str) -> None:
+    """Warn once: a task is made several times before a run."""
+    _log.warning(line)
 
 
 def _is_conversation(value: Any) -> bool:

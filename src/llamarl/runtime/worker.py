@@ -9,6 +9,7 @@ whole and is printed once, by whoever ends the job.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -291,6 +292,9 @@ class Worker:
         join(plan.network)
         if plan.in_own_process:
             os.environ |= {"RANK": str(plan.rank), "WORLD_SIZE": str(spec.num_ranks)}
+            logging.getLogger("llamarl.environments.items").setLevel(
+                logging.ERROR
+            )  # the checks before a run have warned
         if spec.process_group:
             self._leave_process_group = _join_process_group(plan)
         factory = resolve(spec.factory)

@@ -56,7 +56,7 @@ def test_equal_rows_are_one_file_and_what_json_lacks_is_left_out() -> None:
     [
         ({"data": [1]}, "data: row 0 is 1, expected a mapping of columns to values"),
         ({"data": []}, "data has no rows"),
-        ({"data": 7}, "data is a int, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"),
+        ({"data": 7}, "data is of type int, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"),
         ({"task": {"eval_data": [2]}, "data": ROWS}, "task.eval_data: row 0 is 2, expected a mapping of columns to values"),
         ({"num_ticks": -3}, "num_ticks must be in [1, 1000000], got -3"),
     ],
@@ -67,7 +67,25 @@ def test_a_mistake_is_one_sentence_that_names_the_argument(settings: dict[str, A
     assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
 
 
-def test_a_dataset_of_several_splits_is_asked_for_one_of_them() -> None:
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(ConfigError, match=r"data is a mapping \(train\), expected rows: give one of its splits"):
-        run_config(None, {"data": datasets.DatasetDict(train=as_dataset(ROWS)), "reward": "json:dumps"})
+@pytest.mark.parametrize("splits", [{"test": 1, "train": 4}, {"all": 4}])
+def test_of_a_dataset_dict_the_split_train_or_the_only_one_is_read(splits: dict[str, int]) -> None:
+    made = pytest.importorskip("datasets").DatasetDict({name: as_dataset(ROWS[:n]) for name, n in splits.items()})
+    data = run_config(None, {"data": made, "reward": "json:dumps"}).task.data
+    assert [json.loads(line)["level"] for line in Path(data).read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_dataset_dict_of_several_other_splits_is_asked_for_one_of_them() -> None:
+    made = pytest.importorskip("datasets").DatasetDict(first=as_dataset(ROWS), second=as_dataset(ROWS))
+    with pytest.raises(
+        ConfigError, match=r"data is a mapping \(first, second\), expected rows: give one of its splits"
+    ):
+        run_config(None, {"data": made, "reward": "json:dumps"})
+
+
+def test_a_column_that_was_found_by_its_content_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"words": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    config = run_config(None, {"model": "bundled:tiny", "data": rows, "reward": "json:dumps"})
+    for _ in range(2):
+        make_task(config.task, seed=0).num_items("train")
+    assert [line for line in caplog.messages if "'words' is taken for the question" in line] == caplog.messages
+    assert len(caplog.messages) == 1

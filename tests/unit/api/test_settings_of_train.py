@@ -34,7 +34,7 @@ def test_words_sections_and_dotted_keys_are_one_tree() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [({"optimiser": {}}, "did you mean 'optimizer'"), ({"optimizer": 3}, "is a section, so give a mapping"), ({"zzz": 1}, "num_ticks"),
-     ({"num_train_epochs": 1}, "TRL's num_train_epochs is run.num_ticks"), ({"lr": 1}, "did you mean optimizer.lr or critic.lr")],
+     ({"num_train_epochs": 1}, "TRL's num_train_epochs is run.epochs"), ({"lr": 1}, "did you mean optimizer.lr or critic.lr")],
 )  # fmt: skip
 def test_a_word_that_names_nothing_is_refused_with_advice(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import load_config
-from llamarl.controller.prepare import prepare
+from llamarl.controller.prepare import prepare, with_num_ticks
+from llamarl.errors import ConfigError
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 
@@ -23,3 +24,20 @@ def test_a_lone_question_trains_without_evaluation_and_that_is_said(
     assert (prepared.config.evaluation.every > 0) is (prepared.local.evaluation.every > 0) is evaluated
     assert ("evaluator" in {spec.name for spec in prepared.graph.executors}) is evaluated
     assert ("nothing is held out, so this run is not evaluated" in capsys.readouterr().err) is not evaluated
+
+
+@pytest.mark.parametrize(("epochs", "num_ticks"), [(1, 3), (0.5, 2), (10, 25)])
+def test_epochs_are_as_many_ticks_as_the_training_questions_need(epochs: float, num_ticks: int, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(f'{{"question": "a{i} b2 =\\n", "answer": "{i + 2}"}}\n' for i in range(10)))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "c1 c1 =\\n", "answer": "2"}\n')
+    words = ["--task.name", "math", "--task.data", str(file), "--task.eval_data", str(held_out)]
+    config = load_config(RECIPE, [*words, "--schedule.prompts_per_step", "4", "--run.epochs", str(epochs)])
+    settled = with_num_ticks(config).run
+    assert (settled.num_ticks, settled.epochs) == (num_ticks, 0)
+
+
+def test_epochs_of_a_task_that_makes_its_questions_itself_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run.epochs has no meaning for a task that makes its questions itself"):
+        with_num_ticks(load_config(RECIPE, ["--run.epochs", "1"]))
