@@ -92,11 +92,6 @@ class Dealing:
         wanted = int(self.quotas[replica] * oversubscription)
         return max(delivers[0], min(wanted, sum(delivers)))
 
-    def replicas_at(self, tick: int) -> list[int]:
-        """[groups] the replica that each prompt of ``tick`` goes to, in the order of the prompts."""
-        counts = self.counts(tick)
-        return [replica for dealt in range(max(counts)) for replica, count in enumerate(counts) if count > dealt]
-
     def prompt_index(self, replica: int, number: int) -> int:
         """Of the ``number``-th prompt that a replica gets in a run."""
         ends = self._ends[replica]

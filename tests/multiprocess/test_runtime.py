@@ -27,7 +27,7 @@ from llamarl.controller.recovery import Recovery
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
-from llamarl.runtime.base import Order, Report, Runtime
+from llamarl.runtime.base import JobStart, Order, Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime, probe_processes
 from llamarl.runtime.processes import ProcessRuntime
 
@@ -244,7 +244,7 @@ def test_a_death_is_noticed_by_the_end_of_the_socket_where_there_is_no_pidfd(
 
 def test_the_death_of_an_idle_executor_is_noticed_while_waiting_for_another(local: Runtime) -> None:
     executors, channels = job(source=Config("hang", 0))
-    ready = local.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=60.0)
+    ready = local.start(JobStart(executors=executors, channels=channels, deadline_s=60.0))
     assert set(ready["sink"].initial_tokens["back"]) == {-2, -1}
     local.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
     (idle,) = [rank for rank in local._ranks.of["sink"]]  # type: ignore[attr-defined]
@@ -255,7 +255,7 @@ def test_the_death_of_an_idle_executor_is_noticed_while_waiting_for_another(loca
 
 def test_a_hang_ends_at_the_deadline_and_the_message_names_who_did_not_report(local: Runtime) -> None:
     executors, channels = job(num_ranks=2, doubler=Config("hang", 0, trouble_rank=1))
-    ready = local.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=60.0)
+    ready = local.start(JobStart(executors=executors, channels=channels, deadline_s=60.0))
     local.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
     numbers = local.wait(60.0).outputs["numbers"]
     local.fire(Order(executor="doubler", tick=0, inputs={"numbers": numbers}))
@@ -272,13 +272,13 @@ def test_a_setup_that_hangs_ends_at_the_deadline_and_is_named(local: Runtime) ->
         DeadlineExceeded, match=r"limit 3 s:(.*\n)*'doubler', setup, out for \d+\.\d s: no report from rank 0"
     ):
         executors, channels = job(doubler=Config("hang", -1))
-        local.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=3.0)
+        local.start(JobStart(executors=executors, channels=channels, deadline_s=3.0))
 
 
 def test_inline_tells_a_missed_deadline_after_the_step() -> None:
     runtime = make_runtime("inline", channel_factory=str(HERE))
     executors, channels = job()
-    ready = runtime.start(executors, channels, run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=60.0)
+    ready = runtime.start(JobStart(executors=executors, channels=channels, deadline_s=60.0))
     runtime.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
     with pytest.raises(DeadlineExceeded, match="'source' to finish tick 0"):
         runtime.wait(0.0)

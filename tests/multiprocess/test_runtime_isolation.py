@@ -18,7 +18,7 @@ import pytest
 from runtime_fakes import HERE, Config
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Order, Runtime
+from llamarl.runtime.base import JobStart, Order, Runtime
 from llamarl.runtime.make_runtime import make_runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -143,7 +143,7 @@ def test_ranks_in_a_process_group_listen_on_the_loopback_only_and_answer_no_stra
     )
     others = descendants(os.getpid())  # what tests before this one left running, a fork server for one
     before = opened_by([os.getpid(), *others])
-    local.start([spec], [], run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
+    local.start(JobStart(executors=[spec], channels=[], deadline_s=120.0))
     pids = [pid for pid in descendants(os.getpid()) if pid not in others]
     mine = opened_by([os.getpid(), *others, *pids])
     opened = Opened(

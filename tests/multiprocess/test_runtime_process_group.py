@@ -15,7 +15,7 @@ from runtime_fakes import HERE, Config
 
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Order, Report, Runtime
+from llamarl.runtime.base import JobStart, Order, Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime
 
 
@@ -39,7 +39,7 @@ def reducer(num_ranks: int, config: Config, factory: str, threads: int) -> Execu
 
 def start(runtime: Runtime, num_ranks: int, config: Config, factory: str = "Reducer", threads: int = 2) -> None:
     spec = reducer(num_ranks, config, factory, threads)
-    runtime.start([spec], [], run_dir=None, seed=0, first_tick=0, load_from=None, deadline_s=120.0)
+    runtime.start(JobStart(executors=[spec], channels=[], deadline_s=120.0))
 
 
 def reduce_at(runtime: Runtime, tick: int) -> Report:

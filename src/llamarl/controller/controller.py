@@ -41,7 +41,7 @@ from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.marking import Marking
 from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, RunStopped
-from llamarl.runtime.base import News, Report, Runtime
+from llamarl.runtime.base import JobStart, News, Report, Runtime
 
 __all__ = ["Observer", "run_graph"]
 
@@ -78,15 +78,16 @@ def run_graph(
     """
     graph, deadlines = marking.graph, deadlines or DeadlineConfig()
     saving = saving or Saving(graph)
-    ready = runtime.start(
-        graph.executors,
-        graph.channels,
+    job = JobStart(
+        executors=graph.executors,
+        channels=graph.channels,
         run_dir=run_dir,
         seed=seed,
         first_tick=marking.first_tick,
         load_from=load_from,
         deadline_s=deadlines.setup_s,
     )
+    ready = runtime.start(job)
     marking.begin({name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()})
     marking.advance_by((report.executor, report.tick, report.outputs) for report in runtime.counted())
     for report in runtime.counted():

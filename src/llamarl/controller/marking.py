@@ -78,10 +78,6 @@ class Marking:
     def busy(self) -> Mapping[str, Firing]:
         return self._busy
 
-    def tokens_on(self, channel: str) -> int:
-        """Tokens that lie on a channel now, those being consumed included."""
-        return len(self._tokens[channel])
-
     def ready(self) -> list[Firing]:
         """Firings that may start now, in the graph's executor order; each is marked as started."""
         firings = []

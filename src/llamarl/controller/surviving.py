@@ -13,17 +13,25 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Protocol
 
-from llamarl.channels.base import ChannelSpec
 from llamarl.controller.marking import Firing, Marking
 from llamarl.controller.recovery import Recovery, Redo
 from llamarl.controller.saving import Saving
 from llamarl.controller.stragglers import Stragglers
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
-from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Death, News, Order, Overdue, ProcessesDied, Report, RestartingRuntime, SetupReport
+from llamarl.runtime.base import (
+    Death,
+    JobStart,
+    News,
+    Order,
+    Overdue,
+    ProcessesDied,
+    Report,
+    RestartingRuntime,
+    SetupReport,
+)
 
 __all__ = ["Journal", "SurvivingRuntime"]
 
@@ -78,43 +86,22 @@ class SurvivingRuntime:
         """Executor whose next report tells of it -> when its lost work began, and when it died; on
         ``time.monotonic``."""
 
-    def start(
-        self,
-        executors: Sequence[ExecutorSpec],
-        channels: Sequence[ChannelSpec],
-        *,
-        run_dir: Path | None,
-        seed: int,
-        first_tick: int,
-        load_from: Path | None,
-        deadline_s: float,
-    ) -> Mapping[str, SetupReport]:
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
         """Start the job; an executor that dies meanwhile begins once more, as the others go on.
 
         Raises:
             LlamaRLError: As the real runtime, or as ``bring_back``.
         """
-
-        def start() -> Mapping[str, SetupReport]:
-            return self._runtime.start(
-                executors,
-                channels,
-                run_dir=run_dir,
-                seed=seed,
-                first_tick=first_tick,
-                load_from=load_from,
-                deadline_s=deadline_s,
-            )
-
+        start = partial(self._runtime.start, job)
         while True:
             try:
                 ready = start()
                 break
             except ProcessesDied as error:
                 self._replace(error, error.deaths)
-                start = _stand(self._runtime, deadline_s)
+                start = partial(self._runtime.stand, job.deadline_s)
         told = {report.executor for report in self._runtime.counted() if report.journal}
-        self._behind = {spec.name: first_tick for spec in executors if spec.name not in told}
+        self._behind = {spec.name: job.first_tick for spec in job.executors if spec.name not in told}
         return ready
 
     def counted(self) -> Sequence[Report]:
@@ -294,10 +281,6 @@ class SurvivingRuntime:
         }
         span = ("restart", min(died_s, report.started_s), report.started_s)
         return dataclasses.replace(report, metrics={**report.metrics, **metrics}, spans=(span, *report.spans))
-
-
-def _stand(runtime: RestartingRuntime, deadline_s: float) -> Callable[[], Mapping[str, SetupReport]]:
-    return lambda: runtime.stand(deadline_s)
 
 
 def _ended(error: LlamaRLError, why: str) -> LlamaRLError:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from llamarl.channels.base import ChannelSpec
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
-from llamarl.executors.base import ExecutorContext, ExecutorSpec
+from llamarl.executors.base import ExecutorContext
 from llamarl.import_path import resolve
-from llamarl.runtime.base import News, Order, Report, SetupReport
+from llamarl.runtime.base import JobStart, News, Order, Report, SetupReport
 
 __all__ = ["Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
 
@@ -101,33 +100,23 @@ class VirtualClockRuntime:
         self._out: list[tuple[float, int, _Firing]] = []
         self._fired = 0
 
-    def start(
-        self,
-        executors: Sequence[ExecutorSpec],
-        channels: Sequence[ChannelSpec],
-        *,
-        run_dir: Path | None,
-        seed: int,
-        first_tick: int,
-        load_from: Path | None,
-        deadline_s: float,
-    ) -> Mapping[str, SetupReport]:
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
         """Make the executors; takes no time."""
         assert not self._executors, "start is called once"
         reports = {}
-        for spec in executors:
+        for spec in job.executors:
             context = ExecutorContext(
-                name=spec.name, rank=0, num_ranks=spec.num_ranks, device=spec.device, run_dir=run_dir, seed=seed
+                name=spec.name, rank=0, num_ranks=spec.num_ranks, device=spec.device, run_dir=job.run_dir, seed=job.seed
             )
             executor = self._executors[spec.name] = resolve(spec.factory)(spec.config, context)
-            if load_from is not None:
-                executor.load(self._snapshots[load_from, spec.name])
+            if job.load_from is not None:
+                executor.load(self._snapshots[job.load_from, spec.name])
             initial = {
                 c.name: {
                     tick: (_Token(executor.initial_token(c.name, tick), self._clock),)
-                    for tick in range(first_tick - c.delay, first_tick)
+                    for tick in range(job.first_tick - c.delay, job.first_tick)
                 }
-                for c in channels
+                for c in job.channels
                 if c.source == spec.name
             }
             reports[spec.name] = SetupReport(executor=spec.name, initial_tokens=initial)

@@ -17,7 +17,7 @@ from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
 __all__ = [
-    "Death", "News", "Order", "Overdue", "ProcessesDied", "Report", "RestartingRuntime", "Runtime", "SetupReport",
+    "Death", "JobStart", "News", "Order", "Overdue", "ProcessesDied", "Report", "RestartingRuntime", "Runtime", "SetupReport",
 ]  # fmt: skip
 
 
@@ -141,25 +141,30 @@ class Overdue(DeadlineExceeded):
         self.death = death
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobStart:
+    """What a runtime brings up."""
+
+    executors: Sequence[ExecutorSpec]
+    channels: Sequence[ChannelSpec]
+    run_dir: Path | None = None
+    seed: int = 0
+    first_tick: int = 0
+    load_from: Path | None = None
+    """Each rank loads ``load_from / executor / rank_N``."""
+    deadline_s: float
+    """For all executors to stand ready."""
+
+
 class Runtime(Protocol):
     """Starts executors and carries orders to them and reports back. Every wait has a deadline."""
 
-    def start(
-        self,
-        executors: Sequence[ExecutorSpec],
-        channels: Sequence[ChannelSpec],
-        *,
-        run_dir: Path | None,
-        seed: int,
-        first_tick: int,
-        load_from: Path | None,
-        deadline_s: float,
-    ) -> Mapping[str, SetupReport]:
-        """Bring all executors up, in parallel; with ``load_from`` each rank loads ``load_from / executor / rank_N``.
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
+        """Bring all executors up, in parallel.
 
         Raises:
             ExecutorFailed: One raised or died; the message carries its cause, once.
-            DeadlineExceeded: One was not ready after ``deadline_s`` seconds; the message names which.
+            DeadlineExceeded: One was not ready in time; the message names which.
         """
         ...
 

@@ -16,14 +16,11 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
-from llamarl.channels.base import ChannelSpec
 from llamarl.errors import ConfigError, DeadlineExceeded
-from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
-from llamarl.runtime.base import News, Order, Report, SetupReport
+from llamarl.runtime.base import JobStart, News, Order, Report, SetupReport
 from llamarl.runtime.rank_environment import LOOPBACK
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import CHANNEL_FACTORY, Worker, capture
@@ -36,51 +33,22 @@ _T = TypeVar("_T")
 class InlineRuntime:
     """The Protocol of ``runtime/base.py`` without processes."""
 
-    def __init__(
-        self,
-        *,
-        pull_deadline_s: float = 60.0,
-        channel_factory: str = CHANNEL_FACTORY,
-        deterministic: bool = True,
-    ) -> None:
-        self._pull_deadline_s = pull_deadline_s
+    def __init__(self, *, channel_factory: str = CHANNEL_FACTORY) -> None:
         self._channel_factory = channel_factory
-        self._deterministic = deterministic
         self._workers: dict[str, Worker] = {}
         self._orders: deque[Order] = deque()
         self._restore: Callable[[], None] = lambda: None
 
-    def start(
-        self,
-        executors: Sequence[ExecutorSpec],
-        channels: Sequence[ChannelSpec],
-        *,
-        run_dir: Path | None,
-        seed: int,
-        first_tick: int,
-        load_from: Path | None,
-        deadline_s: float,
-    ) -> Mapping[str, SetupReport]:
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
         """Bring the executors up one after another, in the order given."""
         assert not self._workers, "start is called once"
-        for spec in executors:
+        for spec in job.executors:
             if spec.num_ranks != 1:
                 raise ConfigError(
                     f"runtime 'inline' holds one rank an executor, {spec.name!r} asks for {spec.num_ranks}: "
                     "use runtime 'local' or one rank"
                 )
-        plans = plan_workers(
-            executors,
-            channels,
-            run_dir=run_dir,
-            seed=seed,
-            first_tick=first_tick,
-            load_from=load_from,
-            pull_deadline_s=self._pull_deadline_s,
-            collective_timeout_s=deadline_s,
-            channel_factory=self._channel_factory,
-            deterministic=self._deterministic,
-        )
+        plans = plan_workers(job, collective_timeout_s=job.deadline_s, channel_factory=self._channel_factory)
         self._restore = _process_settings()
         os.environ |= LOOPBACK
         began = self.now()
@@ -88,9 +56,9 @@ class InlineRuntime:
         for name, (plan,) in plans.items():
             worker = self._workers[name] = Worker(plan)
             reports[name] = combine_setups(name, [self._guard(name, "setup", worker.setup)])
-            if self.now() - began > deadline_s:
+            if self.now() - began > job.deadline_s:
                 raise DeadlineExceeded(
-                    f"controller waited {self.now() - began:.1f} s for setup, limit {deadline_s:g} s; the last was {name!r} "
+                    f"controller waited {self.now() - began:.1f} s for setup, limit {job.deadline_s:g} s; the last was {name!r} "
                     "(runtime 'inline' cannot stop a step midway)"
                 )
         return reports

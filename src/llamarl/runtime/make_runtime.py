@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
-from llamarl.runtime.base import Runtime
+from llamarl.runtime.base import JobStart, Runtime
 from llamarl.runtime.inline import InlineRuntime
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.processes import ProcessRuntime
@@ -22,10 +22,8 @@ RUNTIMES = ("local", "inline")
 def make_runtime(
     name: str,
     *,
-    pull_deadline_s: float = 60.0,
     collective_timeout_s: float = 600.0,
     channel_factory: str = CHANNEL_FACTORY,
-    deterministic: bool = True,
     restarts: bool = False,
     resumed: Resumed | None = None,
 ) -> Runtime:
@@ -33,10 +31,8 @@ def make_runtime(
 
     Args:
         name: ``local`` (processes) or ``inline`` (this process).
-        pull_deadline_s: Longest wait of a rank for one payload of a channel.
         collective_timeout_s: Longest wait of one collective inside an executor's process group (not ``inline``).
         channel_factory: Module, or file, with ``make_sender`` and ``make_receiver``.
-        deterministic: Pin repeatable kernels where torch has them.
         restarts: Whether executors are to be brought up again that die (not ``inline``, where nobody can).
         resumed: See ``ProcessRuntime``.
 
@@ -48,14 +44,10 @@ def make_runtime(
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"runtime {name!r} is unknown, expected one of {list(RUNTIMES)}{hint}")
     if name == "inline":
-        return InlineRuntime(
-            pull_deadline_s=pull_deadline_s, channel_factory=channel_factory, deterministic=deterministic
-        )
+        return InlineRuntime(channel_factory=channel_factory)
     return ProcessRuntime(
-        pull_deadline_s=pull_deadline_s,
         collective_timeout_s=collective_timeout_s,
         channel_factory=channel_factory,
-        deterministic=deterministic,
         restarts=restarts,
         resumed=resumed,
     )
@@ -70,15 +62,8 @@ def probe_processes(deadline_s: float) -> float:
     began = time.monotonic()
     runtime = make_runtime("local")
     try:
-        runtime.start(
-            [ExecutorSpec(name="probe", factory=f"{__name__}:_idle_executor")],
-            [],
-            run_dir=None,
-            seed=0,
-            first_tick=0,
-            load_from=None,
-            deadline_s=deadline_s,
-        )
+        probe = ExecutorSpec(name="probe", factory=f"{__name__}:_idle_executor")
+        runtime.start(JobStart(executors=[probe], channels=[], deadline_s=deadline_s))
     finally:
         runtime.close()
     return time.monotonic() - began

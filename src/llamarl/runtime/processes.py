@@ -30,9 +30,8 @@ from typing import Protocol
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
-from llamarl.executors.base import ExecutorSpec
 from llamarl.running_time import running_s
-from llamarl.runtime.base import Death, News, Order, Overdue, ProcessesDied, Report, SetupReport
+from llamarl.runtime.base import Death, JobStart, News, Order, Overdue, ProcessesDied, Report, SetupReport
 from llamarl.runtime.copy_to_controller import copy_to_controller
 from llamarl.runtime.journal import Resumed
 from llamarl.runtime.kept_tokens import KeptTokens
@@ -48,7 +47,7 @@ from llamarl.runtime.rank_plans import (
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
-from llamarl.runtime.worker import CHANNEL_FACTORY, RankFailure, RankReport, RankSetup, WorkerPlan
+from llamarl.runtime.worker import CHANNEL_FACTORY, PULL_DEADLINE_S, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 from llamarl.transports.segments import Segment
 
@@ -112,10 +111,8 @@ class ProcessRuntime:
     """The Protocol of ``runtime/base.py`` with processes.
 
     Args:
-        pull_deadline_s: Longest wait of a rank for one payload.
         collective_timeout_s: Longest wait of one collective inside an executor's process group.
         channel_factory: Module with ``make_sender`` and ``make_receiver``.
-        deterministic: Pin repeatable kernels in the workers.
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
         places: The hosts of the job, where some may go and others take their places.
@@ -128,20 +125,16 @@ class ProcessRuntime:
     def __init__(
         self,
         *,
-        pull_deadline_s: float = 60.0,
         collective_timeout_s: float = 600.0,
         channel_factory: str = CHANNEL_FACTORY,
-        deterministic: bool = True,
         launchers: Mapping[str, Launcher] | None = None,
         networks: Mapping[str, Sequence[Network]] | None = None,
         places: Places | None = None,
         restarts: bool = False,
         resumed: Resumed | None = None,
     ) -> None:
-        self._pull_deadline_s = pull_deadline_s
         self._collective_timeout_s = collective_timeout_s
         self._channel_factory = channel_factory
-        self._deterministic = deterministic
         self._launchers = launchers or {}
         self._networks = networks
         self._places = places
@@ -168,32 +161,15 @@ class ProcessRuntime:
         self._failed = False
         self._closed = False
 
-    def start(
-        self,
-        executors: Sequence[ExecutorSpec],
-        channels: Sequence[ChannelSpec],
-        *,
-        run_dir: Path | None,
-        seed: int,
-        first_tick: int,
-        load_from: Path | None,
-        deadline_s: float,
-    ) -> Mapping[str, SetupReport]:
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
         """Bring all executors up, in parallel."""
         assert self._ranks is None, "start is called once"
         if self._restarts:
-            channels = [_with_tokens_of_their_own(channel) for channel in channels]
+            job = dataclasses.replace(job, channels=[_with_tokens_of_their_own(channel) for channel in job.channels])
         plans = plan_workers(
-            executors,
-            channels,
-            run_dir=run_dir,
-            seed=seed,
-            first_tick=first_tick,
-            load_from=load_from,
-            pull_deadline_s=self._pull_deadline_s,
+            job,
             collective_timeout_s=self._collective_timeout_s,
             channel_factory=self._channel_factory,
-            deterministic=self._deterministic,
             networks=self._networks,
             journal=self._restarts,
         )
@@ -203,7 +179,7 @@ class ProcessRuntime:
                 name: tuple(dataclasses.replace(plan, controller=self._for_ranks.handle) for plan in ranks)
                 for name, ranks in plans.items()
             }
-        self._plans, self._channels, self._first_tick = plans, tuple(channels), first_tick
+        self._plans, self._channels, self._first_tick = plans, tuple(job.channels), job.first_tick
         plans = {name: _resumed_plans(ranks, self._resumed.reports) for name, ranks in plans.items()}
         if self._places is not None:
             plans = {name: tuple(map(self._places.adapt, ranks)) for name, ranks in plans.items()}
@@ -211,19 +187,19 @@ class ProcessRuntime:
         self._failed = (
             True  # until all stand: whatever ends the wait below, Ctrl-C too, leaves a job that cannot close in order
         )
-        self._here = here = LocalLauncher([spec for spec in executors if spec.name not in self._launchers])
+        self._here = here = LocalLauncher([spec for spec in job.executors if spec.name not in self._launchers])
         self._ranks = Ranks(plans, {name: self._launchers.get(name, here) for name in plans})
         if self._for_ranks is not None:
             self._ranks.bring = self._bring
         _running.add(self)
         self._ranks.bring_up()
-        return self.stand(deadline_s)
+        return self.stand(job.deadline_s)
 
     def _bring(self, executor: str, report: RankReport) -> tuple[RankReport, Sequence[Segment]]:
         """What a rank made, to this machine; any thread."""
         if self._places is not None:
             self._places.bring_files(executor, report)
-        return copy_to_controller(report, self._pull_deadline_s)
+        return copy_to_controller(report, PULL_DEADLINE_S)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
         """Wait until all executors stand ready; to be called again when those that died meanwhile

@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from llamarl.channels.base import ChannelSpec, Handle
+from llamarl.channels.base import Handle
 from llamarl.checkpoint.written import writer_name
 from llamarl.errors import ConfigError, ExecutorFailed
-from llamarl.executors.base import ExecutorSpec
 from llamarl.import_path import absolute_import_path
 from llamarl.observability.keys import reduce_over_ranks
-from llamarl.runtime.base import Death, Report, SetupReport
+from llamarl.runtime.base import Death, JobStart, Report, SetupReport
 from llamarl.runtime.kept_states import KeptState
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
@@ -32,17 +30,10 @@ __all__ = [
 
 
 def plan_workers(
-    executors: Sequence[ExecutorSpec],
-    channels: Sequence[ChannelSpec],
+    job: JobStart,
     *,
-    run_dir: Path | None,
-    seed: int,
-    first_tick: int,
-    load_from: Path | None,
-    pull_deadline_s: float,
     collective_timeout_s: float,
     channel_factory: str,
-    deterministic: bool,
     networks: Mapping[str, Sequence[Network]] | None = None,
     journal: bool = False,
 ) -> dict[str, tuple[WorkerPlan, ...]]:
@@ -56,21 +47,21 @@ def plan_workers(
         ConfigError: A name is used twice, a channel has an end that is no executor, or a count is
             below 1.
     """
-    num_ranks = {spec.name: spec.num_ranks for spec in executors}
-    if len(num_ranks) != len(executors):
-        raise ConfigError(f"executor names must differ, got {[spec.name for spec in executors]}")
-    for spec in executors:
+    num_ranks = {spec.name: spec.num_ranks for spec in job.executors}
+    if len(num_ranks) != len(job.executors):
+        raise ConfigError(f"executor names must differ, got {[spec.name for spec in job.executors]}")
+    for spec in job.executors:
         if spec.num_ranks < 1 or spec.threads < 1:
             raise ConfigError(
                 f"executor {spec.name!r} needs num_ranks >= 1 and threads >= 1, got {spec.num_ranks} and {spec.threads}"
             )
-    for channel in channels:
+    for channel in job.channels:
         for end in (channel.source, channel.sink):
             if end not in num_ranks:
                 raise ConfigError(f"channel {channel.name!r} ends at {end!r}, which is none of {sorted(num_ranks)}")
     plans = {}
-    for spec in executors:
-        own = tuple(channel for channel in channels if spec.name in (channel.source, channel.sink))
+    for spec in job.executors:
+        own = tuple(channel for channel in job.channels if spec.name in (channel.source, channel.sink))
         spec = replace(spec, factory=absolute_import_path(spec.factory))
         plans[spec.name] = tuple(
             WorkerPlan(
@@ -78,14 +69,12 @@ def plan_workers(
                 rank=rank,
                 channels=own,
                 num_ranks={end: num_ranks[end] for channel in own for end in (channel.source, channel.sink)},
-                run_dir=run_dir,
-                seed=seed,
-                first_tick=first_tick,
-                load_from=load_from,
-                pull_deadline_s=pull_deadline_s,
+                run_dir=job.run_dir,
+                seed=job.seed,
+                first_tick=job.first_tick,
+                load_from=job.load_from,
                 collective_timeout_s=collective_timeout_s,
                 channel_factory=channel_factory,
-                deterministic=deterministic,
                 network=networks[spec.name][rank] if networks is not None else None,
                 journal=journal,
             )

@@ -62,6 +62,8 @@ _HERE = os.path.dirname(__file__)
 _REACH_S = 5.0
 CHANNEL_FACTORY = "llamarl.channels.ends"
 """Module with ``make_sender`` and ``make_receiver``."""
+PULL_DEADLINE_S = 60.0
+"""A rank's longest wait for one payload of a channel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class WorkerPlan:
     seed: int
     first_tick: int
     load_from: Path | None
-    pull_deadline_s: float
+    pull_deadline_s: float = PULL_DEADLINE_S
     """Longest wait for one payload."""
     collective_timeout_s: float = 600.0
     """Longest wait of one collective of the executor's process group, and of groups of some of its ranks."""

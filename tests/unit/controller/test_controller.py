@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import Order, Report, SetupReport
+from llamarl.runtime.base import JobStart, Order, Report, SetupReport
 
 
 class FakeRuntime:
@@ -34,20 +33,18 @@ class FakeRuntime:
         self.write_for = 0
         """Ticks that the trainer's state takes to be written, beside the ticks that follow."""
 
-    def start(
-        self, executors: Sequence[ExecutorSpec], channels: Sequence[ChannelSpec], *, first_tick: int, **_: Any
-    ) -> Mapping[str, SetupReport]:
-        self.channels = channels
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
+        self.channels = job.channels
         return {
             e.name: SetupReport(
                 executor=e.name,
                 initial_tokens={
-                    c.name: {t: (t,) for t in range(first_tick - c.delay, first_tick)}
-                    for c in channels
+                    c.name: {t: (t,) for t in range(job.first_tick - c.delay, job.first_tick)}
+                    for c in job.channels
                     if c.source == e.name
                 },
             )
-            for e in executors
+            for e in job.executors
         }
 
     def fire(self, order: Order) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.base import News, Order, Report, SetupReport
+from llamarl.runtime.base import JobStart, News, Order, Report, SetupReport
 
 
 def loop(max_staleness: int) -> Graph:
@@ -83,12 +82,10 @@ class Clocked:
         self.out: list[tuple[float, Order]] = []
         self.told: list[tuple[float, News]] = []
 
-    def start(
-        self, executors: Sequence[ExecutorSpec], channels: Sequence[ChannelSpec], **_: Any
-    ) -> Mapping[str, SetupReport]:
+    def start(self, job: JobStart) -> Mapping[str, SetupReport]:
         return {
             e.name: SetupReport(executor=e.name, initial_tokens=INITIAL if e.name == "trainer" else {})
-            for e in executors
+            for e in job.executors
         }
 
     def fire(self, order: Order) -> None:

@@ -18,7 +18,7 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
-from llamarl.runtime.base import News, Order
+from llamarl.runtime.base import JobStart, News, Order
 from llamarl.runtime.kept_states import KeptState
 from llamarl.runtime.rank_plans import (
     combine_reports,
@@ -286,18 +286,8 @@ def test_metrics_of_shares_are_reduced_as_if_each_were_a_rank_whoever_had_them()
 
 
 def plan(executors: list[ExecutorSpec], channels: list[ChannelSpec]) -> dict[str, tuple[WorkerPlan, ...]]:
-    return plan_workers(
-        executors,
-        channels,
-        run_dir=None,
-        seed=0,
-        first_tick=0,
-        load_from=None,
-        pull_deadline_s=1.0,
-        collective_timeout_s=1.0,
-        channel_factory="fake_channels",
-        deterministic=True,
-    )
+    job = JobStart(executors=executors, channels=channels, deadline_s=1.0)
+    return plan_workers(job, collective_timeout_s=1.0, channel_factory="fake_channels")
 
 
 def test_a_rank_is_told_only_of_its_own_channels_and_their_ends() -> None:
@@ -375,19 +365,9 @@ def test_a_latest_channel_gives_the_executor_a_feed_that_hears_news_from_another
     weights = ChannelSpec(
         name="weights", kind=ChannelKind.WEIGHTS, source="other", sink="me", delay=2, capacity=2, latest=True
     )
-    (plan,) = plan_workers(
-        [ExecutorSpec(name="me", factory=f"{__name__}:Listener"), ExecutorSpec(name="other", factory="x:y")],
-        [weights],
-        run_dir=None,
-        seed=0,
-        first_tick=0,
-        load_from=None,
-        pull_deadline_s=9.0,
-        collective_timeout_s=1.0,
-        channel_factory="fake_channels",
-        deterministic=False,
-    )["me"]
-    worker = Worker(plan)
+    executors = [ExecutorSpec(name="me", factory=f"{__name__}:Listener"), ExecutorSpec(name="other", factory="x:y")]
+    (made,) = plan(executors, [weights])["me"]
+    worker = Worker(replace(made, pull_deadline_s=9.0, deterministic=False))
     worker.tell(News(executor="me", channel="weights", source_tick=0, handles=("too early",)))
     worker.setup()
     order = Order(executor="me", tick=5, inputs={"weights": ("h3",)}, later={"weights": {4: ("h4",)}})
