@@ -6,7 +6,6 @@ The suites before it have tested the same arithmetic on the CPU; here only what 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import pytest
 import torch
 
 _HERE = Path(__file__).resolve().parent
-for _folder in ("models", "trainer"):  # tiny models and groups that the unit tests define
-    sys.path.insert(0, str(_HERE.parent / "unit" / _folder))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before anything computes on the device
 
 

@@ -6,15 +6,12 @@ import dataclasses
 import errno
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_processes import join_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
 from trainer_ranks import share
 from training_fixtures import make_groups
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_processes import join_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "models"))
 from tiny_models import SPARSE, tiny_model
 from transformers import PreTrainedModel
 

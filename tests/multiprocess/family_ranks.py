@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "models"))
 from tiny_models import tiny_model
 
 from llamarl.models.parallel import gather_parameters, local_tensor, make_layout, parameter_shards

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rank_processes import join_group
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
 from trainer_ranks import LENGTHS_DIFFER, NUM_TICKS, share
 from training_fixtures import make_groups
 

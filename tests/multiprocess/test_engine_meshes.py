@@ -4,17 +4,13 @@ and new weights."""
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
+import engine_mesh_ranks
 import pytest
 import torch
-from rank_processes import run_ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import engine_mesh_ranks
 from engine_mesh_ranks import ALONE, make_model
+from rank_processes import run_ranks
 
 MESHES = {
     (2, 1): ("gemma2",),  # dense, and both ends are one tensor

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import family_ranks
 import pytest
 import torch
+from family_ranks import tiny_model
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-import family_ranks  # noqa: E402
-from family_ranks import tiny_model  # noqa: E402
-
-from llamarl.models.support import FAMILIES  # noqa: E402
+from llamarl.models.support import FAMILIES
 
 CASES = [f"{family}:fsdp" for family in FAMILIES]
 CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel" not in family.lacks]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
-sys.path.insert(0, str(HERE))
 pytest.importorskip("peft")
-import lora_ranks  # noqa: E402
-from training_fixtures import make_groups, write_model  # noqa: E402
+import lora_ranks
+from training_fixtures import make_groups, write_model
 
 NUM_LAYERS = 3
 ONE_HEAD = "one_head"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from memory_forecast import LONG, MODEL, PROMPT, SPARSE, LiveBytes, forecast, measure
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.forecast.ticks import TrainerLayout
 

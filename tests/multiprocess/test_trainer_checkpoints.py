@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
+import checkpoint_ranks
 import pytest
 from forked_command import SERVER
+from training_fixtures import write_model
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
-sys.path.insert(0, str(HERE))
-import checkpoint_ranks  # noqa: E402
-from training_fixtures import write_model  # noqa: E402
-
-from llamarl.checkpoint.storage import CheckpointStore  # noqa: E402
+from llamarl.checkpoint.storage import CheckpointStore
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trainer_ranks
 from rank_processes import run_ranks
 from safetensors.torch import load_file
+from trainer_ranks import ALONE, NUM_TICKS, TEXTS, sizes_of
+from training_fixtures import tiny_config, write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "unit" / "trainer"))
-sys.path.insert(0, str(HERE))
-import trainer_ranks  # noqa: E402
-from trainer_ranks import ALONE, NUM_TICKS, TEXTS, sizes_of  # noqa: E402
-from training_fixtures import tiny_config, write_model  # noqa: E402
 
 ONE_HEAD = "one_head"
 """Qwen3 with one key-value head and biases: both ranks of ``tp 2`` hold it, and FSDP2 cuts its rows over two more."""

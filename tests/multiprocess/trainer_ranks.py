@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 from rank_processes import join_group
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "trainer"))
 from training_fixtures import VOCABULARY, make_groups, with_experts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

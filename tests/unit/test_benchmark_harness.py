@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from harness import paired_ratio
 
 

@@ -5,13 +5,9 @@ A slice of ``benchmarks/exact_episode_tokens.py``, which plays 1,000 of every en
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
 from exact_episode_tokens import ALPHABET_SORT, CALCULATOR, ENVIRONMENTS, look_at, make_chatml
 
 from llamarl.environments.registry import BUILT_IN

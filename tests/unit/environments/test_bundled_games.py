@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import random
 import string
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from frozen_lake import FrozenLake
+from guess_number import GuessNumber
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from word_games import FIVE_LETTERS, AlphabetSort, Wordle, marks, some_words
 
 import llamarl
 from llamarl.data.items import TaskItem
@@ -21,12 +23,6 @@ from llamarl.environments.games.game import said
 from llamarl.environments.games.mastermind import Mastermind, compare
 from llamarl.environments.games.second_try import SecondTry
 from llamarl.environments.registry import make_environment
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples/games"))
-
-from frozen_lake import FrozenLake
-from guess_number import GuessNumber
-from word_games import FIVE_LETTERS, AlphabetSort, Wordle, marks, some_words
 
 EXAMPLES = Path(__file__).parents[3] / "examples/games"
 NO_WORDS = TaskItem(question="")

@@ -6,18 +6,14 @@ import enum
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from calculator import Calculator, work_out, written
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
 from llamarl.environments.tools import BadArguments, Tool, ToolError, cut, tools_of
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples/games"))
-
-from calculator import Calculator, work_out, written
 
 
 class Kind(enum.Enum):

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_reward_model import ask, respond  # the same prompts and responses
 
 from llamarl.channels.base import ChannelKind, ChannelSpec

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import FAMILIES, tiny_config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import llamarl.executors.self_check as self_check
 from llamarl.engine.model_runner import ModelRunner

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import paper_table
+import pytest
 
 
 def test_every_claim_holds_and_the_file_has_the_agreed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

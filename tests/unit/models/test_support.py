@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +13,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES as TINY
 from tiny_models import tiny_config
+from training_fixtures import make_groups
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -21,9 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "trainer"))
-from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import RunConfig, validate

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from training_fixtures import tiny_config, write_model
 from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
-from tiny_models import tiny_model
 
 from llamarl.errors import ModelError
 from llamarl.models.parallel import ParallelLayout

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import FAMILIES, tiny_config
 from training_fixtures import make_groups
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
-from tiny_models import FAMILIES, tiny_config
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.engine.config import EngineConfig

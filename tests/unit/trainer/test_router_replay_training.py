@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import tiny_config
 
 from llamarl.algorithms.config import AlgorithmConfig

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_fixtures import write_model
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import SPARSE
 from tiny_models import tiny_config as sparse_config
+from training_fixtures import write_model
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_fixtures import make_groups, write_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import SPARSE, tiny_config
+from training_fixtures import make_groups, write_model
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.parallel import ParallelLayout

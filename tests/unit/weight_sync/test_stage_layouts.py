@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from test_random_layouts import plan
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 from tiny_models import tiny_config, tiny_model
 
 from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, shard_box
