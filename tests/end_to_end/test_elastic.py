@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import CommandLine, wait_until
 from forked_command import Started
+from tools.chaos.processes import ranks
 
 from llamarl.observability.warning_log import read_warnings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from killing import ranks
 from same_run import assert_same_run
 
 SETTINGS = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import CommandLine, rows, wait_until
-from killing import ranks
 from tools.chaos.compare import differences
+from tools.chaos.processes import ranks
 
 from llamarl.observability.events import read_events
 from llamarl.observability.rollouts import read_rollouts

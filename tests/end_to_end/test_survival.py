@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from conftest import CommandLine, rows, wait_until
 from forked_command import Started
+from tools.chaos.processes import ranks
 
 from llamarl.checkpoint.snapshot import MANIFEST
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.observability.keys import is_timing_key
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from killing import ranks
 
 SETTINGS = {
     "run.num_ticks": 10,

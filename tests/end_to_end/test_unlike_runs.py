@@ -16,12 +16,12 @@ import pytest
 from conftest import REPOSITORY, CommandLine, arguments, rows, wait_until
 from forked_command import Started
 from safetensors.torch import load_file
+from tools.chaos.processes import ranks
 
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.warning_log import read_warnings
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from killing import ranks
 from same_run import assert_same_run
 
 UNLIKE = REPOSITORY / "recipes" / "unlike.toml"

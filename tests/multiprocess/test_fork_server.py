@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.chaos.processes import alive, wait_for_end
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children
@@ -29,20 +30,6 @@ from llamarl.runtime.rank_environment import rank_environment
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
 
 WAIT_S = 30.0
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(*pids: int, within_s: float = 10.0) -> bool:
-    until = time.monotonic() + within_s
-    while any(map(alive, pids)) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
 
 
 class Rank:
@@ -95,7 +82,7 @@ def test_a_fork_is_shown_like_a_rank_and_its_guard_is_its_parent(run: Any) -> No
         assert parent == rank.child.pid != pid
         rank.control.close()
         assert "its process" in await rank.cause(), "its guard kills it, or it sees the end first"
-        assert gone(pid, parent)
+        assert not wait_for_end({pid, parent}, 10.0)
 
     run(test)
 
@@ -111,7 +98,7 @@ def test_the_signal_that_ended_a_fork_is_told_within_a_second(run: Any, number: 
         began = time.monotonic()
         assert words in await rank.cause()
         assert time.monotonic() - began < 1.0
-        assert gone(pid, rank.child.pid)
+        assert not wait_for_end({pid, rank.child.pid}, 10.0)
 
     run(test)
 
@@ -140,7 +127,7 @@ def test_a_server_that_is_killed_takes_its_forks_along_and_forks_no_more(run: An
         pid = rank.rank_pid()
         server.kill()
         assert "the process that had forked it has ended" in await rank.cause()
-        assert gone(pid, rank.child.pid)
+        assert not wait_for_end({pid, rank.child.pid}, 10.0)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             assert await server.fork("late", theirs.fileno(), 1, 2) is None

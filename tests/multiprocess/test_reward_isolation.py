@@ -7,27 +7,28 @@ import dataclasses
 import itertools
 import json
 import os
-import pickle
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import pytest
+from forked_command import SERVER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_responses import made_group, made_response
+from tools.chaos.processes import alive, wait_for_end
 
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import DataError
 from llamarl.executors.reward import count_causes
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Score
 
 JUDGE = '''
-import enum, json, multiprocessing, os, resource, signal, subprocess, sys, time
+import enum, json, multiprocessing, os, re, resource, signal, subprocess, sys, time
 from llamarl.types import Score
 
 class Part(enum.StrEnum):
@@ -142,6 +143,9 @@ def judge(prompt, response, answer):
         detach(rest)
         deaf()
         time.sleep(600)
+    if word == "detach_regex":
+        detach(rest)
+        re.match(r"(a+)+$", "a" * 50 + "b")  # never gives the interpreter lock back
     if word == "detach_exit":
         detach(rest)
         os._exit(4)
@@ -210,21 +214,8 @@ def _config(folder: Path, function: str, **pool: object) -> TaskConfig:
 
 
 def _group(*texts: str, metadata: dict[str, object] | None = None) -> Group:
-    prompt = Prompt(index=0, tokens=np.array([1], np.int32), text="pp", answer="aaa", metadata=metadata or {})
-    responses = tuple(
-        Response(
-            prompt_index=0,
-            sample_index=sample,
-            tokens=np.array([1], np.int32),
-            behavior_logprobs=np.array([-1.0], np.float32),
-            policy_versions=np.array([0], np.int32),
-            loss_mask=np.array([True]),
-            text=text,
-            finish_reason="stop",
-        )
-        for sample, text in enumerate(texts)
-    )
-    return Group(prompt=prompt, responses=responses)
+    responses = (made_response(sample, text=text) for sample, text in enumerate(texts))
+    return made_group(responses, text="pp", answer="aaa", metadata=metadata or {})
 
 
 def _judge(pool: RewardPool, *texts: str) -> list[Score | Failure | None]:
@@ -234,20 +225,6 @@ def _judge(pool: RewardPool, *texts: str) -> list[Score | Failure | None]:
 def _failure(outcome: object) -> Failure:
     assert isinstance(outcome, Failure)
     return outcome
-
-
-def _wait_until(done: Callable[[], bool], limit_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return done()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 KEEPS_ITS_VERDICT = (
@@ -351,68 +328,53 @@ def test_detached_processes_that_ignore_signals_do_not_outlive_their_worker(tmp_
         (pid,) = map(int, note.read_text().split())
         if word == "detach":
             assert outcome == Score(value=1.0)
-            assert _alive(pid)  # the judge may want it for its next sample
+            assert alive(pid)  # the judge may want it for its next sample
         else:
             assert _failure(outcome).kind == ("timeout" if word == "detach_hang" else "crash")
-            assert not _alive(pid)
-    assert not _alive(pid)
+            assert not alive(pid)
+    assert not alive(pid)
 
 
-PARENT = """
-import os, pickle, sys, time
-sys.path.insert(0, sys.argv[1])
-from test_reward_isolation import _group
-from llamarl.environments.pool import RewardPool
-config, words = pickle.loads(bytes.fromhex(sys.argv[2]))
-pool = RewardPool(config)
-if sys.argv[3] == "fork" and os.fork() == 0:  # holds a copy of every socket of the pool
+def _hold_a_pool(config: TaskConfig, text: str, how: str, said: Connection) -> None:
+    os.setsid()
+    pool = RewardPool(config)
+    if how == "fork" and os.fork() == 0:  # holds a copy of every socket of the pool
+        time.sleep(60)
+    said.send([*pool.worker_pids, *(worker.guardian.pid for worker in pool._workers)])
+    pool.score([_group(text)])
     time.sleep(60)
-print(*pool.worker_pids, *(worker.guardian.pid for worker in pool._workers), flush=True)
-pool.score([_group(*words)])
-print("done", flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
-@pytest.mark.parametrize(("word", "how"), [("detach_hang", "alone"), ("detach", "alone"), ("detach", "fork")])
+@pytest.mark.parametrize(
+    ("word", "how"), [("detach_hang", "alone"), ("detach_regex", "alone"), ("detach", "alone"), ("detach", "fork")]
+)
 def test_nobody_is_left_when_the_process_of_the_pool_is_killed(tmp_path: Path, word: str, how: str) -> None:
     note = tmp_path / "pids"
     config = _config(tmp_path, "judge", timeout_s=60.0)
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            PARENT,
-            str(Path(__file__).parent),
-            pickle.dumps((config, (f"{word} {note}",))).hex(),
-            how,
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    heard, said = SERVER.Pipe(duplex=False)
+    parent = SERVER.Process(target=_hold_a_pool, args=(config, f"{word} {note}", how, said))
+    parent.start()
     try:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        assert _wait_until(lambda: note.exists() and note.read_text().endswith("\n"))
-        pids += map(int, note.read_text().split())
-        assert all(map(_alive, pids))
+        assert heard.poll(60) and len(pids := set(heard.recv())) == 2
+        until = time.monotonic() + 15.0
+        while not (note.exists() and note.read_text().endswith("\n")) and time.monotonic() < until:
+            time.sleep(0.02)
+        pids |= set(map(int, note.read_text().split()))
+        assert all(map(alive, pids))
         parent.kill()
-        parent.wait(10)
-        assert _wait_until(lambda: not any(map(_alive, pids)))
+        parent.join(10)
+        assert not wait_for_end(pids, 15.0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)  # the forked copy, which is not the pool's to end
-        parent.stdout.close()
 
 
 def test_a_worker_whose_guardian_is_killed_dies_too_and_is_replaced(tmp_path: Path) -> None:
     with RewardPool(_config(tmp_path, "judge")) as pool:
         (old,) = pool.worker_pids
         pool._workers[0].guardian.kill()
-        assert _wait_until(lambda: not _alive(old))
+        assert not wait_for_end({old}, 15.0)
         assert _judge(pool, "xx") == [Score(value=2.0)]
 
 

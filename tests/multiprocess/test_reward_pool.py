@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from made_responses import made_group, made_response
+from tools.chaos.processes import alive, wait_for_end
 
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
-from llamarl.types import Failure, FinishReason, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Score
 
 REWARDS = """
 import os, re, signal, sys, time
@@ -64,22 +63,9 @@ def config(tmp_path: Path) -> TaskConfig:
     )
 
 
-def _response(index: int, sample: int, text: str, finish_reason: FinishReason = "stop") -> Response:
-    return Response(
-        prompt_index=index,
-        sample_index=sample,
-        tokens=np.array([1], np.int32),
-        behavior_logprobs=np.array([-1.0], np.float32),
-        policy_versions=np.array([0], np.int32),
-        loss_mask=np.array([True]),
-        text=text,
-        finish_reason=finish_reason,
-    )
-
-
 def _group(index: int, *texts: str) -> Group:
-    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="pp", answer="aaa", task="function")
-    return Group(prompt=prompt, responses=tuple(_response(index, i, text) for i, text in enumerate(texts)))
+    responses = (made_response(i, index=index, text=text) for i, text in enumerate(texts))
+    return made_group(responses, index=index, text="pp", answer="aaa", task="function")
 
 
 def _outcomes(group: Group) -> list[Score | Failure | None]:
@@ -104,13 +90,6 @@ def _group_members(group: int) -> list[int]:
         if int(fields[2]) == group and fields[0] != "Z":
             members.append(int(folder.name))
     return members
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_results_come_back_in_order_with_the_functions_values(config: TaskConfig) -> None:
@@ -153,7 +132,7 @@ def test_a_sample_over_its_time_is_failed_and_its_worker_and_children_are_gone(c
         assert bad.kind == "timeout"
         assert "timeout_s=0.5" in bad.detail
         assert pool.num_replaced == 1
-        assert not _alive(old)
+        assert not alive(old)
         assert _wait_until(lambda: not _group_members(old))
 
 
@@ -178,11 +157,8 @@ def test_true_is_one_and_other_samples_of_the_pool_are_untouched(config: TaskCon
 
 def test_a_generation_error_is_failed_without_being_judged_and_an_outcome_is_kept(config: TaskConfig) -> None:
     group = _group(0, "x", "x")
-    first = _response(0, 0, "x", "error")
-    kept = Response(
-        **{f: getattr(group.responses[1], f) for f in Response.__slots__ if f != "outcome"},
-        outcome=Score(value=0.25),
-    )
+    first = made_response(text="x", finish_reason="error")
+    kept = dataclasses.replace(group.responses[1], outcome=Score(value=0.25))
     with RewardPool(config, num_workers=1) as pool:
         scored = pool.score([Group(prompt=group.prompt, responses=(first, kept))])
     failed, same = _outcomes(scored[0])
@@ -195,7 +171,7 @@ def test_an_idle_worker_that_dies_costs_no_sample(config: TaskConfig) -> None:
     with RewardPool(config, num_workers=1) as pool:
         (pid,) = pool.worker_pids
         os.kill(pid, signal.SIGKILL)
-        assert _wait_until(lambda: not _alive(pid))
+        assert not wait_for_end({pid}, 10.0)
         outcomes = _outcomes(pool.score([_group(0, "x")])[0])
     assert outcomes == [Score(value=6.0)]
 
@@ -230,7 +206,7 @@ def test_close_ends_every_worker(config: TaskConfig) -> None:
     pids = pool.worker_pids
     pool.close()
     pool.close()
-    assert [_alive(pid) for pid in pids] == [False, False]
+    assert [alive(pid) for pid in pids] == [False, False]
     with pytest.raises(ValueError, match="closed"):
         pool.score([])
 
@@ -275,35 +251,3 @@ def test_a_worker_that_is_killed_while_the_pool_starts_is_started_again_but_not_
     with pytest.raises(ExecutorFailed, match=r"imports task.reward .*rewards.py:reward.*signal 9"):
         RewardPool(dataclasses.replace(config, pool=pool))
     assert module.with_name("starts").read_text() == "xxx"
-
-
-PARENT = """
-import sys, threading
-sys.path.insert(0, sys.argv[1])
-from test_reward_pool import _group
-from llamarl.environments.config import TaskConfig
-from llamarl.environments.pool import RewardPool
-import pickle
-config = pickle.loads(bytes.fromhex(sys.argv[2]))
-pool = RewardPool(config)
-print(*pool.worker_pids, flush=True)
-pool.score([_group(0, "regex", "hang")])
-"""
-
-
-def test_workers_die_with_a_parent_killed_while_they_are_busy(config: TaskConfig) -> None:
-    import pickle
-
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(Path(__file__).parent), pickle.dumps(config).hex()],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
-    time.sleep(0.5)  # both are inside their samples, one of them holding the interpreter lock
-    parent.kill()
-    parent.wait(10)
-    parent.stdout.close()
-    assert _wait_until(lambda: not any(map(_alive, pids)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from runtime_fakes import DELAY, HERE, Config, job
+from tools.chaos.processes import descendants, wait_for_end
 
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.controller.config import DeadlineConfig
@@ -328,43 +329,10 @@ class Program:
                 return
         raise AssertionError(f"{line!r} never came; stderr: {self.process.communicate()[1]}")
 
-    def descendants(self) -> list[int]:
-        """Of the controller: the guard of each rank, the ranks, what these have started."""
-        found, todo = [], [self.process.pid]
-        while todo:
-            below = [int(pid) for pid in _children(todo.pop())]
-            found += below
-            todo += below
-        return found
-
     def end(self) -> tuple[int, str]:
         """Exit code and stderr."""
         _, err = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, err
-
-
-def _children(pid: int) -> Sequence[str]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [child for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has ended
-        return []
-
-
-def _gone(pids: Sequence[int]) -> bool:
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        if not any(_runs(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
@@ -373,7 +341,7 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
         tmp_path, num_ticks=1000, doubler={"trouble": "hang"}, source={"trouble": "child", "trouble_tick": 0}
     )
     program.wait_for("report source 2")
-    pids = program.descendants()
+    pids = descendants(program.process.pid)
     assert len(pids) == 3 * 2 + 1 and int((tmp_path / "child.pid").read_text()) in pids
     if signum is signal.SIGINT:
         os.killpg(program.process.pid, signum)  # as a terminal does: to everybody
@@ -383,14 +351,14 @@ def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, s
     else:
         program.process.send_signal(signum)
         program.process.communicate(timeout=60)
-    assert _gone(pids)
+    assert not wait_for_end(set(pids), LIMIT_S)
 
 
 @pytest.mark.long
 def test_a_job_that_was_suspended_for_longer_than_its_deadline_goes_on(tmp_path: Path) -> None:
     program = Program(tmp_path, num_ticks=400, step_s=4.0, source={"step_s": 0.02})
     program.wait_for("report sink 200")
-    pids = [program.process.pid, *program.descendants()]
+    pids = [program.process.pid, *descendants(program.process.pid)]
     assert len(pids) == 1 + 3 * 2, "three guards and their ranks"
     try:
         for pid in pids:
@@ -415,12 +383,12 @@ def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
     until = time.monotonic() + 60.0
     while not (tmp_path / "child.pid").exists() and time.monotonic() < until:
         time.sleep(0.02)
-    pids = program.descendants()
+    pids = descendants(program.process.pid)
     assert len(pids) == 3 * 2 + 1
     os.killpg(program.process.pid, signal.SIGINT)
     code, err = program.end()
     assert (code, err.strip()) == (130, "ended: stopped by the user")
-    assert _gone(pids)
+    assert not wait_for_end(set(pids), LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +398,7 @@ def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
 def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, cause: str, code: int) -> None:
     program = Program(tmp_path, num_ticks=1000, doubler={"trouble": trouble})
     program.wait_for("report source 1")
-    pids = program.descendants()
+    pids = descendants(program.process.pid)
     returned, err = program.end()
     assert returned == code
     lines = [line for line in err.splitlines() if cause in line]
@@ -438,7 +406,7 @@ def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, ca
     assert err.count("ended:") == 1 and not any(
         noise in err for noise in ("Unhandled", "Task was", "Exception ignored")
     ), err
-    assert _gone(pids)
+    assert not wait_for_end(set(pids), LIMIT_S)
 
 
 def test_a_notebook_whose_thread_runs_an_event_loop_can_be_the_controller() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from runtime_fakes import HERE, Config
+from tools.chaos.processes import descendants, wait_for_end
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import JobStart, Order, Runtime
@@ -35,17 +36,6 @@ class Opened:
     unix: tuple[str, ...]
     """Paths; those that begin with ``@`` are abstract."""
     tcp: tuple[tuple[str, int], ...]
-
-
-def descendants(pid: int) -> list[int]:
-    found, todo = [], [pid]
-    while todo:
-        with contextlib.suppress(OSError):  # it has ended
-            for task in Path(f"/proc/{todo.pop()}/task").iterdir():
-                below = [int(child) for child in (task / "children").read_text().split()]
-                found += below
-                todo += below
-    return found
 
 
 def opened_by(pids: Sequence[int]) -> Opened:
@@ -114,22 +104,6 @@ def _knock(family: int, address: object) -> str:
             return type(error).__name__
 
 
-def gone(pids: Sequence[int], within_s: float = 10.0) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if not any(_runs(pid) for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def local() -> Iterator[Runtime]:
     made = make_runtime("local", channel_factory=str(HERE))
@@ -186,7 +160,7 @@ def test_a_run_of_the_tiny_recipe_opens_nothing_and_leaves_nothing_when_it_is_ki
     finally:
         controller.kill()
         controller.wait()
-    assert gone(pids)
+    assert not wait_for_end(set(pids), 10.0)
     assert list(temporary.iterdir()) == []
 
 
@@ -232,7 +206,7 @@ def test_whoever_is_killed_nobody_and_nothing_is_left(tmp_path: Path, killed: st
     if killed != "controller":
         assert controller.returncode == 1 and "its process was killed by signal 9 (SIGKILL" in err, err
     left = {daemon} if killed == "guard" else set()  # nothing but its guard held it
-    assert gone([pid for pid in pids if pid not in left])
+    assert not wait_for_end(set(pids) - left, 10.0)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert list(temporary.iterdir()) == []

@@ -235,3 +235,17 @@ def test_a_function_ends_before_a_screen_does() -> None:
     (loop,) = [found for found in functions if found[2].endswith("controller.py:run_graph")]
     assert loop[0] <= 80 and loop[1] <= 20
     assert [found for found in functions if found[0] > MAX_LINES or found[1] > MAX_COMPLEXITY] == []
+
+
+# Sizes.
+
+
+def lines_of(*paths: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def test_the_forecast_has_at_most_5000_lines_and_is_lighter_than_engine_and_trainer_with_its_verbs() -> None:
+    verbs = [ROOT / "cli" / f"{name}.py" for name in ("plan", "simulate", "forecast_flags")]
+    room = lines_of(*(ROOT / "forecast").rglob("*.py"))
+    assert room <= 5_000
+    assert room + lines_of(*verbs) < lines_of(*(ROOT / "engine").rglob("*.py"), *(ROOT / "trainer").rglob("*.py"))

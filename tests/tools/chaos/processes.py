@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools.chaos.plan import Blow, Target
 
-__all__ = ["alive", "descendants", "strike_processes", "targets", "wait_for_end"]
+__all__ = ["alive", "descendants", "ranks", "strike_processes", "targets", "wait_for_end"]
 
 _WORKER, _RANK = "llamarl.environments.worker", "llamarl.runtime.rank_process"
 _POLL_S = 0.02
@@ -29,6 +29,11 @@ def targets(controller: int) -> list[Target]:
         if program and not is_guard and _is_below(pid, controller, parents):
             found.append(Target(name=words[-1] if program == _RANK else "environments", pid=pid))
     return found
+
+
+def ranks(controller: int) -> dict[str, int]:
+    """Name of each of its ranks, such as ``trainer[0]``, and its process."""
+    return {found.name: found.pid for found in targets(controller)[1:] if found.name != "environments"}
 
 
 def strike_processes(blow: Blow, victims: Sequence[Target]) -> str:

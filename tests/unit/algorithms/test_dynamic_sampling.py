@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from made_responses import made_response
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.dynamic_sampling import has_signal, oldest_version, select_groups
@@ -23,17 +24,14 @@ def response(
     trained: bool = True,
 ) -> Response:
     written = list(versions) if versions is not None else [0] * length
-    n = len(written)
-    return Response(
-        prompt_index=index,
-        sample_index=0,
-        tokens=np.zeros(n, np.int32),
-        behavior_logprobs=np.zeros(n, np.float32),
-        policy_versions=np.array(written, np.int32),
-        loss_mask=np.full(n, trained),
-        text="",
+    outcome = Failure(kind="timeout", detail="") if reward is None else Score(value=reward)
+    return made_response(
+        index=index,
+        tokens=[0] * len(written),
+        versions=written,
+        mask=trained,
         finish_reason=finish,
-        outcome=Failure(kind="timeout", detail="") if reward is None else Score(value=reward),
+        outcome=outcome,
     )
 
 

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.diagnostics import token_statistics
+from llamarl.algorithms.kl import k1, k2, k3
 from llamarl.algorithms.registry import LOSSES
+from llamarl.trainer.critic import value_loss
 from llamarl.trainer.objective import ratio_keep_mask
 
 LENGTHS = [3, 1, 6, 4, 2, 1, 8, 1, 2, 3]
@@ -235,3 +238,69 @@ def test_a_token_cut_at_the_cap_counts_as_clipped(
 ) -> None:
     batch = _batch([math.exp(21), math.exp(19), 1.0], [advantage] * 3)
     assert LOSSES[name](batch, AlgorithmConfig(name=name, rho=rho)).clipped.tolist() == clipped  # type: ignore[arg-type]
+
+
+# The critic's loss.
+
+
+def test_without_clipping_it_is_half_the_squared_error() -> None:
+    v = torch.tensor([1.0, -2.0], requires_grad=True)
+    losses, clipped = value_loss(v, torch.tensor([0.0, 1.0]), torch.zeros(2), clip=0.0)
+    assert losses.tolist() == [0.5, 4.5] and not clipped.any()
+    losses.sum().backward()
+    assert v.grad is not None and v.grad.tolist() == [1.0, -3.0]
+
+
+def test_an_estimate_that_moved_too_far_towards_its_return_gets_no_gradient() -> None:
+    """Return 1, first estimate 0, clip 0.25: at 0.75 the clipped error (0.75^2) is the larger; at -0.75, moved away, the
+    plain one is (1.75^2 > 1.25^2); at 0.125, inside, both are equal."""
+    v = torch.tensor([0.75, -0.75, 0.125], requires_grad=True)
+    losses, clipped = value_loss(v, torch.ones(3), torch.zeros(3), clip=0.25)
+    assert losses.tolist() == [0.75**2 / 2, 1.75**2 / 2, 0.875**2 / 2]
+    assert clipped.tolist() == [True, False, False]
+    losses.sum().backward()
+    assert v.grad is not None and v.grad.tolist() == [0.0, -1.75, -0.875]
+
+
+def test_estimates_within_the_clip_do_not_count_as_clipped_though_both_errors_are_rounded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    earlier, v = (torch.randn(1000, generator=generator) * scale for scale in (0.03, 0.05))
+    returns = torch.rand(1000, generator=generator)
+    assert float((v - earlier).abs().max()) < 0.5
+    assert (
+        (earlier + (v - earlier) - returns).square() > (v - returns).square()
+    ).any()  # rounding alone makes it larger
+    assert not value_loss(v, returns, earlier, clip=0.5)[1].any()
+
+
+# What is told of each loss.
+
+
+def test_statistics_by_hand() -> None:
+    sums = token_statistics(
+        torch.tensor([math.log(0.5), math.log(0.2)]),
+        torch.tensor([math.log(0.25), math.log(0.4)]),  # ratios 2 and 0.5
+        torch.tensor([1.0, 0.5]),
+        torch.tensor([True, False]),
+    )
+    assert sums["ratio/mean"].item() == pytest.approx(2.5)
+    assert sums["ratio/max"].item() == pytest.approx(2.0)
+    assert sums["ratio/clipped_fraction"].item() == 1.0
+    assert sums["entropy"].item() == 1.5
+    # (2 - 1 - log 2) + (0.5 - 1 + log 2)
+    assert sums["mismatch/kl"].item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_no_tokens_give_zeros() -> None:
+    none, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    assert all(value.item() == 0.0 for value in token_statistics(none, none, none, mask).values())
+
+
+def test_k1_and_k3_average_to_the_true_kl_and_k3_is_never_negative() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    log_ratio = (q / p).log()  # one "sample" of each outcome, weighted by its probability
+    true = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * k1(log_ratio)).sum(), true)
+    torch.testing.assert_close((p * k3(log_ratio)).sum(), true)
+    assert (k3(log_ratio) >= 0).all()
+    torch.testing.assert_close(k2(log_ratio), log_ratio**2 / 2)

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, Shares
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.errors import ChannelError, DeadlineExceeded
 from llamarl.models.packing import balance
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import Group, Score
 
 
 def spec(kind: ChannelKind, capacity: int = 1) -> ChannelSpec:
@@ -28,19 +29,8 @@ def ends(kind: ChannelKind, sources: int, sinks: int, capacity: int = 1) -> tupl
 
 
 def group(index: int, length: int) -> Group:
-    prompt = Prompt(index=index, tokens=np.arange(3, dtype=np.int32), text="1+1", metadata={"a": [1, 2]})
-    response = Response(
-        prompt_index=index,
-        sample_index=0,
-        tokens=np.arange(length, dtype=np.int32),
-        behavior_logprobs=np.full(length, -0.5, np.float32),
-        policy_versions=np.zeros(length, np.int32),
-        loss_mask=np.ones(length, np.bool_),
-        text="2",
-        finish_reason="stop",
-        outcome=Score(value=1.0),
-    )
-    return Group(prompt=prompt, responses=(response,))
+    response = made_response(index=index, tokens=range(length), logprobs=-0.5, text="2", outcome=Score(value=1.0))
+    return made_group([response], index=index, tokens=range(3), text="1+1", metadata={"a": [1, 2]})
 
 
 def test_gather_concatenates_in_rank_order_at_every_sink() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, checksum_file
+from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, canonical_json, checksum_file
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.checkpoint.written import files_below, record_files
-from llamarl.errors import CheckpointError
+from llamarl.config import validate
+from llamarl.errors import CheckpointError, ConfigError
 
 
 class _Killed(BaseException):
@@ -403,3 +404,38 @@ def test_a_copy_of_a_checkpoint_elsewhere_is_proved_too(store: CheckpointStore, 
     _write(store, 5)
     shutil.copytree(store.folder / "tick_000005", tmp_path / "copy")
     assert store.verify(tmp_path / "copy").tick == 5
+
+
+# Manifests and settings.
+
+
+def test_what_was_written_to_a_manifest_is_equal_after_reading() -> None:
+    described = {"config": {"run": {"seed": 1}, "trainer": {"lr": 0.001, "betas": [0.9, 0.95]}}}
+    manifest = Manifest(tick=3, files=(FileRecord(path="a/b", num_bytes=2, xxh3_128="00"),), run=described)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_a_manifest_of_another_format_is_refused() -> None:
+    data = Manifest(tick=3, files=()).to_bytes().replace(b'"format": 3', b'"format": 1')
+    with pytest.raises(ValueError, match="has format 1, this llamarl reads format 3"):
+        Manifest.from_bytes(data)
+
+
+def test_canonical_json_refuses_nan() -> None:
+    with pytest.raises(ValueError):
+        canonical_json({"a": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("every", "at_end", "due"),
+    [(0, True, [9]), (0, False, []), (4, True, [3, 7, 9]), (4, False, [3, 7]), (5, True, [4, 9])],
+)
+def test_checkpoints_are_due_after_each_full_count_of_ticks_and_at_the_end(every: int, at_end: bool, due: list) -> None:
+    config = CheckpointConfig(every=every, at_end=at_end)
+    assert [tick for tick in range(10) if config.is_due(tick, 10)] == due
+
+
+@pytest.mark.parametrize("field", ["every_minutes", "every", "keep"])
+def test_negative_settings_are_refused_by_name(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"checkpoint.{field} must be >= 0"):
+        validate({"checkpoint": {field: -1}})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.api.settings import run_config
 from llamarl.config import RunConfig, load_config, save_config
@@ -76,16 +77,11 @@ def test_a_task_that_holds_nothing_out_leaves_its_share_to_the_others() -> None:
 
 
 def group(task: str, *rewards: float) -> Group:
-    prompt = Prompt(index=0, tokens=np.array([1]), text="", answer=None, task=task, metadata={})
-    responses = tuple(response(Score(value=reward)) for reward in rewards)
-    return Group(prompt=prompt, responses=responses)
+    return made_group((response(Score(value=reward)) for reward in rewards), answer=None, task=task, metadata={})
 
 
 def response(outcome: Score | None = None, text: str = "7") -> Response:
-    return Response(
-        prompt_index=0, sample_index=0, tokens=np.array([5]), behavior_logprobs=np.zeros(1, np.float32),
-        policy_versions=np.zeros(1, np.int32), loss_mask=np.ones(1, bool), text=text, finish_reason="stop", outcome=outcome,
-    )  # fmt: skip
+    return made_response(tokens=[5], text=text, outcome=outcome)
 
 
 def test_metrics_and_evaluations_tell_each_task() -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.config import validate
 from llamarl.environments.code import CodeOptions, CodeTask, Verdict, judge_program, same_output, warning_of_no_box
@@ -19,7 +19,7 @@ from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
 from llamarl.environments.sandbox.run import Installation
 from llamarl.errors import ConfigError, DataError
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Score
 
 TESTS = ["assert scramble(2) == 81234567", "assert scramble(11) == -40506"]
 RIGHT = "def scramble(x): return {2: 81234567, 11: -40506}[x]"
@@ -358,18 +358,8 @@ def test_the_examples_solutions_pass_their_tests(boxes: None) -> None:
 
 
 def group(item_metadata: dict[str, Any], *texts: str) -> Group:
-    none = np.zeros(0, np.int32)
-    prompt = Prompt(index=0, tokens=none, text="q", task="", metadata=item_metadata)
-    return Group(
-        prompt=prompt,
-        responses=tuple(
-            Response(
-                prompt_index=0, sample_index=i, tokens=none, behavior_logprobs=none.astype(np.float32), policy_versions=none,
-                loss_mask=none.astype(bool), text=text, finish_reason="stop",
-            )
-            for i, text in enumerate(texts)
-        ),
-    )  # fmt: skip
+    responses = (made_response(i, tokens=(), text=text) for i, text in enumerate(texts))
+    return made_group(responses, tokens=(), text="q", task="", metadata=item_metadata)
 
 
 def config(tmp_path: Path, **options: Any) -> TaskConfig:

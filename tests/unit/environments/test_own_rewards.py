@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_responses import made_response
 
 from llamarl.api.settings import run_config
 from llamarl.config import load_config, save_config
@@ -18,7 +19,7 @@ from llamarl.environments.functions import FunctionTask, NotANumber, as_score
 from llamarl.environments.jobs import _verdict
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import ConfigError
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Score
 
 CODE = """
 def format(response):
@@ -133,11 +134,7 @@ def test_workers_judge_so_and_know_the_tokens(module: str, tmp_path: Path) -> No
     (tmp_path / "q.jsonl").write_text('{"question": "3+4?", "answer": "7"}\n{"question": "1+1?", "answer": "2"}\n')
     judges = [RewardPart(function=f"{module}:lengths", weight=0.5), RewardPart(function=f"{module}:right")]
     config = TaskConfig(name="function", data=str(tmp_path / "q.jsonl"), rewards=judges, eval_fraction=0.0)
-    tokens = np.array([5, 6, 7])
-    response = Response(
-        prompt_index=0, sample_index=0, tokens=tokens, behavior_logprobs=np.zeros(3, np.float32),
-        policy_versions=np.zeros(3, np.int32), loss_mask=np.ones(3, bool), text="7", finish_reason="stop",
-    )  # fmt: skip
+    response = made_response(tokens=[5, 6, 7], text="7")
     with RewardPool(config, seed=0) as pool:
         (group,) = pool.score([Group(prompt=prompt(), responses=(response,))])
     assert not isinstance(group.responses[0].outcome, Failure)

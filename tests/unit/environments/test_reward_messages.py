@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.config import validate
 from llamarl.environments.episode import Observation, Step
@@ -29,7 +29,7 @@ from llamarl.environments.pool import split_into_batches
 from llamarl.environments.worker_process import unset_names, worker_environment
 from llamarl.errors import ConfigError, DataError
 from llamarl.executors.reward import count_causes, failure_cause
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Score
 
 
 def test_frames_come_whole_however_the_bytes_are_cut() -> None:
@@ -182,25 +182,7 @@ def test_of_endless_output_the_last_lines_since_the_mark_are_kept_in_bounded_mem
 
 
 def _group(*outcomes: Score | Failure | None) -> Group:
-    prompt = Prompt(index=0, tokens=np.array([1], np.int32), text="")
-    empty = np.array([], np.float32)
-    return Group(
-        prompt=prompt,
-        responses=tuple(
-            Response(
-                prompt_index=0,
-                sample_index=i,
-                tokens=empty.astype(np.int32),
-                behavior_logprobs=empty,
-                policy_versions=empty.astype(np.int32),
-                loss_mask=empty.astype(bool),
-                text="",
-                finish_reason="stop",
-                outcome=outcome,
-            )
-            for i, outcome in enumerate(outcomes)
-        ),
-    )
+    return made_group(made_response(i, tokens=(), outcome=outcome) for i, outcome in enumerate(outcomes))
 
 
 def test_causes_are_counted_the_commonest_first_and_exceptions_by_their_place() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_responses import made_response
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.channels.plain_values import to_bytes
@@ -14,7 +15,7 @@ from llamarl.channels.samples import ANY
 from llamarl.config import load_config, validate
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.dynamic_sampling import DynamicSampler
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Prompt, Score
 
 
 def _group(index: int, rewards: tuple[float | None, ...]) -> Group:
@@ -37,15 +38,14 @@ def _group(index: int, rewards: tuple[float | None, ...]) -> Group:
         logprobs = -rng.random(4).astype(np.float32)
         logprobs[1] = np.nan
         responses.append(
-            Response(
-                prompt_index=index,
-                sample_index=sample,
-                tokens=rng.integers(0, 9, 4).astype(np.int32),
-                behavior_logprobs=logprobs,
-                policy_versions=np.array([4, -1, 4, 5], np.int32),
-                loss_mask=np.array([True, False, True, True]),
+            made_response(
+                sample,
+                index=index,
+                tokens=rng.integers(0, 9, 4),
+                logprobs=logprobs,
+                versions=[4, -1, 4, 5],
+                mask=[True, False, True, True],
                 text="😀 done" if sample else "",
-                finish_reason="stop",
                 outcome=outcome,
             )
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.plain_values import to_bytes
 from llamarl.config import validate
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, StepResult
-from llamarl.executors.reward import RewardExecutor
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.executors.reward import RewardExecutor, reward_metrics
+from llamarl.types import Failure, Group, Score
 
 COMPLETIONS = ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward")
 CONTEXT = ExecutorContext(name="reward", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, reads=(COMPLETIONS,))
@@ -29,21 +29,7 @@ class Pool:
     def score(self, groups: list[Any], *, limit_s: float | None = None) -> list[Any]:
         outcomes = [*[BROKEN] * (self.num_failed - 1), *[SLOW] * (self.num_failed > 0)]
         outcomes += [Score(value=1.0)] * (10 - len(outcomes))  # type: ignore[list-item]
-        responses = tuple(
-            Response(
-                prompt_index=0,
-                sample_index=i,
-                tokens=np.zeros(3, np.int32),
-                behavior_logprobs=np.zeros(3, np.float32),
-                policy_versions=np.zeros(3, np.int32),
-                loss_mask=np.ones(3, np.bool_),
-                text="",
-                finish_reason="stop",
-                outcome=outcome,
-            )
-            for i, outcome in enumerate(outcomes)
-        )
-        return [Group(prompt=Prompt(index=0, tokens=np.zeros(1, np.int32), text=""), responses=responses)]
+        return [made_group(made_response(i, tokens=[0] * 3, outcome=outcome) for i, outcome in enumerate(outcomes))]
 
 
 def ticks(num_failed: list[int], reward: dict[str, Any] | None = None) -> list[StepResult]:
@@ -95,3 +81,23 @@ def test_the_share_and_the_number_of_ticks_are_the_users() -> None:
 def test_wrong_limits_are_refused_by_name(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         validate({"reward": settings})
+
+
+# Metrics of rewards.
+
+
+def group(*outcomes: Score | Failure) -> Group:
+    return made_group(made_response(i, outcome=outcome) for i, outcome in enumerate(outcomes))
+
+
+def test_parts_are_averaged_over_the_responses_that_have_them() -> None:
+    metrics = reward_metrics(
+        [
+            group(Score(value=1.0, parts={"correct": 1.0, "steps": 4.0}), Score(value=0.0, parts={"correct": 0.0})),
+            group(Score(value=1.0, parts={"correct": 1.0}), Failure(kind="timeout", detail="")),
+        ]
+    )
+    assert metrics["reward/parts/correct"] == 2 / 3
+    assert metrics["reward/parts/steps"] == 4.0
+    assert (metrics["reward/mean"], metrics["reward/failed"]) == (2 / 3, 1.0)
+    assert metrics["groups/no_signal"] == 1.0  # one verdict alone has nothing to be compared with

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_responses import made_response
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -77,17 +78,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def respond(text: str, sample: int = 0, **changes: Any) -> Response:
-    made = Response(
-        prompt_index=0,
-        sample_index=sample,
-        tokens=np.array([5, 6], np.int32),
-        behavior_logprobs=np.zeros(2, np.float32),
-        policy_versions=np.zeros(2, np.int32),
-        loss_mask=np.ones(2, np.bool_),
-        text=text,
-        finish_reason="stop",
-    )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(made_response(sample, tokens=[5, 6], text=text), **changes)
 
 
 def ask(*responses: Response, **changes: Any) -> Group:

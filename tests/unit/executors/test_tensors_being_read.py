@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from made_responses import made_group, made_response
 from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -22,7 +22,7 @@ from llamarl.errors import DeadlineExceeded
 from llamarl.executors import trainer as trainer_module
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.trainer import TrainerExecutor
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import Group, Score
 from llamarl.weight_sync import source
 
 WAIT_S = 120.0
@@ -32,22 +32,13 @@ ENDS = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
 
 def group(index: int) -> Group:
     """Four answers of three tokens, two of them right."""
-    responses = [
-        Response(
-            prompt_index=index,
-            sample_index=sample,
-            tokens=np.array([4 + sample, 6, 7], np.int32),
-            behavior_logprobs=np.full(3, -2.0, np.float32),
-            policy_versions=np.zeros(3, np.int32),
-            loss_mask=np.ones(3, np.bool_),
-            text="",
-            finish_reason="stop",
-            outcome=Score(value=float(sample % 2)),
+    responses = (
+        made_response(
+            sample, index=index, tokens=[4 + sample, 6, 7], logprobs=-2.0, outcome=Score(value=float(sample % 2))
         )
         for sample in range(4)
-    ]
-    prompt = Prompt(index=index, tokens=np.array([3, 5, 8], np.int32), text="")
-    return Group(prompt=prompt, responses=tuple(responses))
+    )
+    return made_group(responses, index=index, tokens=[3, 5, 8])
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_responses import made_response
 
 from llamarl.errors import DataError, LlamaRLError
 from llamarl.observability.rollouts import cut_after, read_rollouts, write_rollouts
@@ -18,16 +19,9 @@ def _response(sample: int, versions: list[int], outcome: Score | Failure | None,
     length = len(versions)
     mask = np.array(versions) >= 0
     logprobs = np.where(mask, -np.arange(1, length + 1, dtype=np.float32) / np.float32(3), np.float32("nan"))
-    return Response(
-        prompt_index=7,
-        sample_index=sample,
-        tokens=np.arange(10, 10 + length, dtype=np.int32),
-        behavior_logprobs=logprobs.astype(np.float32),
-        policy_versions=np.array(versions, dtype=np.int32),
-        loss_mask=mask.astype(np.bool_),
-        text=text,
-        finish_reason="stop",
-        outcome=outcome,
+    tokens = range(10, 10 + length)
+    return made_response(
+        sample, index=7, tokens=tokens, logprobs=logprobs, versions=versions, mask=mask, text=text, outcome=outcome
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.runtime.child_process import is_stopped
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ranks import Ranks
 from llamarl.runtime.worker import WorkerPlan
@@ -84,3 +86,19 @@ def test_who_is_stopped_before_its_new_process_has_begun_never_does_anything(pre
     assert len(launcher.links) == (0 if prepares else 1), "it is not even started where that can still be spared"
     assert all(link.ended.done() and not link.told for link in launcher.links)
     assert launcher.closed and ranks.events.empty()
+
+
+# Guards.
+
+
+@pytest.mark.parametrize(("stopped", "word"), [(True, "STOP"), (False, "CONT")])
+def test_a_guard_whose_rank_was_stopped_before_it_said_who_it_is_counts_as_stopped(stopped: bool, word: str) -> None:
+    program = f"sleep 60 & kill -{word} $!; echo done; wait"
+    with subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, process_group=0) as guard:
+        assert guard.stdout is not None and guard.stdout.readline() == b"done\n"
+        until = time.monotonic() + 5.0
+        while stopped and not is_stopped(guard.pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert is_stopped(guard.pid) is stopped
+        subprocess.run(["kill", "-KILL", "--", f"-{guard.pid}"], check=True)
+    assert not is_stopped(guard.pid)  # nobody is not stopped

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import SPARSE
 from tiny_models import tiny_config as sparse_config
-from training_fixtures import write_model
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from training_fixtures import make_groups, tiny_config, write_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
@@ -19,6 +20,9 @@ from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.sharded_loading import StoredPart, give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
 from llamarl.models.value import HEAD, load_value_model, value_head, value_skeleton
+from llamarl.trainer.batch import make_microbatch, make_sequences
+from llamarl.trainer.logprobs import LogitTransform
+from llamarl.trainer.policy import Policy
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
 
@@ -133,3 +137,27 @@ def test_a_folder_with_other_names_or_shapes_is_noticed(tmp_path: Path) -> None:
         read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"))
     save_file({f"other.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
     assert where_stored(folder, model) is None
+
+
+# Devices.
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [("llama", True), ("llama", False), ("qwen3", True), ("gemma2", False), ("gemma3_text", False)],
+)
+def test_every_tensor_of_a_microbatch_is_on_the_device(family: str, shared: bool, dtype: torch.dtype) -> None:
+    attention = "llamarl_shared_prompts" if shared else "llamarl_packed"
+    with META:
+        model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention, dtype=dtype)
+    policy = Policy(model, LogitTransform(temperature=0.9), chunk_tokens=8, entropy_needs_grad=True)
+    sequences = make_sequences(make_groups(), AlgorithmConfig(), lambda counts: counts)
+    batch = make_microbatch(sequences, [1.0] * len(sequences), META, share_prompts=shared)
+    logprobs, entropy = policy(batch)
+    assert logprobs.device == entropy.device == META and logprobs.shape == batch.targets.shape
+    (logprobs.sum() + entropy.sum()).backward()
+    assert all(p.grad is not None and p.grad.device == META for p in policy.parameters())
