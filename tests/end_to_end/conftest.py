@@ -76,3 +76,13 @@ def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> N
         if time.monotonic() > end:
             raise AssertionError(f"waited {limit_s} s for {what}")
         time.sleep(0.02)
+
+
+def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
+    """Until there are so many, or the run has ended."""
+    file = run_dir / "metrics.jsonl"
+    wait_until(
+        lambda: run.poll() is not None or (file.is_file() and file.read_text().count("\n") >= number),
+        limit_s=240,
+        what=f"{number} rows",
+    )

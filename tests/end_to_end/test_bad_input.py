@@ -33,43 +33,8 @@ CASES: dict[str, tuple[Any, int, list[str]]] = {
         2,
         ["schedule.max_stalenes", "did you mean 'schedule.max_staleness'"],
     ),
-    "unknown section": ({"trainr.lr": 1}, 2, ["trainr", "did you mean 'trainer"]),
-    "wrong type": ({"schedule.max_staleness": '"two"'}, 2, ["schedule.max_staleness", "'two'", "integer"]),
-    "value out of range": ({"schedule.max_staleness": -1}, 2, ["schedule.max_staleness must be >= 0", "-1"]),
-    "mistakes of every kind at once": (
-        {
-            "run.num_ticks": 0,
-            "generator.group_size": '"x"',
-            "generator.dp": 3,
-            "model.path": '"no/such/model"',
-            "task.reward": '"no_such.py:score"',
-        },
-        2,
-        [
-            "5 mistakes",
-            "run.num_ticks must be in [1, 1000000], got 0",
-            "generator.group_size: expected an integer, got 'x' (str)",
-            "schedule.prompts_per_step (4) must be a multiple of generator.dp (3)",
-            "model.path: no folder no/such/model",
-            "task.reward 'no_such.py:score': no file",
-        ],
-    ),
-    "task option of the wrong type": ({"task.options": "{ min_terms = 2.5 }"}, 2, ["task.options: min_terms", "2.5"]),
-    "missing model folder": ({"model.path": '"no/such/model"'}, 2, ["model.path", "no/such/model", "bundled:tiny"]),
-    "group of one with a group baseline": ({"generator.group_size": 1}, 2, ["generator.group_size", ">= 2"]),
     "greedy group": ({"generator.sampling.temperature": 0}, 2, ["sampling.temperature", "greedy"]),
     "empty data file": (lambda folder: math_files(folder, ""), 2, ["train.jsonl", "empty"]),
-    "malformed line": (
-        lambda folder: math_files(folder, '{"question": "1+1=", "answer": "#### 2"}\n{"question": \n'),
-        2,
-        ["train.jsonl:2"],
-    ),
-    "missing data file": ({**MATH, "task.data": '"no/such.jsonl"'}, 2, ["no/such.jsonl"]),
-    "prompt longer than the context": (
-        lambda folder: math_files(folder, json.dumps({"question": "1+" * 4000 + "1=", "answer": "#### 2"}) + "\n"),
-        2,
-        ["train.jsonl:1", "8002 tokens", "too_long"],
-    ),
     "run folder below a file": ({"run.dir": '"/dev/null/run"'}, 2, ["/dev/null/run", "run.dir"]),
     "run folder on a read-only system": ({"run.dir": '"/proc/run"'}, 2, ["/proc/run", "run.dir"]),
 }
@@ -98,13 +63,6 @@ def test_bad_input_is_refused_before_anything_runs(
         assert fragment in told
     assert "Traceback" not in told
     assert not rows(run_dir)
-
-
-def test_a_recipe_that_is_not_toml_is_refused(llamarl: CommandLine, tmp_path: Path) -> None:
-    recipe = tmp_path / "broken.toml"
-    recipe.write_text("[run\n")
-    done = llamarl.run(["train", str(recipe)])
-    assert (done.returncode, "broken.toml is not valid TOML" in done.stderr) == (2, True)
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(llamarl: CommandLine, tmp_path: Path) -> None:

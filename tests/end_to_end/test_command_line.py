@@ -83,13 +83,6 @@ def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers(llam
     assert labels == [f"[prompt {p}, sample {s}]" for p in (1, 2, 3, 4) for s in (1, 2)]
 
 
-def test_a_malformed_prompt_line_is_named(llamarl: CommandLine, tmp_path: Path) -> None:
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text('{"prompt": "a1 b2 =\\n"}\n{"question": 3}\n')
-    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts)])
-    assert done.returncode == 2 and "in.jsonl:2" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
@@ -99,26 +92,6 @@ def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(
     assert "trainer -> generator" in done.stdout and "delay 4" in done.stdout
     assert "executor" in done.stdout and "threads" in done.stdout
     assert not (tmp_path / "run").exists()
-
-
-def test_resume_under_another_setting_is_refused_with_the_difference(llamarl: CommandLine, finished: Path) -> None:
-    settings = {"run.num_ticks": 4, "run.runtime": '"inline"', "optimizer.lr": 0.5}
-    done = llamarl.train(finished, settings, "--resume", str(finished))
-    assert done.returncode == 2
-    assert "optimizer.lr" in done.stderr and "0.5" in done.stderr
-
-
-def test_an_altered_checkpoint_is_refused_by_name(llamarl: CommandLine, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    settings = {"run.num_ticks": 2, "run.runtime": '"inline"', "checkpoint.every": 1, "evaluation.every": 0}
-    assert llamarl.train(run_dir, settings).returncode == 0
-    state = next((run_dir / "checkpoints" / "tick_000001" / "trainer" / "state").glob("*.safetensors"))
-    data = bytearray(state.read_bytes())
-    data[-1] ^= 1
-    state.write_bytes(data)
-    done = llamarl.train(run_dir, settings | {"run.num_ticks": 3}, "--resume", str(run_dir))
-    assert done.returncode != 0
-    assert state.name in done.stderr and "tick_000000" in done.stderr  # what is torn, and the last good one
 
 
 def test_help_teaches_every_key(llamarl: CommandLine) -> None:

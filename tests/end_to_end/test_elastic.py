@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import CommandLine, wait_until
+from conftest import CommandLine, wait_for_rows, wait_until
 from forked_command import Started
+from same_run import assert_same_run
 from tools.chaos.processes import ranks
 
 from llamarl.observability.warning_log import read_warnings
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from same_run import assert_same_run
 
 SETTINGS = {
     "run.num_ticks": 12,
@@ -56,15 +53,6 @@ def test_of_two_replicas_one_dies_then_the_controller_and_four_end_the_run(
 def restarts(run_dir: Path) -> list[int]:
     """Ticks before which an executor was brought up again."""
     return [warning["step"] for warning in read_warnings(run_dir) if warning["kind"] == "restart"]
-
-
-def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
-    file = run_dir / "metrics.jsonl"
-
-    def there() -> bool:
-        return run.poll() is not None or (file.is_file() and file.read_text().count("\n") >= number)
-
-    wait_until(there, limit_s=120, what=f"{number} rows")
 
 
 def wait_for_ranks(run: Started, replicas: int) -> dict[str, int]:

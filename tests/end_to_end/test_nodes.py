@@ -61,13 +61,6 @@ def test_a_run_with_reference_and_critic_resumes_bit_for_bit(tmp_path: Path) -> 
     assert AutoModelForTokenClassification.from_pretrained(whole / "critic").config.num_labels == 1
 
 
-def test_a_dry_run_shows_both_nodes(tmp_path: Path) -> None:
-    text = plan_run(_config(tmp_path / "run"))
-    for line in ("reward -> reference", "reference -> critic", "critic -> trainer"):
-        assert line in text
-    assert "[critic]" in text
-
-
 def test_a_reference_of_another_vocabulary_is_refused_before_anything_starts(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

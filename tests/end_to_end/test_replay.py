@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import RECIPE, CommandLine, rows, wait_until
+from holding_sink import HOLD_AT, hold_at, let_go
 from test_repeatable import assert_same_run
 
 from llamarl.cli.main import main
 from llamarl.executors.in_flight import Logged
 from llamarl.observability.events import EventLog, read_events
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from holding_sink import HOLD_AT, hold_at, let_go
 
 SETTINGS = {
     "schedule.weights": '"latest"',
@@ -64,20 +61,6 @@ def test_a_replay_under_other_settings_is_refused(killed_and_resumed: Path, caps
     told = capsys.readouterr().err
     assert "run.seed: " in told and "optimizer.lr: " in told
     assert not Path(f"{killed_and_resumed}-replay").exists()
-
-
-def test_a_torn_log_is_refused_by_name(
-    killed_and_resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = killed_and_resumed / "events.jsonl"
-    whole = log.read_bytes()
-    log.write_bytes(whole[:-9])
-    try:
-        assert main(["train", "--replay", str(killed_and_resumed), "--run.dir", str(tmp_path / "torn")]) == 1
-    finally:
-        log.write_bytes(whole)
-    assert f"{log}, line 6 is torn" in capsys.readouterr().err
-    assert not (tmp_path / "torn").exists()
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ import spaces_job
 from conftest import RECIPE, SMALL, rows
 from forked_command import SERVER
 from other_space import place
+from same_run import assert_same_run
 
 from llamarl.transports.network import Network
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from same_run import assert_same_run
 
 SPREAD = {
     "generator": [place("b"), place("e")],  # one reads the weights and passes them on to the other

@@ -8,22 +8,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import CommandLine, rows, wait_for_rows, wait_until
 from forked_command import Started
 from tools.chaos.processes import ranks
 
 from llamarl.checkpoint.snapshot import MANIFEST
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.observability.keys import is_timing_key
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 SETTINGS = {
     "run.num_ticks": 10,
@@ -142,15 +139,6 @@ def rollouts(run_dir: Path) -> list[tuple[str, int, int]]:
     """Name, inode and time of writing of each tick's file."""
     files = sorted((run_dir / "rollouts").iterdir())
     return [(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in files]
-
-
-def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
-    file = run_dir / "metrics.jsonl"
-
-    def there() -> bool:
-        return run.poll() is not None or (file.is_file() and file.read_text().count("\n") >= number)
-
-    wait_until(there, limit_s=120, what=f"{number} rows")
 
 
 @pytest.fixture

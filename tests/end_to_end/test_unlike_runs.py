@@ -8,21 +8,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, CommandLine, arguments, rows, wait_until
+from conftest import REPOSITORY, CommandLine, arguments, rows, wait_for_rows, wait_until
 from forked_command import Started
 from safetensors.torch import load_file
+from same_run import assert_same_run
 from tools.chaos.processes import ranks
 
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.warning_log import read_warnings
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from same_run import assert_same_run
 
 UNLIKE = REPOSITORY / "recipes" / "unlike.toml"
 SHORT: dict[str, Any] = {"run.num_ticks": 2, "evaluation.every": 0, "generator.sampling.max_new_tokens": 24}
@@ -78,11 +75,6 @@ def test_unlike_replicas_make_the_same_bits_when_ranks_and_the_controller_die(
 
 def num_restarts(run_dir: Path) -> int:
     return sum(warning["kind"] == "restart" for warning in read_warnings(run_dir))
-
-
-def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
-    wait_until(lambda: run.poll() is not None or (run_dir.exists() and len(rows(run_dir)) >= number), limit_s=240,
-               what=f"{number} rows")  # fmt: skip
 
 
 @pytest.mark.long
