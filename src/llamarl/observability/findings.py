@@ -1,8 +1,8 @@
 """Finds what goes wrong with a run, each with the key to change: for the run's own warnings, and
 for the report's first view. Pure.
 
-    rows of metrics.jsonl ──find_in_rows──▶ kind -> text       five ticks must agree: one odd batch is no trouble
-                                │
+    rows of metrics.jsonl ──find_in_rows──▶ kind -> text       the mean of the last five ticks: one odd batch is no trouble;
+                                │                              of the first ticks, the mean of those that there are
                 NewFindings ◀───┴───▶ find_wrong ◀── responses, warnings.jsonl
             a run warns of each once      every tick, and what the responses themselves show
 
@@ -41,14 +41,14 @@ Rows = Sequence[Mapping[str, Any]]
 KINDS = {
     "all_rewards_failed": ("Every reward fails", "failures"),
     "rewards_failing": ("Rewards fail", "failures"),
+    "mismatch": ("The policy runs away from its data", "curves"),
+    "entropy_collapsed": ("Entropy has collapsed", "curves"),
     "mostly_cut": ("Responses are cut at the length limit", "garbage"),
     "empty": ("Responses are empty", "garbage"),
     "repetition": ("Responses run in circles", "garbage"),
     "script": ("Responses are in another script than their prompts", "garbage"),
     "constant_reward": ("The reward is constant", "rollouts"),
     "some_rewards_fail": ("Some rewards fail", "failures"),
-    "mismatch": ("The policy runs away from its data", "curves"),
-    "entropy_collapsed": ("Entropy has collapsed", "curves"),
     "no_signal": ("Rewards carry no signal", "rollouts"),
     "nothing_trained": ("Nothing trains", "ledger"),
     "replies_late": ("The generator waits for environments", "timeline"),
@@ -69,8 +69,7 @@ _REPLACED_BY = {
 _NOTHING_LEARNED = ("all_rewards_failed", "nothing_trained", "constant_reward")
 
 WINDOW = 5
-"""Ticks that must agree."""
-_LAST = f"the last {WINDOW} ticks"
+"""Ticks over which means are taken."""
 _NO_SIGNAL = 0.9
 """Share of groups without a signal."""
 _CUT = 0.5
@@ -92,6 +91,8 @@ _WAITS = 0.5
 _GARBAGE = 0.2
 _FEW = 8
 """Responses from which on shares say something."""
+_FEW_GROUPS = 16
+"""Groups from which on their share without a signal does."""
 
 _MOST_CAUSES = 5
 """Of one tick, so that a report stays small."""
@@ -194,7 +195,7 @@ class NewFindings:
 
 
 def find_in_rows(first: Rows, recent: Rows, *, group_baseline: bool, causes: Sequence[str] = ()) -> dict[str, str]:
-    """Kind -> text of all that is wrong now: what is seen, then what to change.
+    """Kind -> text of all that is wrong now, causes first: what is seen, then what to change.
 
     Args:
         first: The run's first ``WINDOW`` rows, or as many as there are.
@@ -206,14 +207,22 @@ def find_in_rows(first: Rows, recent: Rows, *, group_baseline: bool, causes: Seq
     if len(recent) == WINDOW:
         found |= {
             "rewards_failing": _failing(recent, causes),
-            "no_signal": _no_signal(recent) if group_baseline else "",
-            "mostly_cut": _mostly_cut(_mean(recent, "response/truncated_fraction", 0.0), f"the responses of {_LAST}"),
-            "mismatch": _mismatch(_computed(recent)),
             "entropy_collapsed": _collapsed(_computed(first), _computed(recent)),
             "nothing_trained": _nothing_trained(recent),
             "replies_late": _replies_late(recent),
         }
-    return {kind: text for kind, text in found.items() if text}
+    if _sum(recent, "samples/delivered") >= _FEW:
+        cut = _mean(recent, "response/truncated_fraction", 0.0)
+        cut_at_first = first[0].get("response/truncated_fraction") or 0.0
+        found["mostly_cut"] = _mostly_cut(cut, f"the responses of {_last(recent)}", cut_at_first)
+        found["mismatch"] = _mismatch(_computed(recent), _last(recent))
+    if group_baseline and (len(recent) == WINDOW or _sum(recent, "groups/generated") >= _FEW_GROUPS):
+        found["no_signal"] = _no_signal(recent)
+    return {kind: found[kind] for kind in KINDS if found.get(kind)}
+
+
+def _last(rows: Rows) -> str:
+    return f"the last {len(rows)} ticks" if len(rows) > 1 else "the first tick"
 
 
 def _all_failed(row: Mapping[str, Any], causes: Sequence[str]) -> str:
@@ -231,7 +240,7 @@ def _failing(rows: Rows, causes: Sequence[str]) -> str:
         return ""
     cause = f", mostly by {causes[0]}" if causes else ""
     return (
-        f"{failed / judged:.0%} of the rewards of {_LAST} failed{cause}. {remedy(causes[0] if causes else '')}; "
+        f"{failed / judged:.0%} of the rewards of {_last(rows)} failed{cause}. {remedy(causes[0] if causes else '')}; "
         f"reward.max_failed_fraction ends such a run"
     )
 
@@ -243,19 +252,23 @@ def _no_signal(rows: Rows) -> str:
     equal = all(std is not None and std < 1e-9 for std in (row.get("reward/std") for row in rows))
     hint = '; an answer reaches it as text ("12" == 12 is never true)' if equal else ""
     return (
-        f"no signal: in {silent / judged:.0%} of the groups of {_LAST} all rewards are equal (mean "
+        f"no signal: in {silent / judged:.0%} of the groups of {_last(rows)} all rewards are equal (mean "
         f"{_mean(rows, 'reward/mean', 0.0):.3f}), and they move nothing. If the task is neither solved nor too hard, look at "
         f"the reward function (task.reward){hint}; else raise generator.group_size, or choose prompts of another difficulty"
     )
 
 
-def _mostly_cut(share: float, of: str) -> str:
+def _mostly_cut(share: float, of: str, at_first: float) -> str:
+    """
+    Args:
+        at_first: The share of the run's first tick: where it was small, the limit was long enough once.
+    """
     if share < _CUT:
         return ""
-    return (
-        f"{share:.0%} of {of} were cut at the length limit, mostly before their answer. Raise "
-        f"generator.sampling.max_new_tokens, or see to it that the model stops (its chat template, its stop tokens)"
-    )
+    seen = f"{share:.0%} of {of} were cut at the length limit, mostly before their answer"
+    if at_first < _CUT / 2:
+        return f"{seen}; in the first tick {at_first:.0%} were. If the rewards fell with it, the policy broke: lower optimizer.lr"
+    return f"{seen}. Raise generator.sampling.max_new_tokens, or see to it that the model stops (its chat template, its stop tokens)"
 
 
 def _computed(rows: Rows) -> Rows:
@@ -263,13 +276,15 @@ def _computed(rows: Rows) -> Rows:
     return [row for row in rows if row.get("tokens/computed", 1.0)]
 
 
-def _mismatch(rows: Rows) -> str:
+def _mismatch(rows: Rows, when: str) -> str:
     kl, clipped = _mean(rows, "mismatch/kl", 0.0), _mean(rows, "ratio/clipped_fraction", 0.0)
-    if kl < _MISMATCH and clipped < _CLIPPED:
+    seen = [f"mismatch/kl is {kl:.2g} nats a token"] if kl >= _MISMATCH else []
+    seen += [f"the ratio is clipped on {clipped:.0%} of the tokens"] if clipped >= _CLIPPED else []
+    if not seen:
         return ""
     return (
-        f"the policy runs away from what sampled its data: over {_LAST} mismatch/kl is {kl:.2g} nats a token and the ratio is "
-        f"clipped on {clipped:.0%} of the tokens. Lower optimizer.lr, or schedule.max_staleness"
+        f"the policy runs away from what sampled its data: over {when} {' and '.join(seen)}. Lower optimizer.lr, or "
+        f"schedule.max_staleness"
     )
 
 
@@ -278,7 +293,7 @@ def _collapsed(first: Rows, rows: Rows) -> str:
     if not start or now > _COLLAPSED * start:
         return ""
     return (
-        f"entropy has collapsed: {now:.2g} nats a token over {_LAST}, {start:.2g} at the start, so responses hardly differ. "
+        f"entropy has collapsed: {now:.2g} nats a token over {_last(rows)}, {start:.2g} at the start, so responses hardly differ. "
         f"Lower optimizer.lr, or set algorithm.entropy_coef or algorithm.kl_coef"
     )
 
@@ -288,11 +303,11 @@ def _nothing_trained(rows: Rows) -> str:
         return ""
     if not _sum(rows, "tokens/trained"):
         return (
-            f"no token trained in {_LAST}: every response failed, or none may train (algorithm.train_truncated, "
+            f"no token trained in {_last(rows)}: every response failed, or none may train (algorithm.train_truncated, "
             f"algorithm.ratio_mask, dynamic_sampling.enabled)"
         )
     if all((row.get("step/skipped") or 0) > 0 for row in rows):
-        return f"each of {_LAST} skipped an update whose loss or gradient was not finite. Lower optimizer.lr or algorithm.rho"
+        return f"each of {_last(rows)} skipped an update whose loss or gradient was not finite. Lower optimizer.lr or algorithm.rho"
     return ""
 
 
@@ -300,7 +315,7 @@ def _replies_late(rows: Rows) -> str:
     waited, worked = _sum(rows, "time/environment_wait_s"), _sum(rows, "time/generator_s")
     if not worked or waited / worked <= _STOOD_STILL:
         return ""
-    seen = f"the generator stood still for {waited / worked:.0%} of {_LAST}"
+    seen = f"the generator stood still for {waited / worked:.0%} of {_last(rows)}"
     late = [row["time/late_reply_s"] for row in rows if row.get("time/late_reply_s")]
     step_s = _mean(rows, "time/engine_step_s", 0.0)
     if _sum(rows, "time/environment_held_s") < waited / 2 or not late or not step_s:
@@ -373,7 +388,7 @@ def find_wrong(
     max_new_tokens: int | None = None,
     reward: str = "",
 ) -> list[Finding]:
-    """All that looks wrong with a run, the worst first.
+    """All that looks wrong with a run: what keeps it from learning first, by when it began.
 
     Args:
         rows: Of ``metrics.jsonl``.
@@ -401,7 +416,7 @@ def find_wrong(
         if sharper in found and found[sharper].now:
             found.pop(kind, None)
     rank = {kind: position for position, kind in enumerate(KINDS)}
-    return sorted(found.values(), key=lambda f: (f.level != "bad", not f.now, rank.get(f.kind, len(rank))))
+    return sorted(found.values(), key=lambda f: (f.level != "bad", f.first_tick, rank.get(f.kind, len(rank))))
 
 
 def _in_every_window(rows: Rows, responses: Sequence[ResponsesLike], *, group_baseline: bool) -> Iterable[Finding]:
@@ -448,13 +463,18 @@ def _in_responses(responses: Sequence[ResponsesLike], reward: str) -> Iterable[F
         level: Literal["bad", "note"] = "bad" if failed / total >= _MANY_FAILED else "note"
         yield Finding(kind="some_rewards_fail", level=level, text=text, first_tick=began)
     for bit, kind in enumerate(FLAGS):
+        shares = {
+            one.tick: sum(flags >> bit & 1 for flags in one.flags) / len(one.flags) for one in responses if one.flags
+        }
         share = sum(flags >> bit & 1 for one in responses for flags in one.flags) / total
+        limit = _CUT if kind == "cut" else _GARBAGE
+        since = next((tick for tick, of_tick in shares.items() if of_tick >= limit), began)
         if kind == "cut":
-            if text := _mostly_cut(share, "all responses"):
-                yield Finding(kind="mostly_cut", text=text, first_tick=began)
+            if text := _mostly_cut(share, "all responses", shares.get(began, 0.0)):
+                yield Finding(kind="mostly_cut", text=text, first_tick=since)
         elif share >= _GARBAGE:
             text = f"{share:.0%} of all responses. Look at some; a policy that broke is cured by a lower optimizer.lr, or kl_coef"
-            yield Finding(kind=kind, text=text, first_tick=began)
+            yield Finding(kind=kind, text=text, first_tick=since)
 
 
 def _waiting(rows: Rows) -> Iterable[Finding]:

@@ -31,7 +31,7 @@ from llamarl.observability.sinks import RowSink, TensorBoardSink, UserSink, Wand
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import TRAINED_FOLDER
-from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog
+from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog, read_warnings
 from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
 
@@ -95,6 +95,9 @@ class Recorder:
         self._log = MetricsLog(self.run_dir, resume_after_tick, patience=Patience(disk_s))
         self._warnings = WarningLog(self.run_dir, resume_after_tick)
         self._findings = NewFindings(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
+        self._warned = [
+            (int(one["step"]), str(one["text"])) for one in read_warnings(self.run_dir) if one["kind"] != "restart"
+        ]
         self._causes = Causes()
         self._sinks: list[RowSink] = []
         self._trace: TraceWriter | None = None
@@ -169,6 +172,7 @@ class Recorder:
     def warn(self, tick: int, kind: str, text: str) -> None:
         """Tell the user, and keep it in ``warnings.jsonl`` where that can be written."""
         self._keep_warning(tick, kind, text)
+        self._warned.append((tick, text))
         self.message(f"warning, tick {tick}: {text}")
 
     def restarted(self, tick: int, text: str) -> None:
@@ -200,6 +204,7 @@ class Recorder:
                 places[label] = str(self.run_dir / name)
         self._summary.stopped, self._summary.places = stopped, places
         self._summary.failures = tuple(self._causes.lines())
+        self._summary.warnings = tuple(self._warned)
         return self._summary
 
     def close(self, stopped: str = "", *, clocks: Mapping[str, tuple[float, float]] | None = None) -> None:

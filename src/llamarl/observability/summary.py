@@ -10,6 +10,10 @@ from typing import Any
 __all__ = ["RunSummary", "is_graded"]
 
 _FIRST_AND_LAST = ("eval/accuracy", "eval/reward_mean", "reward/mean", "eval/loss")
+_WORSE = 0.1
+"""Accuracy lost since the first evaluation that is told as a fall; of mean rewards and losses, a share of the first."""
+_FAR_WORSE = 0.2
+"""Accuracy lost since the best evaluation: the best of many is high by chance."""
 
 
 def is_graded(row: Mapping[str, Any]) -> bool:
@@ -26,6 +30,10 @@ class RunSummary:
     first: dict[str, float] = field(default_factory=dict)
     """Accuracy, held-out reward, reward and held-out loss as they were first reported, by key."""
     last: dict[str, float] = field(default_factory=dict)
+    best_accuracy: float = 0.0
+    """The highest that an evaluation found."""
+    warnings: tuple[tuple[int, str], ...] = ()
+    """(tick, text) of what the user was warned of, in the order in which it began."""
     is_graded: bool = False
     """Whether held-out rewards took other values than 0 and 1."""
     had_gradient: bool | None = None
@@ -57,6 +65,7 @@ class RunSummary:
             if key in known:
                 self.first.setdefault(key, known[key])
                 self.last[key] = known[key]
+        self.best_accuracy = max(self.best_accuracy, known.get("eval/accuracy", 0.0))
         for key in ("time/step_s", "tokens/generated", "tokens/trained", "reward/failed", "step/skipped"):
             if key in known:
                 self._sums[key] = self._sums.get(key, 0.0) + known[key]
@@ -87,6 +96,22 @@ class RunSummary:
     def trained_nothing(self) -> bool:
         """Whether rows were made and no token of any of them trained."""
         return self.tokens_trained == 0
+
+    @property
+    def got_worse(self) -> str:
+        """What evaluations say if the policy is worse than it was: ``accuracy fell from 0.375 to 0.000``."""
+        first, last = self.first, self.last
+        if "eval/loss" in last and last["eval/loss"] > first["eval/loss"] * (1 + _WORSE):
+            return f"held-out loss rose from {first['eval/loss']:.4f} to {last['eval/loss']:.4f}"
+        if self.is_graded and "eval/reward_mean" in last:
+            began, now = first["eval/reward_mean"], last["eval/reward_mean"]
+            return f"held-out reward fell from {began:.3f} to {now:.3f}" if began - now > _WORSE * abs(began) else ""
+        if "eval/accuracy" not in last:
+            return ""
+        began, best, now = first["eval/accuracy"], self.best_accuracy, last["eval/accuracy"]
+        if best - now >= _FAR_WORSE:
+            return f"accuracy fell from {best:.3f} to {now:.3f}"
+        return f"accuracy fell from {began:.3f} to {now:.3f}" if began - now >= _WORSE or now < began / 2 else ""
 
     @property
     def staleness_mean(self) -> float | None:

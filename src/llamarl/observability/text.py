@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ _MISSING = "–"
 _BAR_CELLS = 20
 _LINES_A_RUN = 30
 _LINES_A_HEADING = 20
+_MOST_WARNINGS = 8
 _PLAIN = str.maketrans(
     {"─": "-", "═": "=", "▶": ">", "·": "-", "×": "x", "█": "#", "░": ".", "–": "-", "→": ">", "▸": ">", "…": "~"}
 )
@@ -205,12 +207,15 @@ def title(summary: RunSummary) -> str:
         return f"stopped {summary.stopped}"
     if summary.trained_nothing:
         return "nothing was trained"
-    return "nothing was learned: no update had a gradient" if summary.had_gradient is False else "done"
+    if summary.had_gradient is False:
+        return "nothing was learned: no update had a gradient"
+    return summary.got_worse or "done"
 
 
 def tail(summary: RunSummary) -> list[str]:
     """What came of the run and where things lie."""
     lines = ["", f"{title(summary)} · {plural(summary.num_ticks, 'tick')} in {duration(summary.wall_s)}", ""]
+    lines += _warned(summary.warnings)
     facts: dict[str, str] = {}
     first, last = summary.first, summary.last
     if "eval/accuracy" in first:
@@ -238,6 +243,17 @@ def tail(summary: RunSummary) -> list[str]:
     if "trace" in summary.places:
         lines += ["", "  open the trace at https://ui.perfetto.dev"]
     return lines
+
+
+def _warned(warnings: Sequence[tuple[int, str]]) -> list[str]:
+    """What was warned of, once more: by now its lines have scrolled away."""
+    if not warnings:
+        return []
+    lines = ["  warned of, by when it began; what began first is often the cause of the rest:"]
+    for tick, words in warnings[:_MOST_WARNINGS]:
+        lines += textwrap.wrap(words, 100, initial_indent=f"  tick {tick:<5} ", subsequent_indent=" " * 13)
+    rest = len(warnings) - _MOST_WARNINGS
+    return [*lines, *([f"  and {rest} more"] if rest > 0 else []), ""]
 
 
 def encodable(line: str, encoding: str) -> str:

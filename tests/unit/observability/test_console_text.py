@@ -133,6 +133,49 @@ def test_a_run_that_trained_on_nothing_is_not_done(rows: list[dict[str, float]],
     assert text.title(summary) == words
 
 
+@pytest.mark.parametrize(
+    ("evaluations", "words"),
+    [
+        ([(0.375, 0.375), (0.0, 0.0)], "accuracy fell from 0.375 to 0.000"),
+        ([(0.3, 0.3), (0.9, 0.9), (0.4, 0.4)], "accuracy fell from 0.900 to 0.400"),
+        ([(0.94, 0.94), (0.86, 0.86)], "done"),
+        ([(0.04, 0.04), (0.01, 0.01)], "accuracy fell from 0.040 to 0.010"),
+        ([(0.1, 0.5), (0.1, 0.3)], "held-out reward fell from 0.500 to 0.300"),
+        ([(0.1, -0.5), (0.1, -0.52)], "done"),
+        ([(0.3, 0.3), (None, None)], "done"),  # of nothing but failures
+    ],
+)
+def test_a_policy_that_got_worse_is_the_headline(
+    evaluations: list[tuple[float | None, float | None]], words: str
+) -> None:
+    summary = RunSummary()
+    for tick, (accuracy, reward) in enumerate(evaluations):
+        found = {"eval/accuracy": accuracy, "eval/reward_mean": reward, "eval/failed": 8 * (accuracy is None)}
+        summary.add({"step": tick, "tokens/trained": 5, "grad_norm": 0.5, **found})
+    assert text.tail(summary)[1].startswith(f"{words} · ")
+
+
+def test_a_held_out_loss_that_rose_is_the_headline() -> None:
+    summary = RunSummary()
+    for tick, loss in enumerate((1.0, 0.8, 1.5)):
+        summary.add({"step": tick, "tokens/trained": 5, "grad_norm": 0.5, "eval/loss": loss})
+    assert text.title(summary) == "held-out loss rose from 1.0000 to 1.5000"
+
+
+def test_the_end_repeats_what_was_warned_of_in_the_order_in_which_it_began() -> None:
+    summary = RunSummary()
+    summary.warnings = ((2, "the policy runs away. Lower optimizer.lr"), (14, "no signal " + "and more of it " * 20))
+    lines = text.tail(summary)
+    place = lines.index("  tick 2     the policy runs away. Lower optimizer.lr")
+    assert "by when it began" in lines[place - 1]
+    assert lines[place + 1].startswith("  tick 14    no signal and more") and lines[place + 2].startswith(
+        " " * 13 + "and more"
+    )
+    assert max(map(len, lines)) <= 100
+    summary.warnings = tuple((tick, "x") for tick in range(11))
+    assert "  and 3 more" in text.tail(summary)
+
+
 def test_the_end_names_the_causes_of_failed_rewards() -> None:
     summary = RunSummary()
     summary.add(_row(0, **{"reward/failed": 47}))

@@ -90,17 +90,41 @@ AT_THE_LIMIT = [
 ]
 
 
+AT_ONCE = {"mostly_cut": 1, "mismatch": 1, "no_signal": 2}
+"""Kind -> ticks of 10 responses and 10 groups that are enough to tell; the others need the whole window."""
+
+
 @pytest.mark.parametrize(("beyond", "within", "kind"), AT_THE_LIMIT)
-def test_a_warning_begins_at_its_limit_and_needs_every_tick_of_the_window(
+def test_a_warning_begins_at_its_limit_in_the_first_tick_that_can_tell(
     beyond: dict[str, Any], within: dict[str, Any], kind: str
 ) -> None:
+    enough = AT_ONCE.get(kind, WINDOW)
+
     def kinds(changes: dict[str, Any], num_rows: int = WINDOW) -> list[str]:
         recent = [{**SOUND, **changes}] * num_rows
         return list(find_in_rows([SOUND] * WINDOW, recent, group_baseline=True))
 
     assert kinds(beyond) == [kind]
     assert kinds(within) == []
-    assert kinds(beyond, WINDOW - 1) == []
+    assert kinds(beyond, enough) == [kind]
+    assert enough == 1 or kinds(beyond, enough - 1) == []
+
+
+def test_a_tick_of_few_responses_tells_nothing() -> None:
+    rows = [{**SOUND, "samples/delivered": 7, "response/truncated_fraction": 1.0, "mismatch/kl": 5.0}]
+    assert find_in_rows(rows, rows, group_baseline=True) == {}
+
+
+def test_a_rate_far_too_high_is_told_before_what_it_causes() -> None:
+    """The policy breaks at the second update; later its responses never end and no reward differs."""
+    found = said(RUNS["rate"])
+    assert min(found.values())[1] == found["mismatch"][1] and found["mismatch"][0] <= 3
+    sound, broken = {**SOUND, "step": 0}, {**SOUND, "mismatch/kl": 7.0, "response/truncated_fraction": 0.9}
+    both = find_in_rows([sound], [broken] * WINDOW, group_baseline=True)
+    assert list(both) == ["mismatch", "mostly_cut"]
+    assert "optimizer.lr" in both["mostly_cut"] and "Raise generator" not in both["mostly_cut"]
+    from_the_start = find_in_rows([broken], [broken], group_baseline=True)
+    assert "Raise generator.sampling.max_new_tokens" in from_the_start["mostly_cut"]
 
 
 def test_a_tick_of_nothing_but_failures_is_told_at_once_with_its_first_cause() -> None:

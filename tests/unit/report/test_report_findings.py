@@ -61,8 +61,18 @@ def test_some_failures_are_counted_by_cause(tmp_path: Path) -> None:
 def test_what_is_over_is_told_as_over(tmp_path: Path) -> None:
     run = MadeRun(ticks=20, finish=lambda t, g, s: "length" if t < 6 else "stop")
     (finding,) = _findings(tmp_path, run)
-    # ticks 0 to 4 are the first five of which half or more are cut; by the last five none is
-    assert (finding["kind"], finding["first_tick"], finding["now"]) == ("mostly_cut", 4, False)
+    assert (finding["kind"], finding["first_tick"], finding["now"]) == ("mostly_cut", 0, False)
+
+
+def test_findings_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    run = MadeRun(
+        ticks=20,
+        finish=lambda t, g, s: "length" if t >= 6 else "stop",
+        outcome=lambda t, g, s: JUDGE_FAILS if t >= 12 else float(s % 2),
+    )
+    began = [(str(f["kind"]), f["first_tick"]) for f in _findings(tmp_path, run) if f["level"] == "bad"]
+    # of ticks 4 to 8 three fifths are cut; tick 12 is the first of nothing but failures
+    assert began[:2] == [("mostly_cut", 8), ("all_rewards_failed", 12)]
 
 
 def test_where_nothing_is_learned_nobody_is_told_that_an_executor_waits(tmp_path: Path) -> None:

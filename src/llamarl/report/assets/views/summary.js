@@ -64,7 +64,7 @@ function findingCards(run) {
     const short = info.ticks < info.window;
     return [h("article", { class: "finding good" }, h("h3", {}, "Nothing looks wrong"),
       h("p", {}, short
-        ? `Looked at with ${info.ticks} ticks: failed and constant rewards, cut, repeated and empty responses. Rules on trends need ${info.window} ticks.`
+        ? `Looked at with ${info.ticks} ticks: failed and constant rewards, cut, repeated and empty responses, groups without a signal, mismatch. Rules on trends need ${info.window} ticks.`
         : "Looked at: failed and constant rewards, groups without a signal, cut, repeated and empty responses, mismatch between policy and data, entropy, skipped updates, idle time."))];
   }
   return info.findings.map((finding) => h("article", { class: `finding ${finding.level}` },
