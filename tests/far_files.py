@@ -37,8 +37,8 @@ class DirectClient(FileClient):
 class FarHost:
     """One host that shares nothing with this one but a folder's parent."""
 
-    def __init__(self, base: Path, *, max_object_bytes: int = 1 << 40) -> None:
-        self.files = HostFiles(base, max_object_bytes=max_object_bytes)
+    def __init__(self, base: Path) -> None:
+        self.files = HostFiles(base)
 
     def client(self, name: str = "b") -> DirectClient:
         return DirectClient(name, SimpleNamespace(_files=self.files), stall_s=10.0)

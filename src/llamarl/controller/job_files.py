@@ -14,7 +14,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from llamarl.config import RunConfig, to_plain, validate
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
-from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, records_of
+from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, on_all_hosts, records_of
 from llamarl.files.over_ray import FileClient
 from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
@@ -99,7 +98,7 @@ class JobFiles:
                 return
             question = None if self._own_folders else ask(self._run_dir)
             try:
-                _on_all(new, functools.partial(self._open_one, question))
+                on_all_hosts(new, functools.partial(self._open_one, question))
             finally:
                 if question is not None:
                     withdraw(question)
@@ -183,7 +182,7 @@ class JobFiles:
             for path in dict.fromkeys(p for n, hosts in self._where.items() if number in hosts for p in named[n]):
                 _provide(self._hosts[number], path, content)
 
-        _on_all(list(self._hosts), to_host)
+        on_all_hosts(self._hosts, to_host)
 
     def adapt(self, plan: WorkerPlan, number: int) -> WorkerPlan:
         """A rank's plan with the paths of its host."""
@@ -278,24 +277,6 @@ def _provide(host: _Host, path: str, content: Callable[[str], Content]) -> None:
     if not same_there(host.client, place):
         place = provide(host.client, content(path), host.open_run)
     host.paths[path] = host.paths[str(Path(path).expanduser().resolve())] = str(place)
-
-
-def _on_all(hosts: Sequence[int], work: Callable[[int], None]) -> None:
-    """All at once, one thread each.
-
-    Raises:
-        TransferError: Naming every host that failed.
-    """
-    if not hosts:
-        return
-    with ThreadPoolExecutor(max_workers=min(32, len(hosts)), thread_name_prefix="host-files") as pool:
-        doing = [pool.submit(work, host) for host in hosts]
-    failed = [error for one in doing if (error := one.exception()) is not None]
-    for error in failed:
-        if not isinstance(error, TransferError):
-            raise error
-    if failed:
-        raise TransferError("\n".join(str(error) for error in failed)) from failed[0]
 
 
 def _plain(spec: ExecutorSpec) -> list[Any]:

@@ -71,18 +71,14 @@ def _record(name: str, path: Path) -> FileRecord:
     return FileRecord(path=name, num_bytes=num_bytes, xxh3_128=checksum)
 
 
-def paths_in(plain: Any, *, exists: Callable[[str], bool] = os.path.exists) -> list[str]:
+def paths_in(plain: Any) -> list[str]:
     """The files and folders that nested plain values name: models, data, and code as
-    ``path/to/file.py:name``; each once.
-
-    Args:
-        exists: Whether a path is there.
-    """
+    ``path/to/file.py:name``; each once."""
     found: dict[str, None] = {}
 
     def visit(value: str, key: str) -> str:
         where = _where(value, key)
-        if where and exists(_expanded(where)):
+        if where and os.path.exists(_expanded(where)):
             found[where] = None
         return value
 
@@ -122,7 +118,7 @@ def provide(client: FileClient, content: Content, open_run: Callable[[], str]) -
         named = (FileRecord(path=content.path.name, num_bytes=only.num_bytes, xxh3_128=only.xxh3_128),)
     root = content.path.parent if content.is_file else content.path
     for record in client.lacks(named):
-        client.send(root / record.path, record, run=None)
+        client.send(root / record.path, record, run, as_object=True)
     folder = client.place(run, named)
     return folder / content.path.name if content.is_file else folder
 

@@ -2,8 +2,8 @@
 
     BASE/runs/HANDLE/run/       the run's folder, as the ranks here see it: empty at first, brought to the controller's as it fills
     BASE/runs/HANDLE/content/   models, data and code that the plan of the run names, by content: links to objects
-    BASE/objects/               each file's bytes once, read-only, under its checksum and size; the oldest go beyond a limit
-    BASE/incoming/              what is on its way
+    BASE/runs/HANDLE/incoming/  what is on its way
+    BASE/objects/               each file's bytes once, read-only, under its checksum and size, for the runs to come
 
 A run's folder goes when its controller says so, and with this process, however that ends: a shell
 waits for its end and removes the folder. Where the controller has said that something in it is
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_file
 from llamarl.errors import TransferError
-from llamarl.files.resumable_file import PIECE_BYTES, ResumableFile
+from llamarl.files.incoming_file import PIECE_BYTES, IncomingFile
 from llamarl.files.safe_folder import SafeFolder
 from llamarl.user_folders import cache_folder
 
@@ -38,7 +38,6 @@ _SUM = re.compile(r"[0-9a-f]{32}")
 _UNUSED_S = 86_400.0
 _LEFT = ".left"
 _JANITOR_S = 3.0
-_MOST_OBJECT_BYTES = 200 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +59,13 @@ class HostFiles:
 
     Args:
         base: A folder of this user alone; made when it is needed.
-        max_object_bytes: Of models, data and code that are kept for the next run.
     """
 
-    def __init__(self, base: Path, *, max_object_bytes: int = _MOST_OBJECT_BYTES) -> None:
+    def __init__(self, base: Path) -> None:
         self.base = base
-        self._max_object_bytes = max_object_bytes
         self._janitors: dict[str, subprocess.Popen[bytes]] = {}
         """Run's handle -> the shell that removes its folder when this process is gone."""
-        self._coming: dict[int, ResumableFile] = {}
+        self._coming: dict[int, IncomingFile] = {}
         self._numbers = itertools.count()
 
     # -- a run's folder --
@@ -85,7 +82,8 @@ class HostFiles:
         self._forget_old()
         handle = f"{run_id}.{secrets.token_hex(8)}"
         folder = self._runs / handle
-        self._make_base()
+        self.base.parent.mkdir(parents=True, exist_ok=True)
+        self.base.mkdir(exist_ok=True, mode=0o700)  # nobody else can look below it
         (folder / "run" / "checkpoints").mkdir(parents=True)
         (folder / "run" / ".run_id").write_text(f"{run_id}\n", encoding="utf-8")
         # Its input ends with this process, whatever ends that; a word first tells it to leave the folder. It runs behind a shell that
@@ -139,12 +137,11 @@ class HostFiles:
 
     # -- a file on its way here --
 
-    def begin(self, record: FileRecord) -> tuple[int, int]:
-        """Take up a file: a number for it, and the offset from which it is lacking."""
-        self._make_base()
+    def begin(self, handle: str, record: FileRecord) -> int:
+        """Take up a file, of a run or on its way to be an object: a number for it."""
         number = next(self._numbers)
-        coming = self._coming[number] = ResumableFile(self.base / "incoming", record)
-        return number, coming.offset
+        self._coming[number] = IncomingFile(self._folder(handle) / "incoming", record)
+        return number
 
     def add(self, number: int, data: bytes, checksum: str) -> None:
         """The next piece."""
@@ -152,14 +149,16 @@ class HostFiles:
             raise TransferError("its bytes changed on the way")
         self._coming[number].write(data)
 
-    def finish(self, number: int, handle: str | None, record: FileRecord) -> None:
-        """It has come: put it into a run's folder, or with None among the objects."""
+    def finish(self, number: int, handle: str, record: FileRecord, as_object: bool) -> None:
+        """It has come: put it into the run's folder, or among the objects."""
         with self._coming.pop(number) as coming:
             place, _ = coming.finish()
-            if handle is None:
-                self.keep(place, record)
-            else:
+            if not as_object:
                 self.run(handle).put(place, record.path)
+                return
+            self._objects.mkdir(parents=True, exist_ok=True)
+            os.chmod(place, 0o444)
+            SafeFolder(self._objects).put(place, _object_name(record))
 
     # -- content --
 
@@ -204,37 +203,21 @@ class HostFiles:
                 lacking[name] = position
         return list(lacking.values())
 
-    def keep(self, partial: Path, record: FileRecord) -> None:
-        """Make a proved file an object; the oldest others give way to it."""
-        self._objects.mkdir(parents=True, exist_ok=True)
-        os.chmod(partial, 0o444)
-        SafeFolder(self._objects).put(partial, _object_name(record))
-        self._stamp(record)
-        self._make_room(_object_name(record))
-
     def place(self, handle: str, files: Sequence[FileRecord]) -> Path:
-        """The folder of ``files`` for a run: links to objects.
+        """The folder of ``files`` for a run: links to objects that ``lacks`` has proved, or that have come since.
 
         Raises:
-            TransferError: An object is lacking, or there is no such run.
+            TransferError: There is no such run.
             OSError: As the system reports.
         """
         listing = "\n".join(f"{r.path}\0{r.num_bytes}\0{r.xxh3_128}" for r in files)
         folder = self._folder(handle) / "content" / checksum_bytes(listing.encode("utf-8", "surrogatepass"))
         folder.mkdir(parents=True, exist_ok=True)
         for record in files:
-            if not self._proved(record):
-                raise TransferError(f"{record.path} is not here: send it first")
             SafeFolder(folder).put(self._objects / _object_name(record), record.path, link=True)
-            self._stamp(record)
         return folder
 
     # -- within --
-
-    def _make_base(self) -> None:
-        """Nobody else can look below it."""
-        self.base.parent.mkdir(parents=True, exist_ok=True)
-        self.base.mkdir(exist_ok=True, mode=0o700)
 
     @property
     def _runs(self) -> Path:
@@ -264,48 +247,14 @@ class HostFiles:
                     shutil.rmtree(left.parent)
 
     def _proved(self, record: FileRecord) -> bool:
-        """Whether an object holds it. Its bytes are read once, and again whenever its time stamp has changed."""
-        if not _SUM.fullmatch(record.xxh3_128):
-            raise TransferError(f"{record.xxh3_128!r:.50} is no checksum")
+        """Whether an object holds it: its bytes are read. One that was altered is removed."""
         path = self._objects / _object_name(record)
-        try:
-            if self._stamp_path(record).read_text(encoding="ascii") == _stamp_of(path):
-                return True
-        except OSError:
-            pass  # not stamped yet, or not there
-        try:
-            if checksum_file(path) == (record.num_bytes, record.xxh3_128):
-                self._stamp(record)
-                return True
-            path.unlink()
-        except FileNotFoundError:
-            pass
+        if not path.exists():
+            return False
+        if checksum_file(path) == (record.num_bytes, record.xxh3_128):
+            return True
+        path.unlink()
         return False
-
-    def _stamp_path(self, record: FileRecord) -> Path:
-        return self._objects / f".{_object_name(record)}.proved"
-
-    def _stamp(self, record: FileRecord) -> None:
-        """Note that an object was proved and used now."""
-        self._stamp_path(record).write_text(_stamp_of(self._objects / _object_name(record)), encoding="ascii")
-
-    def _make_room(self, newest: str) -> None:
-        """Remove the objects that were not used for the longest time, beyond the limit; what runs
-        link to lives on there."""
-        found = []
-        for path in self._objects.iterdir():
-            if not path.name.startswith("."):
-                with contextlib.suppress(OSError):
-                    stamp = self._objects / f".{path.name}.proved"
-                    used_s = stamp.stat().st_mtime if stamp.exists() else 0.0
-                    found.append((path.name == newest, used_s, path, path.stat().st_size))
-        excess = sum(size for *_, size in found) - self._max_object_bytes
-        for _, _, path, size in sorted(found):
-            if excess <= 0 or path.name == newest:
-                return
-            path.unlink(missing_ok=True)
-            (self._objects / f".{path.name}.proved").unlink(missing_ok=True)
-            excess -= size
 
 
 def _in_own_hub_cache(path: str) -> list[Path]:
@@ -322,9 +271,6 @@ def _in_own_hub_cache(path: str) -> list[Path]:
 
 
 def _object_name(record: FileRecord) -> str:
+    if not _SUM.fullmatch(record.xxh3_128):
+        raise TransferError(f"{record.xxh3_128!r:.50} is no checksum")
     return f"{record.xxh3_128}-{record.num_bytes}"
-
-
-def _stamp_of(path: Path) -> str:
-    found = path.stat()
-    return f"{found.st_size} {found.st_mtime_ns}"

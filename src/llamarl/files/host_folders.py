@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from llamarl.files.host_files import FarFile
 from llamarl.files.over_ray import FileClient
 from llamarl.files.safe_folder import SafeFolder
 
-__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "records_of", "where_to_put"]
+__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "on_all_hosts", "records_of", "where_to_put"]
 
 CHECKPOINTS = "checkpoints"
 _OURS = (CHECKPOINTS, ".run_id", ".incoming", ".lock")
@@ -75,11 +75,6 @@ class HostFolders:
         an attempt that did not count."""
         shutil.rmtree(run_dir / ".incoming", ignore_errors=True)  # of a run that was killed
 
-    def folder_of(self, executor: str, rank: int) -> Path | None:
-        """The run's folder as a rank sees it; None: the controller's."""
-        folder = self.folders.get(self._where[executor][rank])
-        return None if folder is None else folder.path
-
     def send_to(self, folder: FarFolder, files: Sequence[FileRecord], root: Path) -> None:
         """Put files of the run's folder into that of a host, before any rank there reads them.
 
@@ -92,7 +87,7 @@ class HostFolders:
         """
         below = root.relative_to(self._run_dir)
         for record in files:
-            folder.client.send(root / record.path, _at(record, (below / record.path).as_posix()), run=folder.handle)
+            folder.client.send(root / record.path, _at(record, (below / record.path).as_posix()), folder.handle)
         for found in folder.client.list_files(folder.handle, skip=_OURS):
             folder.brought[found.path], folder.places[found.path] = found, found.path
 
@@ -126,7 +121,7 @@ class HostFolders:
             wanted = files_for_ranks(files, ranks, num_ranks)
             for record in wanted:
                 there = _at(record, (below / record.path).as_posix())
-                folder.client.send(checkpoint / record.path, there, run=folder.handle)
+                folder.client.send(checkpoint / record.path, there, folder.handle)
 
         self._on_all(to_host)
 
@@ -234,18 +229,27 @@ class HostFolders:
         ]
 
     def _on_all(self, work: Callable[[int, FarFolder], None]) -> None:
-        """All hosts at once, one thread each; every failure is named."""
-        if not self.folders:
-            return
-        with ThreadPoolExecutor(max_workers=min(32, len(self.folders)), thread_name_prefix="host-files") as pool:
-            doing = [pool.submit(work, number, folder) for number, folder in list(self.folders.items())]
-        failed = [error for one in doing if (error := one.exception()) is not None]
-        for error in failed:
-            if not isinstance(error, TransferError):
-                raise error
-        if failed:
-            lines = "\n".join(f"  - {error}" for error in failed)
-            raise CheckpointError(f"files of the run in {self._run_dir} could not be moved:\n{lines}") from failed[0]
+        try:
+            on_all_hosts(self.folders, lambda number: work(number, self.folders[number]))
+        except TransferError as error:
+            lines = "\n".join(f"  - {line}" for line in str(error).splitlines())
+            raise CheckpointError(f"files of the run in {self._run_dir} could not be moved:\n{lines}") from error
+
+
+def on_all_hosts(numbers: Iterable[int], work: Callable[[int], None]) -> None:
+    """Work with all hosts at once, one thread each.
+
+    Raises:
+        TransferError: Naming every host that failed.
+    """
+    with ThreadPoolExecutor(max_workers=32, thread_name_prefix="host-files") as pool:
+        doing = [pool.submit(work, number) for number in list(numbers)]
+    failed = [error for one in doing if (error := one.exception()) is not None]
+    for error in failed:
+        if not isinstance(error, TransferError):
+            raise error
+    if failed:
+        raise TransferError("\n".join(map(str, failed))) from failed[0]
 
 
 def files_for_ranks(

@@ -16,7 +16,7 @@ from typing import Any
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
 from llamarl.files.host_files import FarFile
-from llamarl.files.resumable_file import PIECE_BYTES, ResumableFile
+from llamarl.files.incoming_file import PIECE_BYTES, IncomingFile
 from llamarl.files.safe_folder import SafeFolder
 
 __all__ = ["FileClient"]
@@ -75,18 +75,17 @@ class FileClient:
             TransferError: It is not there, not as it was written, the disk here is full, or the host cannot be reached.
         """
         try:
-            with ResumableFile(into.root / ".incoming", record) as partial:
-                num_bytes = partial.offset + 1 if record is None else record.num_bytes
-                while record is None or partial.offset < num_bytes:
-                    data, checksum, num_bytes = self._ask(path, "read", run, path, partial.offset)
+            with IncomingFile(into.root / ".incoming", record) as coming:
+                while record is None or coming.num_bytes < record.num_bytes:
+                    data, checksum, num_bytes = self._ask(path, "read", run, path, coming.num_bytes)
                     if record is not None and num_bytes != record.num_bytes:
                         raise TransferError(f"it is torn: {num_bytes} bytes, {record.num_bytes} were written")
                     if checksum_bytes(data) != checksum:
                         raise TransferError("its bytes changed on the way")
                     if not data:
                         break
-                    partial.write(data)
-                place, found = partial.finish()
+                    coming.write(data)
+                place, found = coming.finish()
                 into.put(place, name if name is not None else path)
                 return FileRecord(path=path, num_bytes=found.num_bytes, xxh3_128=found.xxh3_128)
         except TransferError as error:
@@ -95,8 +94,8 @@ class FileClient:
             where = f"{os.fspath(error.filename)}: " if error.filename else ""
             raise TransferError(f"host {self.host}: {path}: {where}{error.strerror or error}") from error
 
-    def send(self, source: Path, record: FileRecord, *, run: str | None) -> None:
-        """Put a file into the host's run folder under the record's path, or with ``run`` None among its contents.
+    def send(self, source: Path, record: FileRecord, run: str, *, as_object: bool = False) -> None:
+        """Put a file into the host's run folder under the record's path, or among its objects.
 
         Raises:
             TransferError: It is not what the record says, the host's disk is full, or the host cannot be reached.
@@ -104,11 +103,10 @@ class FileClient:
         path = record.path
         try:
             with open(source, "rb", buffering=0) as data:
-                number, offset = self._ask(path, "begin", record)
-                data.seek(offset)
+                number = self._ask(path, "begin", run, record)
                 while piece := data.read(PIECE_BYTES):
                     self._ask(path, "add", number, piece, checksum_bytes(piece))
-            self._ask(path, "finish", number, run, record)
+            self._ask(path, "finish", number, run, record, as_object)
         except OSError as error:
             raise TransferError(f"host {self.host}: {path}: {source}: {error.strerror or error}") from error
 

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llamarl.checkpoint.written import is_inside, sync_folder
+from llamarl.checkpoint.written import is_inside
 from llamarl.errors import TransferError
 
 __all__ = ["SafeFolder"]
@@ -101,10 +101,6 @@ class SafeFolder:
                     if stat.S_ISREG(found.st_mode):
                         path = name if here == "." else f"{here}/{name}"
                         yield path, found.st_size, found.st_mtime_ns
-
-    def sync(self) -> None:
-        """Flush the root's own entries to the disk."""
-        sync_folder(self.root)
 
     @contextlib.contextmanager
     def _folder_of(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:

@@ -41,7 +41,10 @@ class Provider:
         self.sent: list[str] = []
         self.opened: list[str] = []
         send = self.client.send
-        self.client.send = lambda source, record, run: (self.sent.append(record.path), send(source, record, run=run))[1]  # type: ignore[method-assign,func-returns-value,misc]
+        self.client.send = lambda source, record, run, **how: (
+            self.sent.append(record.path),
+            send(source, record, run, **how),
+        )[1]  # type: ignore[method-assign,func-returns-value,misc]
         if not has:
             self.client.holds = lambda path, files: None  # type: ignore[method-assign]
 
@@ -139,17 +142,6 @@ def test_an_object_that_was_altered_on_the_host_is_sent_again(host: FarHost, mod
     assert (there / "model.safetensors").read_bytes() == b"w" * 2_000_000
 
 
-def test_objects_beyond_the_limit_go_oldest_first_and_runs_keep_theirs(tmp_path: Path) -> None:
-    with far_host(tmp_path / "far", max_object_bytes=2500) as host:
-        to, there = Provider(host), []
-        for name in "abc":
-            (tmp_path / name).write_bytes(name.encode() * 1000)
-            there.append(to.provide(content_of(tmp_path / name)))
-        kept = sorted(p.read_bytes()[:1] for p in (host.files.base / "objects").iterdir() if not p.name.startswith("."))
-        assert kept == [b"b", b"c"]
-        assert there[0].read_bytes() == b"a" * 1000
-
-
 def test_a_file_that_changes_while_it_is_sent_is_refused(host: FarHost, model: Path) -> None:
     content = content_of(model)
     (model / "config.json").write_text("[]")
@@ -163,7 +155,7 @@ def test_a_content_with_a_path_that_leads_out_is_not_placed(host: FarHost, model
     client = host.client()
     run, _ = client.open_run("id")
     for record in client.lacks(content.files):
-        client.send(model / record.path, record, run=None)
+        client.send(model / record.path, record, run, as_object=True)
     with pytest.raises(TransferError, match="is no path of a file below"):
         client.place(run, files)
 
@@ -183,8 +175,14 @@ PLAIN = {
 HERE = {"models/x", "train.jsonl", "rewards/mine.py", "own.py"}
 
 
-def test_a_plan_names_models_data_and_files_of_code_but_neither_packages_nor_ids() -> None:
-    assert paths_in(PLAIN, exists=HERE.__contains__) == ["models/x", "train.jsonl", "rewards/mine.py", "own.py"]
+def test_a_plan_names_models_data_and_files_of_code_but_neither_packages_nor_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in HERE:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert paths_in(PLAIN) == ["models/x", "train.jsonl", "rewards/mine.py", "own.py"]
 
 
 def test_a_hosts_plan_differs_in_these_paths_alone() -> None:

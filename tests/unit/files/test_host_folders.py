@@ -32,9 +32,7 @@ class Two:
         self.store = CheckpointStore(run_dir / "checkpoints")
 
     def of(self, number: int) -> Path:
-        found = self.far.folder_of("generator", number)
-        assert found is not None
-        return found
+        return self.far.folders[number].path
 
     def write(self, number: int, path: str, data: bytes) -> FileRecord:
         """As a rank on the host does."""
@@ -190,10 +188,6 @@ def test_what_was_sent_for_ranks_to_read_comes_back_under_its_own_name_once_it_h
 
 def test_where_things_still_lie_is_told(two: Two) -> None:
     assert two.far.left_at() == f"a: {two.of(0)}; b: {two.of(1)}"
-
-
-def test_a_rank_on_the_controllers_machine_has_the_controllers_folder(two: Two) -> None:
-    assert two.far.folder_of("reward", 0) is None
 
 
 def _records(*paths: str) -> list[FileRecord]:

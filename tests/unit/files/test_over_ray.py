@@ -13,7 +13,7 @@ from far_files import FarHost
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
-from llamarl.files.resumable_file import PIECE_BYTES
+from llamarl.files.incoming_file import PIECE_BYTES
 from llamarl.files.safe_folder import SafeFolder
 
 DATA = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"
@@ -32,7 +32,7 @@ def test_a_file_of_several_pieces_goes_there_and_comes_back_whole(host: FarHost,
     client = host.client()
     run, folder = client.open_run("id")
     (tmp_path / "source").write_bytes(DATA)
-    client.send(tmp_path / "source", record("a/b"), run=run)
+    client.send(tmp_path / "source", record("a/b"), run)
     assert (folder / "a/b").read_bytes() == DATA
     (tmp_path / "here").mkdir()
     assert client.fetch(run, "a/b", SafeFolder(tmp_path / "here"), record("a/b")) == record("a/b")
@@ -44,7 +44,7 @@ def test_an_empty_file_is_a_file(host: FarHost, tmp_path: Path) -> None:
     client = host.client()
     run, folder = client.open_run("id")
     (tmp_path / "source").write_bytes(b"")
-    client.send(tmp_path / "source", record("none", b""), run=run)
+    client.send(tmp_path / "source", record("none", b""), run)
     assert (folder / "none").read_bytes() == b""
     client.fetch(run, "none", SafeFolder(tmp_path), record("none", b""))
     assert (tmp_path / "none").read_bytes() == b""
@@ -69,23 +69,21 @@ def test_a_piece_that_changes_on_the_way_is_refused_by_host_and_file(host: FarHo
 
     client.on_the_way = damage
     with pytest.raises(TransferError, match="host b: a: its bytes changed on the way"):
-        client.send(tmp_path / "source", record("a"), run=run)
+        client.send(tmp_path / "source", record("a"), run)
         client.fetch(run, "a", SafeFolder(tmp_path), record("a"))
     assert seen == 2
 
 
-def test_what_stopped_half_way_goes_on_there(host: FarHost, tmp_path: Path) -> None:
+def test_what_stopped_half_way_begins_anew_and_leaves_nothing_behind_the_run(host: FarHost, tmp_path: Path) -> None:
     client = host.client()
     run, folder = client.open_run("id")
     (tmp_path / "source").write_bytes(DATA)
-    number, offset = host.files.begin(record("a"))
+    number = host.files.begin(run, record("a"))
     host.files.add(number, DATA[:PIECE_BYTES], checksum_bytes(DATA[:PIECE_BYTES]))
-    assert offset == 0
-    host.files._coming.pop(number).__exit__(None, None, None)
-    sent: list[int] = []
-    client.on_the_way = lambda method, values: (sent.append(len(values[1])) if method == "add" else None, values)[1]
-    client.send(tmp_path / "source", record("a"), run=run)
-    assert sent == [PIECE_BYTES, 3] and (folder / "a").read_bytes() == DATA
+    client.send(tmp_path / "source", record("a"), run)
+    assert (folder / "a").read_bytes() == DATA
+    client.forget(run)
+    assert not folder.parent.exists() and not list(host.files.base.rglob("new-*"))
 
 
 @pytest.mark.parametrize(
