@@ -7,13 +7,16 @@ ended. Imports next to nothing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 
-__all__ = ["adopt_orphans", "end_with_parent", "hide_memory", "kill_descendants", "reap"]
+__all__ = ["adopt_orphans", "end_process", "end_with_parent", "hide_memory", "kill_descendants", "reap"]
+
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _SWEEP_S = 5.0
@@ -111,3 +114,23 @@ def _prctl(option: int, value: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_process(code: int) -> None:
+    """End with ``code`` at once: what was registered for the end is done and the streams are
+    written out, no module is taken apart, which with torch and transformers takes 0.4 to 1.4 s.
+
+    Returns where Python's own end has something to do: a thread that it would wait for, a stream
+    that cannot be written, which it tells of.
+    """
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    if any(not thread.daemon for thread in others):
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            return
+    os._exit(code)

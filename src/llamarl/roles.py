@@ -300,14 +300,14 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             name="demonstrations",
-            factory="llamarl.executors.demonstrations:DemonstrationsExecutor",
+            factory="llamarl.executors.prompts:DemonstrationsExecutor",
             does="reads completions from the data",
             writes=("scored",),
             present=lambda config: config.algorithm.imitates,
         ),
         Role(
             name="reference",
-            factory="llamarl.executors.reference:ReferenceExecutor",
+            factory="llamarl.executors.critic:ReferenceExecutor",
             does="a frozen model's log-probs of every token",
             reads=(Reads(channels=("scored",), kind="scatter"),),
             writes=("referenced",),

@@ -29,9 +29,9 @@ from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children, local
 from llamarl.runtime.base import Report
+from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.fork_here import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
-from llamarl.runtime.rank_environment import rank_environment
 
 DELAY = 2
 NUM_TICKS = 12

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from llamarl.runtime.children import forks_work
+from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.fork_here import ready
-from llamarl.runtime.rank_environment import rank_environment
 
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
 
@@ -20,7 +20,7 @@ import asyncio, json, os, signal, socket, sys
 from pathlib import Path
 from llamarl.runtime import fork_here
 from llamarl.runtime.children import ForkServer
-from llamarl.runtime.rank_environment import rank_environment
+from llamarl.runtime.determinism import rank_environment
 
 OURS, IMPORTED_BEFORE, THREADS, SEEN = json.loads(sys.argv[1])
 

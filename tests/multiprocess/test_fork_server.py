@@ -25,7 +25,7 @@ from llamarl.runtime.children import (
     shared_modules,
     start_early,
 )
-from llamarl.runtime.rank_environment import rank_environment
+from llamarl.runtime.determinism import rank_environment
 
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
 

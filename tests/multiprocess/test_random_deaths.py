@@ -16,9 +16,8 @@ from rank_processes import run_ranks
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
-from llamarl.controller.recovery import Recovery, Redo
+from llamarl.controller.recovery import Recovery, Redo, Stragglers
 from llamarl.controller.saving import Saving
-from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.runtime.base import Report
 from llamarl.runtime.processes import ProcessRuntime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BEGINNING = "import atexit, sys, threading, time\nfrom llamarl.process_end import end_process\n"
+BEGINNING = "import atexit, sys, threading, time\nfrom llamarl.process_tree import end_process\n"
 
 
 def run(program: str) -> tuple[int, str]:

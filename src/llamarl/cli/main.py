@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from llamarl import __version__
 from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
-from llamarl.process_end import end_process
+from llamarl.process_tree import end_process
 
 __all__ = ["VERBS", "command", "main"]
 

@@ -124,8 +124,8 @@ def start_fork_servers(config: RunConfig) -> None:
     from llamarl.controller.standard_graph import colocated_group, llamarl_graph
     from llamarl.errors import LlamaRLError
     from llamarl.runtime.children import shared_modules, start_early
+    from llamarl.runtime.determinism import rank_environment
     from llamarl.runtime.placement import may_have_gpus, place
-    from llamarl.runtime.rank_environment import rank_environment
 
     if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():
         return

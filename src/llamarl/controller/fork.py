@@ -20,13 +20,12 @@ from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.checkpoint.snapshot import Checkpoint
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, to_plain
-from llamarl.controller.frozen_models import record_models
-from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import absolute_dir, description, fix_end_of_decay, prepare
 from llamarl.controller.run import execute, mirror_of
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
+from llamarl.controller.run_models import fetch_weights, record_models
 from llamarl.controller.run_parts import save_settings
 from llamarl.controller.settings import Difference, differences
 from llamarl.errors import CheckpointError, ConfigError

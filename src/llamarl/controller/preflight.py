@@ -341,7 +341,7 @@ def check_prompts(config: RunConfig, folder: Path) -> bool:
 
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     if config.algorithm.imitates:
-        from llamarl.executors.demonstrations import make_demonstrations
+        from llamarl.executors.prompts import make_demonstrations
 
         rows = make_demonstrations(config, tokenizer)
         rows.check_training_prompts()

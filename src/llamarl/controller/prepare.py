@@ -16,7 +16,6 @@ from typing import Any
 from llamarl.config import RunConfig, changed_keys, to_plain, validate
 from llamarl.controller.graph import Graph
 from llamarl.controller.job_hosts import JobHosts, open_hosts
-from llamarl.controller.model_sources import local, pinned
 from llamarl.controller.notices import replica_table
 from llamarl.controller.preflight import (
     check_architectures,
@@ -27,6 +26,7 @@ from llamarl.controller.preflight import (
     check_prompts,
     check_reward_models,
 )
+from llamarl.controller.run_models import local, pinned
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.environments.code import warning_of_no_box
@@ -37,7 +37,7 @@ from llamarl.models.precision import resolved_precisions
 from llamarl.plural import plural
 from llamarl.reading import user_path
 from llamarl.roles import present_roles, with_settings
-from llamarl.runtime.absent_hosts import why_no_room
+from llamarl.runtime.host_placement import why_no_room
 from llamarl.runtime.placement import Placement, place
 from llamarl.trainer.config import TrainerConfig
 from llamarl.transports.network import join

@@ -21,9 +21,7 @@ from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
-from llamarl.controller.frozen_models import refuse_other_models
 from llamarl.controller.journaled import load_journal
-from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.own_runs import why_not_own
 from llamarl.controller.preflight import check_reward, find_missing
@@ -37,6 +35,7 @@ from llamarl.controller.prepare import (
 )
 from llamarl.controller.run import execute, mirror_of
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
+from llamarl.controller.run_models import fetch_weights, refuse_other_models
 from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.errors import ConfigError

@@ -15,13 +15,12 @@ from pathlib import Path
 from llamarl.checkpoint.mirror import Mirror, mirrored
 from llamarl.config import RunConfig
 from llamarl.controller.controller import run_graph
-from llamarl.controller.frozen_models import record_models
-from llamarl.controller.model_sources import fetch_weights
 from llamarl.controller.preflight import (
     check_reward,
 )
 from llamarl.controller.prepare import Prepared, absolute_dir, prepare
 from llamarl.controller.run_folder import RunFolder, held, make_folder, refuse_a_run
+from llamarl.controller.run_models import fetch_weights, record_models
 from llamarl.controller.run_parts import RunParts, save_settings
 from llamarl.errors import NothingTrained
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE

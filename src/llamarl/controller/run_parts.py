@@ -25,11 +25,10 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
 from llamarl.controller.own_runs import mark
 from llamarl.controller.prepare import Prepared, description, join_network
-from llamarl.controller.recovery import Recovery
+from llamarl.controller.recovery import Recovery, Stragglers
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder
 from llamarl.controller.saving import Saving
-from llamarl.controller.stragglers import Stragglers
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ConfigError, LlamaRLError, RunFolderLost, RunStopped
 from llamarl.observability.events import REPLAY_FILE, EventLog, read_events

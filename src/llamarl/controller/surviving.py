@@ -17,9 +17,8 @@ from functools import partial
 from typing import Protocol
 
 from llamarl.controller.marking import Firing, Marking
-from llamarl.controller.recovery import Recovery, Redo
+from llamarl.controller.recovery import Recovery, Redo, Stragglers
 from llamarl.controller.saving import Saving
-from llamarl.controller.stragglers import Stragglers
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
 from llamarl.runtime.base import (
     Death,

@@ -1,9 +1,14 @@
-"""The critic executor: values of every token that trains, by a model that learns from the same samples.
+"""The critic and the reference executor: a number beside every token that trains.
 
-In: judged samples; out: the same, valued. At tick k it values batch k with its weights after k ticks, then updates
+In: judged samples; out: the same, with values (critic) or a frozen model's log-probs (reference).
+
+The critic learns from the same samples. At tick k it values batch k with its weights after k ticks, then updates
 them on that batch. So the values that the trainer uses at tick k come from critic version k, made
 of batches 0 .. k - 1: fixed by the schedule, whatever the speeds, and never learned from the
 returns that they help to judge.
+
+The reference model is ``reference.path``, or the policy's version
+0, which never changes: so it holds no state, and what it writes is a function of the samples alone.
 """
 
 from __future__ import annotations
@@ -15,12 +20,39 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.run_identity import RunIdentity
-from llamarl.executors.base import BaseExecutor, StepResult
+from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.observability.keys import own_metrics
 from llamarl.trainer.critic import Critic
+from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background
 
-__all__ = ["CriticExecutor"]
+__all__ = ["CriticExecutor", "ReferenceExecutor"]
+
+
+class ReferenceExecutor(Stateless, BaseExecutor):
+    """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder."""
+
+    def setup(self) -> None:
+        self.scorer = FrozenScorer(
+            self.config.reference.path or self.config.model.path,
+            self.config.reference,
+            self.config.algorithm,
+            self.config.trainer,
+            temperature=self.config.generator.sampling.temperature,
+            device=self.context.device,
+        )
+
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
+        started = time.monotonic()
+        groups = self.scorer.score(self.items_of(inputs))
+        layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
+        return StepResult(
+            outputs=self.outputs_of(groups if layout.is_data_leader else []),
+            spans=(("reference", started, time.monotonic()),),
+        )
+
+    def close(self) -> None:
+        self.__dict__.pop("scorer", None)
 
 
 class CriticExecutor(BaseExecutor):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload
@@ -29,17 +31,61 @@ from llamarl.executors.generator_ranks import generator_weights
 from llamarl.models.exported import ExportFacts
 from llamarl.models.precision import resolve_precision
 from llamarl.observability.keys import own_metrics
-from llamarl.observability.trained_tokens import write_trained
+from llamarl.observability.trained_tokens import TrainedResponse, write_trained
 from llamarl.observability.writing import Patience
 from llamarl.roles import carries_version
+from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
-from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Group
 from llamarl.weight_sync.layout import AnyLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import layout_of_shards
 
-__all__ = ["TrainerExecutor"]
+__all__ = ["TokenLog", "TrainerExecutor"]
+
+
+class TokenLog:
+    """Keeps what a tick's forward passes said of each token, for ``observability.trained_tokens``.
+
+    micro-batch ──add──▶ tensors on the device ──responses──▶ one copy to the host, after the last update was queued
+
+    Of one tick on one rank. A response that several steps take is kept as the first of them saw it.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """``groups`` are those that the sequences' ``group`` counts."""
+        self._groups = groups
+        self._parts: list[tuple[Sequence[TrainingSequence], Tensor, Tensor]] = []
+
+    def add(self, part: Sequence[TrainingSequence], policy_logprobs: Tensor, clipped: Tensor) -> None:
+        """Take a micro-batch: its sequences, and of their T tokens end to end log-probs and clipped
+        ones, both [T]; or sequences that were not computed, with none."""
+        if part:
+            self._parts.append((part, policy_logprobs, clipped))
+
+    def responses(self) -> list[TrainedResponse]:
+        """All of them, in order of groups and samples. Waits for the device."""
+        found: dict[tuple[int, int], TrainedResponse] = {}
+        for part, policy_logprobs, clipped in self._parts:
+            ends = np.cumsum([len(s.targets) for s in part])[:-1]
+            of_each = zip(
+                part,
+                np.split(policy_logprobs.to(torch.float32).cpu().numpy(), ends),
+                np.split(clipped.cpu().numpy(), ends),
+                strict=True,
+            )
+            for sequence, logprobs, cut in of_each:
+                found.setdefault(
+                    (sequence.group, sequence.sample),
+                    TrainedResponse(
+                        prompt_index=self._groups[sequence.group].prompt.index,
+                        sample_index=sequence.sample,
+                        advantage=sequence.advantage,
+                        policy_logprobs=logprobs,
+                        clipped=cut,
+                    ),
+                )
+        return [found[place] for place in sorted(found)]
 
 
 _COPY_LIMIT_S = 600.0

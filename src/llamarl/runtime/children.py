@@ -1,7 +1,7 @@
 """The processes of ranks on this machine as their launcher sees them: started by themselves, or forked from a server.
 
 ``PlainChild`` is a new Python that imports everything anew. ``ForkedChild`` is a fork of
-:mod:`llamarl.runtime.fork_server`, which has imported it. Both are a guard (runtime/guard.py), the
+:mod:`llamarl.runtime.fork_server`, which has imported it. Both are a guard (runtime/rank_process.py), the
 one whose end counts. Everything here runs on the io thread, but ``signal``.
 """
 

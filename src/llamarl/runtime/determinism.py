@@ -11,7 +11,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["environment", "pin"]
+__all__ = ["LOOPBACK", "environment", "pin", "rank_environment"]
+
 
 _ASLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 """Threads that wait for the others of their team sleep. Spinning, as OpenMP has it by default, they
@@ -66,3 +67,20 @@ def pin(threads: int, *, deterministic: bool) -> None:
         os.environ.setdefault(_CUBLAS, _CUBLAS_WORKSPACES)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every torch.empty, adds no bits
+
+
+_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
+"""Environment of a job that stays on one machine: where process groups listen, which by themselves
+ask for the host's name and take its address. A lone rank's group listens too."""
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    """Of a rank on this machine. What torch and the group libraries read when they are imported
+    must be there from the start."""
+    return {
+        **os.environ,
+        **environment(threads),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
+        **LOOPBACK,
+    }

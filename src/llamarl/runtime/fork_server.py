@@ -27,8 +27,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-from llamarl.process_end import end_process
-from llamarl.process_tree import end_with_parent
+from llamarl.process_tree import end_process, end_with_parent
 
 __all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "main", "serve_controller"]
 

@@ -9,12 +9,15 @@ kind: ``generator_0`` are those of the first kind. All ranks of an executor get 
 threads, the least that any of its hosts can give, because bits depend on it.
 
 While the job goes on a host may be gone: another takes its place (``stand_in``), and everyone else stays.
+
+When a run goes on and nodes that it was given are not in the cluster any more, ranks go elsewhere
+(``layouts``): where they are changes no bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llamarl.errors import ConfigError
@@ -24,12 +27,16 @@ from llamarl.runtime.placement import ColocatedGroup, Placement, place
 __all__ = [
     "Machine",
     "Units",
+    "layouts",
     "place_on_hosts",
     "share_of",
     "spread",
     "stand_in",
     "unlike",
+    "what_changed",
+    "why_no_room",
 ]
+
 
 _ALWAYS_ALIKE = ("llamarl", "python")
 
@@ -290,3 +297,75 @@ def _whole(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mappi
 def _each(part: ExecutorSpec) -> list[str]:
     devices = part.device.split(",")
     return devices if len(devices) == part.num_ranks else devices * part.num_ranks
+
+
+_WAYS_OUT = "ray start --address HEAD:PORT; or resume by --cluster here, on this machine."
+
+
+def why_no_room(absent: Mapping[str, str], named: Sequence[str], trouble: str) -> str:
+    """Why a run does not go on without some of its hosts, and what to do.
+
+    Args:
+        absent: Host -> why it takes no part.
+        trouble: Why its ranks have no place on the others.
+    """
+    left = ", ".join(name for name in named if name not in absent)
+    lines = ["the run was given nodes that are gone, and the others have no room for their ranks:"]
+    lines += [f"  - {why}" for why in absent.values()]
+    return "\n".join([*lines, trouble, f"Start them again, or others (left are {left}): {_WAYS_OUT}"])
+
+
+def layouts(
+    executors: Sequence[ExecutorSpec],
+    on: Mapping[str, Sequence[int]],
+    there: Mapping[int, Machine],
+    *,
+    tensor_parallel: Mapping[str, Units],
+    together: Sequence[str] = (),
+    allow_unlike: bool = False,
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yield, executor by executor, the host of each of its ranks, without hosts that are not there; to be tried in order:
+
+    1. each executor on those of its own hosts that are there, or where fewest ranks are;
+    2. as if the user had named no places.
+
+    Args:
+        on: As ``hosts.on`` says, by the numbers of all hosts.
+        there: Host's number -> what it is made of, for those that are there.
+        tensor_parallel: See ``spread``, as for ``together``.
+        allow_unlike: Whether hosts may differ in what decides bits; else only those like the first of them get ranks.
+    """
+    kept = {name: [host for host in hosts if host in there] for name, hosts in on.items()}
+    kept = {name: hosts for name, hosts in kept.items() if hosts}
+    first = there[next((host for hosts in kept.values() for host in hosts), min(there))]
+    numbers = sorted(host for host, machine in there.items() if not unlike([first, machine], allow=allow_unlike))
+    for named in (kept, {}) if kept else ({},):
+        hosts = sorted({*numbers, *(host for own in named.values() for host in own)})
+        places = {name: [hosts.index(host) for host in own] for name, own in named.items()}
+        found = spread(executors, len(hosts), places, tensor_parallel=tensor_parallel, together=together)
+        yield {name: tuple(hosts[at] for at in ranks) for name, ranks in found.items()}
+
+
+def what_changed(
+    absent: Mapping[str, str],
+    whole: Mapping[str, Sequence[int]],
+    now: Mapping[str, Sequence[int]],
+    named: Sequence[str],
+) -> str:
+    """What the user is to know of a job that begins without some of its hosts; empty where all are there.
+
+    Args:
+        absent: Host -> why it takes no part.
+        whole: Where ranks would be were all hosts there; ``now``: where they are.
+        named: All hosts, in the order of their numbers.
+    """
+    if not absent:
+        return ""
+    moved = [
+        f"{name} on {', '.join(dict.fromkeys(named[host] for host in now[name]))}"
+        for name, ranks in whole.items()
+        if tuple(ranks) != tuple(now[name])
+    ]
+    lines = [f"left out: {why}" for why in absent.values()]
+    lines.append(f"the run goes on without {', '.join(absent)}: {'; '.join(moved) or 'no rank was to be there'}")
+    return "\n".join(lines)

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.child_process import Stores, cause_of_death, is_stopped, start_rank
 from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, forked, shared_modules, shares_imports
+from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
-from llamarl.runtime.rank_environment import rank_environment
 from llamarl.runtime.worker import WorkerPlan
 
 __all__ = ["LocalLauncher", "LocalLink"]

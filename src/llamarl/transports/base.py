@@ -100,7 +100,7 @@ class RemoteBuffer(Protocol):
     def join_chain(
         self, mirror: Address, deadline_s: float, gone: Address | None = None
     ) -> tuple[bool, Address | None]:
-        """Ask who reads this buffer for a host, and from whom (:mod:`llamarl.transports.fan_out`).
+        """Ask who reads this buffer for a host, and from whom (:mod:`llamarl.transports.segment_server`).
 
         Args:
             mirror: Where this process would keep its copy.

@@ -120,7 +120,7 @@ class RemoteSegment:
     def join_chain(
         self, mirror: SegmentHandle, deadline_s: float, gone: SegmentHandle | None = None
     ) -> tuple[bool, SegmentHandle | None]:
-        """Offer to pass this segment on from a copy in ``mirror``; see :mod:`llamarl.transports.fan_out`.
+        """Offer to pass this segment on from a copy in ``mirror``; see :mod:`llamarl.transports.segment_server`.
 
         Args:
             gone: What an earlier call returned, where that is not there any more.

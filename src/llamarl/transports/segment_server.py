@@ -5,9 +5,19 @@
 
 Only what is registered can be read, by its 16 random bytes, and nothing can be written: a peer
 sends three numbers, or asks who else reads a segment and leaves two words on where its own copy
-lies (:mod:`llamarl.transports.fan_out`). Each connection has a thread of its own, so a slow one
-holds up none but itself. Those that have not proved the key are few: the oldest goes when there are
+lies. Each connection has a thread of its own, so a slow one holds up none but itself. Those that have not proved the key are few: the oldest goes when there are
 too many, so half-open connections cannot shut out who comes after them.
+
+The owner of a buffer sends one copy however many hosts want it::
+
+    owner ─▶ host 0 ─▶ host 1 ─▶ host 2 ─▶ ...        each passes a block on as soon as it has proved it
+
+A chain keeps every link busy in one direction with one copy: R hosts take the time of one and that
+of a block for each host between. Hosts join it in the order in which they ask, so nobody has to know
+how many come, and whom a host reads from has always joined before it.
+
+A reader that was brought up again, or came later, may be told of a copy whose process has ended. It
+says so, and the chain begins anew: processes that pass on end together, as those of one executor do.
 """
 
 from __future__ import annotations
@@ -20,10 +30,10 @@ import ssl
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.errors import ChannelError, ConfigError
-from llamarl.transports.fan_out import Relay, join_chain
 from llamarl.transports.network import Network, mine
 from llamarl.transports.run_key import KeyRefused, prove_as_server, receive_exactly
 from llamarl.transports.segment_wire import (
@@ -42,7 +52,42 @@ from llamarl.transports.segment_wire import (
     shut,
 )
 
-__all__ = ["Endpoint", "Limits", "SegmentServer", "close_server", "server_here"]
+__all__ = ["Answer", "Endpoint", "Limits", "Relay", "SegmentServer", "close_server", "join_chain", "server_here"]
+
+
+@dataclass(frozen=True)
+class Relay:
+    """One host that passes on what it reads."""
+
+    space: str
+    mirror: str
+    """Where its copy lies, in words that its readers understand."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process that asked to join shall do."""
+
+    relays: bool
+    """It reads for its host, and passes on; otherwise another process of its space does."""
+    mirror: str
+    """Whose copy it reads: of the host before it, or of its own host; empty: the owner's buffer."""
+
+
+def join_chain(chain: Sequence[Relay], newcomer: Relay, gone: str = "") -> tuple[list[Relay], Answer]:
+    """Append ``newcomer`` to the chain, unless another process of its space is in it; and say what it shall do.
+
+    Args:
+        gone: The copy that it was told of before, and that is not there any more; empty: it was
+            told of none.
+    """
+    if gone and any(relay.mirror == gone for relay in chain):  # else somebody has said so already
+        chain = ()
+    for relay in chain:
+        if relay.space == newcomer.space:
+            return list(chain), Answer(False, relay.mirror)
+    return [*chain, newcomer], Answer(True, chain[-1].mirror if chain else "")
+
 
 Endpoint = tuple[str, int]
 """Numeric address and port."""

@@ -4,7 +4,7 @@
 
     request  nonce of the segment (16), offset (8), bytes (8)      bytes = 0 asks only whether it is still held
     answer   status (8), bytes (8), and so many bytes: the memory asked for, or an error in words
-    to join  nonce, bytes of the words that follow, JOIN, words      answered in words: see llamarl.transports.fan_out
+    to join  nonce, bytes of the words that follow, JOIN, words      answered in words: see llamarl.transports.segment_server
 
 Requests may be sent ahead of the answers, which come in their order. Every wait has a limit in the
 kernel (``SO_RCVTIMEO``): a socket that Python itself gives a timeout makes two calls where a

@@ -5,7 +5,7 @@
 
 A mirror is laid out as the slot it copies, with the same generations, so whoever reads one follows
 it as it would follow a source that is still writing, and proves every block again. Whom a host
-reads from is decided where the source's slot lies (:mod:`llamarl.transports.fan_out`). A host
+reads from is decided where the source's slot lies (:mod:`llamarl.transports.segment_server`). A host
 before it that does not begin within seconds, or ends, is passed over: the blocks that are missing
 come from the source itself. When a source may write a slot again, every sink has finished with it,
 mirrors included.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from other_space import place
 
-from llamarl.controller.host_places import HostPlaces
+from llamarl.controller.job_hosts import HostPlaces
 from llamarl.errors import TransferError
 from llamarl.runtime.host_placement import Machine
 

@@ -7,8 +7,7 @@ import pytest
 from llamarl.config import validate
 from llamarl.controller.config import RecoveryConfig
 from llamarl.controller.marking import Firing
-from llamarl.controller.recovery import Recovery
-from llamarl.controller.stragglers import Stragglers
+from llamarl.controller.recovery import Recovery, Stragglers
 from llamarl.errors import ConfigError
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.absent_hosts import layouts, what_changed, why_no_room
-from llamarl.runtime.host_placement import Machine, spread
+from llamarl.runtime.host_placement import Machine, layouts, what_changed, why_no_room
 
 FACTS = {"llamarl": "1", "processor": "x86"}
 B, C = "b is no node of the cluster any more", "c is no node of the cluster any more"
@@ -20,51 +19,41 @@ def tried(
     executors: list[ExecutorSpec],
     on: Mapping[str, tuple[int, ...]],
     there: Mapping[int, Machine],
-    num_hosts: int,
     together: Collection[str] = (),
 ) -> list[dict[str, tuple[int, ...]]]:
-    whole = spread(executors, num_hosts, on, tensor_parallel={}, together=tuple(together))
-    found = layouts(
-        executors, whole, on, there, num_hosts=num_hosts, tensor_parallel={}, together=tuple(together)
-    )  # fmt: skip
-    return list(found)
+    return list(layouts(executors, on, there, tensor_parallel={}, together=tuple(together)))
 
 
 def machine(cuda_devices: int = 0, processor: str = "x86") -> Machine:
     return Machine("", 8, cuda_devices, {**FACTS, "processor": processor})
 
 
-def test_where_all_hosts_are_there_ranks_are_where_they_were_to_be() -> None:
-    executors, on = [spec("g", 2), spec("t")], {"g": (0, 1)}
-    assert tried(executors, on, {0: machine(), 1: machine()}, 2) == [{"g": (0, 1), "t": (0,)}]
-
-
 def test_the_spare_one_gets_all_ranks_of_a_host_that_is_absent() -> None:
     executors, on = [spec("g", 2), spec("r"), spec("t", 2)], {"g": (0,), "r": (1,), "t": (1,)}
-    first, *_ = tried(executors, on, {0: machine(), 2: machine()}, 3)
+    first, *_ = tried(executors, on, {0: machine(), 2: machine()})
     assert first == {"g": (0, 0), "r": (2,), "t": (2, 2)}
 
 
 def test_two_absent_hosts_and_no_spare_leave_all_to_the_one_that_is_left() -> None:
     executors, on = [spec("g", 2), spec("t")], {"g": (0, 1), "t": (2,)}
-    first, *_ = tried(executors, on, {1: machine()}, 3)
+    first, *_ = tried(executors, on, {1: machine()})
     assert first == {"g": (1, 1), "t": (1,)}
 
 
 def test_a_spare_unlike_the_others_gets_nothing() -> None:
     executors, on = [spec("g"), spec("t")], {"g": (0,), "t": (1,)}
-    first, *_ = tried(executors, on, {0: machine(), 2: machine(processor="arm"), 3: machine()}, 4)
+    first, *_ = tried(executors, on, {0: machine(), 2: machine(processor="arm"), 3: machine()})
     assert first == {"g": (0,), "t": (3,)}
 
 
-def test_ranks_on_gpus_go_to_a_host_with_as_many_that_are_free_else_to_what_is_left_of_their_own() -> None:
+def test_executors_go_to_what_is_left_of_their_own_hosts_and_then_to_wherever_there_is_room() -> None:
     executors, on = [spec("g", 4, "cuda"), spec("t", 4, "cuda")], {"g": (0, 1), "t": (2,)}
-    with_spare = {0: machine(4), 2: machine(8), 3: machine(1), 4: machine(2)}
-    assert tried(executors, on, with_spare, 5)[0] == {"g": (0, 0, 4, 4), "t": (2,) * 4}
-    without = {0: machine(4), 2: machine(8), 3: machine(1)}
-    assert tried(executors, on, without, 4)[0] == {"g": (0,) * 4, "t": (2,) * 4}, "nobody can stand in for host 1"
+    there = {0: machine(4), 2: machine(8), 3: machine(1), 4: machine(4)}
+    assert tried(executors, on, there) == [{"g": (0,) * 4, "t": (2,) * 4}, {"g": (0,) * 4, "t": (2,) * 4}]
+    del there[0], there[2]
+    assert tried(executors, on, there) == [{"g": (3,) * 4, "t": (4,) * 4}]
     only_one = {0: machine(8)}
-    assert tried([spec("g", 4, "cuda"), spec("t", 4, "cuda")], {"g": (0,), "t": (1,)}, only_one, 2)[0] == {
+    assert tried([spec("g", 4, "cuda"), spec("t", 4, "cuda")], {"g": (0,), "t": (1,)}, only_one)[0] == {
         "g": (0,) * 4,
         "t": (0,) * 4,
     }
@@ -72,7 +61,7 @@ def test_ranks_on_gpus_go_to_a_host_with_as_many_that_are_free_else_to_what_is_l
 
 def test_executors_that_share_devices_stay_together() -> None:
     executors = [spec("g", 2, "cuda"), spec("t", 2, "cuda")]
-    for where in tried(executors, {"t": (0,)}, {1: machine(2)}, 2, together=("g", "t")):
+    for where in tried(executors, {"t": (0,)}, {1: machine(2)}, together=("g", "t")):
         assert where == {"g": (1, 1), "t": (1, 1)}
 
 

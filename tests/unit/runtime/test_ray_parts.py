@@ -12,11 +12,10 @@ import pytest
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import parse_ports
 from llamarl.runtime.ranks import on_our_clock
-from llamarl.runtime.ray.clock import Ping, best_offset
 from llamarl.runtime.ray.host_agent import _meeting_port
 from llamarl.runtime.ray.hosted_rank import HostedRank
 from llamarl.runtime.ray.inventory import health_of, interface_of, take_inventory
-from llamarl.runtime.ray.launcher import imported_on
+from llamarl.runtime.ray.launcher import Ping, best_offset, imported_on
 from llamarl.runtime.worker import RankFailure, RankReport
 from llamarl.transports.network import this_space
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from llamarl.executors.trainer import TokenLog
 from llamarl.trainer.batch import TrainingSequence
-from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Group, Prompt
 
 

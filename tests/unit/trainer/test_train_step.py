@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, ModelError, TrainingDiverged
+from llamarl.executors.trainer import TokenLog
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
-from llamarl.trainer.token_log import TokenLog
 from llamarl.types import Failure, Group, Prompt, Score
 
 

@@ -17,11 +17,10 @@ from certificates import signed
 from other_space import KEY, alone_again, being_at, place
 
 from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded
-from llamarl.transports.fan_out import Answer, Relay, join_chain
 from llamarl.transports.network import TlsFiles
 from llamarl.transports.remote_segment import RemoteSegment
 from llamarl.transports.run_key import KeyRefused, prove_as_client
-from llamarl.transports.segment_server import Limits, SegmentServer, server_here
+from llamarl.transports.segment_server import Answer, Limits, Relay, SegmentServer, join_chain, server_here
 from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, open_segment
 
 A, B = place("a"), place("b")

@@ -6,7 +6,7 @@
 
 It is in the bundle of the job's placement group that holds the node's cores and GPUs; ranks are its
 children, and not counted again. With it every rank ends, whatever ends it: the kernel tells their
-guards (runtime/guard.py), and these end all that ranks started.
+guards (runtime/rank_process.py), and these end all that ranks started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
 from llamarl.runtime.child_process import Stores
 from llamarl.runtime.children import ForkServer, forks_work
-from llamarl.runtime.rank_environment import LOOPBACK
+from llamarl.runtime.determinism import LOOPBACK
 from llamarl.runtime.ray.hosted_rank import HostedRank, Say, Word
 from llamarl.runtime.ray.inventory import Inventory
 

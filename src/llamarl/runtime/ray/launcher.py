@@ -4,6 +4,11 @@ through the agents of their nodes.
 A death counts when the verdict is there. Ray raises an error 1 to 2 s before it knows that a node
 is gone; who believes that error starts the next rank on a dead node. So until the cluster says that
 the node is gone, or a task on it shows that it lives, its ranks are neither dead nor alive.
+
+Clocks of nodes are read here by pings, of which the quickest is the one to believe. They run apart
+by some tens of microseconds a second, so that is measured again each minute::
+
+    sent ──────▶ there (node's clock) ──────▶ received        ahead = there - (sent + received) / 2, wrong by at most half the way
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llamarl.executors.base import ExecutorSpec
@@ -23,12 +29,46 @@ from llamarl.runtime.children import shares_imports
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
-from llamarl.runtime.ray.clock import EVERY_S, PINGS, Offset, Ping, best_offset
 from llamarl.runtime.ray.cluster import Cluster
 from llamarl.runtime.ray.hosted_rank import Say, Word
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["RayLauncher", "RayLink", "imported_on"]
+__all__ = ["EVERY_S", "Offset", "PINGS", "Ping", "RayLauncher", "RayLink", "best_offset", "imported_on"]
+
+PINGS = 5
+EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ping:
+    """One question for the time and its answer, in seconds."""
+
+    sent_s: float
+    there_s: float
+    received_s: float
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How to read a host's clock here."""
+
+    ahead_s: float = 0.0
+    """The host's ``time.monotonic`` less the controller's."""
+    within_s: float = 0.0
+    """It may be wrong by so much."""
+
+    def here_s(self, there_s: float) -> float:
+        """A time of the host's on the controller's clock."""
+        return there_s - self.ahead_s
+
+
+def best_offset(pings: Sequence[Ping]) -> Offset:
+    """From the quickest of ``pings``, of which there is at least one."""
+    best = min(pings, key=lambda ping: ping.received_s - ping.sent_s)
+    return Offset(
+        ahead_s=best.there_s - (best.sent_s + best.received_s) / 2, within_s=(best.received_s - best.sent_s) / 2
+    )
+
 
 _LOOK_S = 0.1
 _END_S = 6.0
