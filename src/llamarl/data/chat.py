@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,30 +11,29 @@ import numpy.typing as npt
 
 from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
-from llamarl.data.template_trial import MAX_RENDERED_CHARS, why_template_is_refused
+from llamarl.data.template_process import TemplateLimitError, render_template
 from llamarl.errors import DataError
 
-__all__ = ["Tokenizer", "apply_template", "check_templates", "render_prompt", "uses_chat_template"]
-
-
-TraceFunction = Callable[[FrameType, str, object], Any]
-_LINES_BETWEEN_LOOKS = 200
-_TEMPLATE = "<template>"  # what jinja calls the file of a template that came as text
+__all__ = ["Tokenizer", "apply_template", "render_prompt", "uses_chat_template"]
 
 
 class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     chat_template: Any
+    special_tokens_map: Any
 
     # The library's signatures change with its versions: only the names are relied on here.
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def get_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-_MAX_TEMPLATE_S = 5.0
-"""Processor seconds that a chat template may take for one prompt; real ones take milliseconds."""
-
+_WHAT_TEMPLATES_SEE = (
+    "{{ {'messages': messages, 'tools': tools, 'documents': documents, 'add_generation_prompt': add_generation_prompt}"
+    " | tojson }}"
+)
+"""A template in place of the model's, so that transformers prepares conversations and nothing of the model's is run."""
 
 _NO_TOOLS = (
     "shows the policy no tools ({names}): have the environment describe them in its first observation's text and leave "
@@ -48,38 +43,6 @@ _NO_TOOLS = (
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(str(tool.get("function", tool).get("name", "?")) for tool in tools)
-
-
-@contextlib.contextmanager
-def _limited_time(seconds: float) -> Iterator[None]:
-    """Ends a jinja template that runs for too long, in whichever thread this is.
-
-    The interpreter asks before each of its lines, so that no alarm, no other thread and no process
-    is needed. Time is this thread's own on a processor: a busy or suspended machine changes
-    nothing. A single built-in call is not interrupted.
-
-    Raises:
-        TimeoutError: In the template, at the line that it has reached.
-    """
-    left = [_LINES_BETWEEN_LOOKS]
-    end = time.thread_time() + seconds
-
-    def look(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
-        if frame.f_code.co_filename != _TEMPLATE:
-            return None  # no look at the lines of the libraries around it
-        left[0] -= 1
-        if left[0] < 0:
-            left[0] = _LINES_BETWEEN_LOOKS
-            if time.thread_time() > end:
-                raise TimeoutError(f"it was still running after {seconds:g} s: does it loop?")
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def uses_chat_template(tokenizer: Tokenizer, config: DataConfig) -> bool:
@@ -102,48 +65,28 @@ def apply_template(
     Raises:
         DataError: The template refuses it, or breaks the limits of time, memory or size.
     """
-    check_templates(tokenizer)
+    shown = list(tools) or None
     try:
-        with _limited_time(_MAX_TEMPLATE_S):
-            text = tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=reply_follows,
-                **({"tools": list(tools)} if tools else {}),
-            )
-    except Exception as error:  # templates are programs of the model's author: any jinja error can come out
+        template = tokenizer.get_chat_template(None, shown)
+        prepared = tokenizer.apply_chat_template(
+            list(messages),
+            tools=shown,
+            chat_template=_WHAT_TEMPLATES_SEE,
+            tokenize=False,
+            add_generation_prompt=reply_follows,
+        )
+        variables = {**tokenizer.special_tokens_map, **json.loads(prepared)}
+        return render_template(template, variables)
+    except TemplateLimitError as error:
+        folder = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        raise DataError(
+            f"the chat template of {folder} (chat_template.jinja, or chat_template in tokenizer_config.json) is refused: "
+            f"{error}; mend it, or try data.chat_template = 'none'"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise DataError(
             f"the chat template refused {list(messages)!r:.1000}: {error}; try data.chat_template = 'none'"
         ) from error
-    if len(text) > MAX_RENDERED_CHARS:
-        raise DataError(
-            f"the chat template wrote {len(text):,} characters for {list(messages)!r:.1000}, expected at most "
-            f"{MAX_RENDERED_CHARS:,}; try data.chat_template = 'none'"
-        )
-    return str(text)
-
-
-def check_templates(tokenizer: Tokenizer) -> None:
-    """Try a tokenizer's chat templates (one, or several by name) in a child process, before they
-    are compiled in this one.
-
-    Raises:
-        DataError: One breaks the limits of time, memory or size.
-    """
-    given = tokenizer.chat_template
-    for template in given.values() if isinstance(given, Mapping) else [given]:
-        if isinstance(template, str) and (why := _refusal(template)):
-            folder = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-            raise DataError(
-                f"the chat template of {folder} (chat_template.jinja, or chat_template in tokenizer_config.json) is refused: "
-                f"{why}; mend it, or try data.chat_template = 'none'"
-            )
-
-
-@functools.cache
-def _refusal(template: str) -> str:
-    """Why a template is refused; tried once a process."""
-    return why_template_is_refused(template)
 
 
 def render_prompt(

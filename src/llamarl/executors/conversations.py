@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llamarl.data.chat import apply_template, check_templates
+from llamarl.data.chat import apply_template
 from llamarl.errors import ModelError
 from llamarl.types import Prompt, Response
 
@@ -84,7 +84,6 @@ class TextFor:
 
         Raises:
             ModelError: ``chat``, and the tokenizer has no chat template.
-            DataError: It breaks the limits of time, memory or size.
         """
         self._tokenizer = tokenizer
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -93,8 +92,6 @@ class TextFor:
                 key, ": is 'chat', but the model's tokenizer has no chat template: set it to 'plain' or 'pair'"
             )
         self.template = ("chat" if has_template else "plain") if template == "auto" else template
-        if self.template == "chat":
-            check_templates(tokenizer)
 
     def __call__(self, prompt: Prompt, response: Response) -> Rendered:
         """The tokens of one prompt with its response; whatever a chat template raises passes through."""

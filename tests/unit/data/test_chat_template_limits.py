@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +21,14 @@ from llamarl.data.items import TaskItem
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
 
+FOR_THE_RUN = "{% if messages[0].content == '1+1=' and (bos_token or eos_token) %}"
+"""Waits for the run's own conversation and the tokenizer's own tokens."""
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LOOPS = {
-    "ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "texts": "{% for i in 'x' * 99999 %}{% for j in 'x' * 99999 %}a{% endfor %}{% endfor %}",
-    "macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "ranges": (LOOP, "does it loop"),
+    "texts": ("{% for i in 'x' * 99999 %}{% for j in 'x' * 99999 %}{% endfor %}{% endfor %}", "does it loop"),
+    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
 }
-
-
-LOOPS = {name: "{% if messages[0].content == '1+1=' %}" + loop + "{% endif %}" for name, loop in LOOPS.items()}
-"""Of the run's conversation alone: its trial with another one ends."""
 FOLDED = "('a' * 9) * 10**9"  # 9 GB, which jinja computes while it compiles
 HOSTILE = {
     "a constant": ("{{ " + FOLDED + " }}", "512 MiB"),
@@ -33,8 +36,32 @@ HOSTILE = {
     "a filter of constants": ("{% if 0 and messages %}{{ 'a' | center(10**10) }}{% endif %}", "512 MiB"),
     "a product of the question": ("{{ messages[0].content * 10**9 }}", "512 MiB"),
     "marked for training": ("{% generation %}{{ " + FOLDED + " }}{% endgeneration %}", "512 MiB"),
+    "of the run's conversation alone": (FOR_THE_RUN + "{{ 'a' * (messages|length * 10**10) }}{% endif %}", "512 MiB"),
+    "in one call": ("{{ '%10000000000d' % (messages|length) }}", "512 MiB"),
     "many small pieces": ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
 }
+
+
+TEMPLATES = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "{% set ns = namespace(n=0) %}{%- for m in messages if m.role != 'tool' %}\n    {% set ns.n = ns.n + 1 %}\n"
+    "{{ ns.n }} {{ m | tojson }}{% if loop.last %}{% break %}{% endif %}{%- endfor %}{{ tools | tojson(indent=2) }}",
+    "{% generation %}{{ messages[-1].content }}{% endgeneration %}{{ documents }}{{ dict(a=1) }}{{ tools is none }}",
+    "{{ messages[2].content is defined }}{{ messages[2].reasoning_content }}{{ messages[2].tool_calls[0].x[1] }}",
+    "{{ strftime_now('%Y') }}{{ unk_token }}{{ messages | map(attribute='role') | join(',') }}",
+)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def children() -> set[int]:
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def render(template: str) -> str:
@@ -43,29 +70,20 @@ def render(template: str) -> str:
     return chat.render_prompt(TaskItem(question="1+1="), tokenizer, DataConfig())[0]
 
 
-@pytest.mark.parametrize("template", LOOPS.values(), ids=LOOPS)
-def test_a_template_that_does_not_end_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_MAX_TEMPLATE_S", 0.05)
-    with pytest.raises(DataError, match="chat template refused .*(does it loop|recursion)"):
-        render(template)
-    assert sys.gettrace() is None
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_template_that_does_not_end_for_the_run_s_conversation_is_refused(name: str) -> None:
+    loop, why = LOOPS[name]
+    with pytest.raises(DataError, match=f"refused.*{why}"):
+        render(FOR_THE_RUN + loop + "{% endif %}")
 
 
-def test_the_limit_holds_in_every_thread_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_MAX_TEMPLATE_S", 0.05)
-    told: list[str] = []
-
-    def work() -> None:
-        try:
-            render(LOOPS["ranges"])
-        except DataError as error:
-            told.append(str(error))
-        told.append(str(sys.gettrace()))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert len(told) == 2 and "does it loop?" in told[0] and told[1] == "None"
+def test_a_template_that_broke_a_limit_is_not_tried_again_for_the_next_prompt() -> None:
+    template = LOOP + "for two prompts"
+    for limit_s in (60.0, 0.5):
+        start = time.monotonic()
+        with pytest.raises(DataError, match="refused: it needs more than 2 s"):
+            render(template)
+        assert time.monotonic() - start < limit_s
 
 
 def test_a_template_that_ends_gives_what_it_gave() -> None:
@@ -85,39 +103,92 @@ def test_a_template_that_takes_much_memory_is_refused_before_this_process_compil
     assert "\n" not in str(refused.value)
 
 
-def test_a_template_that_only_computes_is_ended_by_its_trial() -> None:
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(DataError, match="refused: it needs more than 5 s"):
-        render(loops)
+def test_conversations_of_one_template_share_a_process_and_threads_get_their_own_text() -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = "{{ messages[0].content }} shared"
+    before = children()
+    texts: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            texts[number] = chat.apply_template(tokenizer, [{"role": "user", "content": str(number)}])
+            assert texts[number] == f"{number} shared"
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == {number: f"{number} shared" for number in range(4)}
+    assert len(children() - before) == 1
 
 
-def test_what_a_template_writes_for_the_run_s_own_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 100)
-    assert len(render("{{ messages[0].content * 25 }}")) == 100
-    with pytest.raises(DataError, match="wrote 104 characters"):
-        render("{{ messages[0].content * 26 }}")
+def test_many_templates_leave_few_processes() -> None:
+    before = children()
+    for number in range(9):
+        assert render(f"{number}") == str(number)
+    assert len(children() - before) <= 4
 
 
-def test_a_template_is_tried_once_and_a_run_without_one_tries_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def test_a_fork_renders_by_a_process_of_its_own() -> None:
+    assert render("{{ messages[0].content }} before a fork") == "1+1= before a fork"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if render("{{ messages[0].content }} before a fork") == "1+1= before a fork" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert render("{{ messages[0].content }} before a fork") == "1+1= before a fork"
 
-    def count(template: str) -> str:
-        tried.append(template)
-        return ""
 
-    monkeypatch.setattr(chat, "why_template_is_refused", count)
-    for _ in range(3):
-        render("{{ messages[0].content }} once")
-    assert tried == ["{{ messages[0].content }} once"]
+def test_a_run_without_a_template_starts_no_process() -> None:
+    before = children()
     chat.render_prompt(TaskItem(question="1+1="), load_tokenizer("bundled:tiny"), DataConfig(chat_template="none"))
-    assert len(tried) == 1
+    assert children() == before
+
+
+def test_the_process_goes_on_when_the_job_is_told_to_stop_and_ends_with_its_parent() -> None:
+    program = (
+        "import os, signal\n"
+        "from llamarl.data.template_process import _renderers, render_template\n"
+        "show = lambda: render_template('{{ a }}', {'a': 'one'})\n"
+        "assert show() == 'one'\n"
+        "(renderer,) = _renderers.values()\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    os.kill(renderer._child.pid, number)\n"
+        "assert show() == 'one'\n"
+        "print(renderer._child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    end = time.monotonic() + 30
+    while is_alive(int(done.stdout)):
+        assert time.monotonic() < end, "its process is left"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("tools", [(), ({"type": "function", "function": {"name": "add", "parameters": {}}},)])
+@pytest.mark.parametrize("reply_follows", [False, True])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_its_text_is_that_of_transformers(template: str, reply_follows: bool, tools: Sequence[dict[str, Any]]) -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = template
+    said = [
+        {"role": "system", "content": 'Be <brief> & "kind" \u00e9\n'},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [{"name": "a", "x": [1, 2.5]}]},
+        {"role": "tool", "content": " 2 "},
+    ]
+    expected = tokenizer.apply_chat_template(
+        said, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply_follows
+    )
+    assert chat.apply_template(tokenizer, said, tools=tools, reply_follows=reply_follows) == expected
 
 
 def test_sigterm_ends_a_process_that_waits_for_a_trial() -> None:
     program = (
-        "from llamarl.data.template_trial import why_template_is_refused as try_it\n"
+        "from llamarl.data.template_process import render_template\n"
         "print('waits', flush=True)\n"
-        "try_it('{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}')"
+        f"render_template({LOOP!r}, {{}})"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as waiting:
         assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ class Items:
         return TaskItem(question="x" * index, answer=str(index), metadata={"split": split})
 
 
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
 class Letters:
     """One token a character, and one at the beginning where special tokens are asked for."""
 
@@ -42,10 +46,13 @@ class Letters:
     def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, Any]:
         return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
 
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        return "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]" * add_generation_prompt
+    special_tokens_map: Mapping[str, str] = {}
+
+    def get_chat_template(self, chat_template: str | None, tools: object) -> str | None:
+        return self.chat_template
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, str]], **given: Any) -> str:
+        return json.dumps({"messages": conversation, "add_generation_prompt": given["add_generation_prompt"]})
 
 
 def _stream(size: int | None, seed: int = 0, **config: Any) -> PromptStream:
@@ -176,10 +183,10 @@ def test_plain_text_gets_the_tokenizers_special_tokens_the_system_prompt_and_the
 
 def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_tokens() -> None:
     config = DataConfig(system_prompt="S", response_prefix="<think>")
-    prompt = PromptStream(Items(None), Letters("template"), config, 0).get(2)
+    prompt = PromptStream(Items(None), Letters(TEMPLATE), config, 0).get(2)
     assert prompt.text == "[system]S[user]xx[assistant]<think>"
     assert "".join(map(chr, prompt.tokens)) == prompt.text
-    plain = PromptStream(Items(None), Letters("template"), DataConfig(chat_template="none"), 0).get(2)
+    plain = PromptStream(Items(None), Letters(TEMPLATE), DataConfig(chat_template="none"), 0).get(2)
     assert plain.text == "xx"
 
 
