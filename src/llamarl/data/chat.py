@@ -21,7 +21,9 @@ class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     chat_template: Any
-    special_tokens_map: Any
+
+    @property
+    def special_tokens_map(self) -> Any: ...
 
     # The library's signatures change with its versions: only the names are relied on here.
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
