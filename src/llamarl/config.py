@@ -219,6 +219,8 @@ class RunConfig:
             library, _, name = task.environment.partition(":")
             if library == "gymnasium" and ":" in name:  # MODULE:ID, of which the library imports the module
                 found.append((f"task.{label}environment", name, "import path"))
+            if library == "openenv":  # it is sent what the policy writes
+                found.append((f"task.{label}environment", task.environment, "address"))
             if task.name == "code" and task.options.get("box") == "plain":
                 found.append((f"task.{label}options.box", "plain", "consent"))  # a data file's programs, in no box
         return found

@@ -24,6 +24,8 @@ class Limits:
     """Of the policy's vocabulary."""
     context: int | None = None
     """Tokens of a prompt and a response together; None: any."""
+    num_experts: int = 1 << 15
+    """Of each sparse layer of the policy."""
 
     @classmethod
     def of_model(cls, path: str) -> Limits:
@@ -31,8 +33,10 @@ class Limits:
         # here, for a controller that reads no journal need not wait for models of transformers to be imported
         from llamarl.models.loading import context_length, load_model_config
 
-        vocabulary = load_model_config(path).get_text_config().vocab_size
-        return cls(num_token_ids=vocabulary, context=context_length(path))
+        config = load_model_config(path).get_text_config()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next(filter(None, (getattr(config, name, None) for name in names)), cls.num_experts)
+        return cls(num_token_ids=config.vocab_size, context=context_length(path), num_experts=experts)
 
 
 ANY = Limits()
@@ -64,6 +68,11 @@ def check_group(group: Group, tick: int, limits: Limits) -> None:
     Raises:
         ValueError: A number in it is none that a generator writes.
     """
+    for experts in (group.prompt_experts, *(response.routed_experts for response in group.responses)):
+        if experts is not None and (experts.ndim != 3 or (experts.size and experts.max() >= limits.num_experts)):
+            raise ValueError(
+                f"group {group.prompt.index}: names experts that the policy's {limits.num_experts} are not"
+            )
     samples: list[Prompt | Response] = [group.prompt, *group.responses]
     for sample in samples:
         prompt_length = 0 if isinstance(sample, Prompt) else len(group.prompt.tokens)

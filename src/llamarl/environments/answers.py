@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 __all__ = [
-    "AnswerFrom", "extract_answer", "final_answers", "is_number", "last_boxed", "last_number", "quantity", "tidy",
+    "AnswerFrom", "extract_answer", "final_answers", "is_number", "is_taken_back", "last_boxed", "last_number", "quantity",
+    "tidy",
 ]  # fmt: skip
 
 AnswerFrom = Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"]
@@ -56,7 +57,7 @@ _RULES = tuple(
         # What ends a turn, calculators of GSM8K, HTML.
         (r"<\|[^|<>\n]{1,40}\|>|<｜[^｜<>\n]{1,40}｜>|</?s>|<(?:(?:start|end)_of_turn|bos|eos|pad|eot)>|\[/?inst\]", " "),
         (r"<<[^<>\n]*>>", ""),
-        (r"</?(?:b|i|u|em|strong|p|br|span|div|center|code|mark|sup|h[1-6])\s*/?>", " "),
+        (r"</?(?:b|i|u|em|strong|p|br|span|div|center|code|mark|sup|h[1-6]|final|final_answer|result|output)\s*/?>", " "),
         (rf"<\s*({_NUMBER}(?:/\d+)?)\s*>", r" \1 "),
         (r"[\"']answer[\"']\s*:\s*(?:[\"']([^\"'\n]{0,300})[\"']|([^\"'{},\n]{1,100}))\s*[,}]", r"\n#### \1\2\n"),  # JSON
         # Markdown: powers apart, then bold, code, italics; quotes, list items, headings of other depth than GSM8K's mark.
@@ -95,7 +96,7 @@ _ANSWER = (
 )
 _IS = "finale?|final|correct[ae]?|est|es|é|è|ist|lautet|is|är|on|to|je|adalah|là|είναι|है|هو|هي|是|为|為|は|은|는"
 _MARK = re.compile(
-    r"####+|\b(?:answers?|ans|final result)\b[^\n.:=]{0,80}?(?:\bis\b|\bare\b|[:=~])"
+    r"####+|\b(?:answers?|ans|final result)\b[^\n.:=]{0,80}?(?:\bis\b|\bare\b|[:=~]|-+>)"
     r"|\bfinal answer[ \t#]*\n|(?<!\w )(?<!\w)answer[ \t#]*\n"
     rf"|(?:{_ANSWER})(?: ?(?:{_IS})){{0,3}}\s*[:=]?",
     re.IGNORECASE,
@@ -109,7 +110,7 @@ _HARD = "\x02"
 """A space within a formula, which is one token."""
 _RETRACTED = re.compile(
     r"[\s.…,;:!?()*-]*(?:no|wait|actually|sorry|correction|oops|hmm+|rather|or|alternatively|maybe|perhaps|possibly|nope|"
-    r"i mean|scratch that|not|but (?:it )?(?:could|might|may)|i am not sure|i'm not sure)\b",
+    r"i mean|(?:scratch|strike) that|just kidding|on second thought|my bad|edit(?=:)|update(?=:)|not|but (?:it )?(?:could|might|may)|i am not sure|i'm not sure)\b",
     re.IGNORECASE,
 )
 _NOT_SO = re.compile(r"[^.\n]{0,20}\b(?:is|was) (?:not|wrong|incorrect|false)\b", re.IGNORECASE)
@@ -142,11 +143,35 @@ _NEGATIONS = frozenset("not isn't never maybe perhaps possibly nicht pas не".s
 _DOUBTS = frozenset("cannot can't couldn't could might may".split())
 """Before ``be``."""
 _DENIED_BEFORE = re.compile(
-    r"\b(?:do(?:n['’]?t| not) (?:think|believe)|(?<!no )(?<!without )doubts?|wrong to say|(?:nobody|no one) would say)"
-    r"\b[\w\s'’]*$|\banything but\s*$",
+    r"\b(?:(?:do(?:n['’]?t| not) (?:think|believe)|(?<!no )(?<!without )doubts?|(?:nobody|no one) would say)\b[\w\s'’]*"
+    r"|(?:wrong|false|untrue|incorrect|mistaken) (?:that|to say)\b[\w\s'’]*|(?:mistake|error) is to \w+"
+    r"|(?:can|could|should|must|would|will|do|does)(?:n['’]?t| ?not)(?: \w+)?(?: be| equal)?|anything but)\s*$",
     re.IGNORECASE,
 )
 """Before an answer, in its own sentence and clause: it is denied."""
+_OTHER_BEFORE = re.compile(
+    r"\b(?:far from|nowhere near|close to|differs? from|exceeds?|almost|nearly|(?:^|is |be |are )up to|divisible by"
+    r"|(?:multiple|factor|divisor|reciprocal|inverse|opposite|negative) of)\s*$",
+    re.IGNORECASE,
+)
+"""Before a quantity that is no equation: another one is given."""
+_OF_ANOTHER = re.compile(
+    r"\b(?:(?:wrong|incorrect|mistaken|previous|(?:twice|double|triple|half)(?: the)?)"
+    r"|(?:opposite|sum|product|square|double|half|negative|reciprocal|inverse) of the)\s+(?:final )?$",
+    re.IGNORECASE,
+)
+"""Before a mark: it gives something else than the answer."""
+_TO_ANOTHER = re.compile(
+    r"\b(?:times|plus|minus|multiplied|squared|doubled|halved|previous|earlier|and \d)\b", re.IGNORECASE
+)
+"""Within a mark."""
+_SPELLED = {
+    word: str(number)
+    for number, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+        "seventeen eighteen nineteen twenty".split()
+    )
+}
 _DENIES_IN_CJK = ("不是", "不为", "并非")
 _IF = frozenset("if when unless otherwise else".split())
 _PART_OF = frozenset(
@@ -155,7 +180,7 @@ _PART_OF = frozenset(
 _JOINS = frozenset("and or to over by x times plus minus".split())
 _MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _NOT_UNITS = frozenset(
-    "half halves third thirds fourth fourths fifth fifths tenth tenths hundredths thousandths squared cubed factorial "
+    "below half halves third thirds fourth fourths fifth fifths tenth tenths hundredths thousandths squared cubed factorial "
     "plus minus times divided over or and to modulo mod percentage-points pi sqrt root negative not is if but no wrong "
     "more-or-less score".split()
 )
@@ -236,9 +261,10 @@ def final_answers(text: str, *, words: bool = False) -> list[str]:
     answers += [content for _, _, content in boxes]
     if not answers:
         answers = [_marked(text, words, tagged=False)]
-    elif not words:
-        if boxes:
-            answers += _taken_back(rest[: boxes[0][0]], rest[boxes[-1][1] :])
+        return [answer for answer in answers if answer]
+    if boxes:
+        answers += _taken_back(rest[: boxes[0][0]], rest[boxes[-1][1] :])
+    if not words:
         answers += _later(rest[boxes[-1][1] :] if boxes else text[text.lower().rfind("</answer>") :])
     found = dict.fromkeys(answers)
     return [answer for answer in found if answer] if None not in found and "" not in found else []
@@ -247,7 +273,13 @@ def final_answers(text: str, *, words: bool = False) -> list[str]:
 def _taken_back(before: str, behind: str) -> list[str]:
     """An empty answer where the words beside a box deny it or leave it open."""
     words = before.rpartition("\n")[2].rstrip("$\\([ {*").lower().split()[-2:]
-    doubted = any(word in _NEGATIONS or word.endswith(_DENIES_IN_CJK) for word in words) or "d" in _kinds(words)
+    sentence = _sentence_before(before.rpartition("\n")[2])
+    doubted = (
+        _DENIED_BEFORE.search(sentence)
+        or _OTHER_BEFORE.search(sentence)
+        or any(word in _NEGATIONS or word.endswith(_DENIES_IN_CJK) for word in words)
+        or "d" in _kinds(words)
+    )
     sentences = _sentences(behind[:MAX_ANSWER_CHARS].lstrip("$\\)]} \t"))[:2]
     if sentences and re.match(r"\W*not\W{1,3}\d", sentences[0]):
         sentences = sentences[1:]  # "12, not 13"
@@ -264,6 +296,16 @@ def _later(text: str) -> list[str]:
         given = [quantity(sentence) or "" for sentence in sentences if _kinds(sentence.split())[:1] == "Q"]
         found += [one for one in given if "=" not in one]  # an equation checks an answer
     return found
+
+
+def _sentence_before(text: str) -> str:
+    """What is written of the last sentence."""
+    return re.split(r"[.!?\n]\s", text)[-1].rstrip("$\\([ {*") + " "
+
+
+def is_taken_back(behind: str) -> bool:
+    """Whether what stands behind an answer corrects it or leaves it open."""
+    return _RETRACTED.match(behind) is not None
 
 
 def is_number(text: str) -> bool:
@@ -341,7 +383,8 @@ def _is_denied(sentence: str, tokens: list[str], kinds: str, runs: Sequence[tupl
         joined = len(between) == 1 or tokens[start - 1].lower() in _JOINS
         if joined and not equals or _HEDGE.search(" ".join(between)):
             return True
-    if _DENIED_BEFORE.search(" ".join(tokens[:start])):
+    before = " ".join(tokens[:start])
+    if _DENIED_BEFORE.search(before) or not equals and _OTHER_BEFORE.search(before):
         return True
     if last and _RETRACTED.match(sentence):
         return True
@@ -481,13 +524,15 @@ def _marked(text: str, words: bool, *, tagged: bool) -> str | None:
     for mark in reversed(list(_MARK.finditer(text))[-8:]):
         found = _first(text[mark.end() : mark.end() + MAX_ANSWER_CHARS], words)
         if found is not None:
-            before = re.split(r"[.!?\n]\s", text[max(0, mark.start() - 200) : mark.start()])[-1]
+            before = _sentence_before(text[max(0, mark.start() - 200) : mark.start()])
             hedged = (
                 _OPEN.match(before)
                 or _DENIED_BEFORE.search(before)
+                or _OF_ANOTHER.search(before)
+                or _TO_ANOTHER.search(mark.group())
                 or set("dn") & set(_kinds([*mark.group().split()[-2:], "be"]))
             )
-            return "" if hedged and not words else found
+            return "" if hedged else found
     if tagged and "\n" not in text:
         return text if words else _first(text, words)
     if words:
@@ -509,6 +554,8 @@ def _first(text: str, words: bool) -> str | None:
         if sentence.strip(_TRAILING + " "):
             retracted = any(_RETRACTED.match(later) for later in sentences[place + 1 : place + 2])
             found = quantity(sentence)
+            if found is None:
+                found = _SPELLED.get(sentence.strip(_TRAILING).lower())
             return "" if found and retracted else found
     return None
 

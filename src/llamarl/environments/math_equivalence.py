@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from types import FrameType
 from typing import Any, TypeVar
 
-from llamarl.environments.answers import has_words, quantity, tidy
+from llamarl.environments.answers import has_words, is_taken_back, quantity, tidy
 
 __all__ = ["check_reference", "equals_reference", "is_words", "same_answer", "why_unreadable"]
 
@@ -92,6 +92,10 @@ _NAMED = re.compile(
     r"\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\s*\([^()=]*\))?|[A-Za-z\\\s+\-(){},'|]+|\\(?:angle|triangle|overline)\b.*"
 )
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'’\-]*(?:[\s,]+[A-Za-z][A-Za-z'’\-]*)*|\(\s*[A-Za-z]\s*\)|[A-Za-z]\s*\)")
+_NOT_CHOSEN = re.compile(
+    r"\b(?:not|neither|never|wrong|incorrect|false|except|maybe|perhaps|possibly|might|could|cannot|if|or)\b|n['’]t\b",
+    re.IGNORECASE,
+)
 _RELATION = re.compile(r"(?<![\\<>!])=|<|>|\\(?:leq?|geq?|lt|gt|neq?|in)\b")
 
 _Result = TypeVar("_Result")
@@ -124,6 +128,8 @@ def equals_reference(given: str, reference: str) -> bool:
     target = _reference(reference)
     try:
         answer, answer_percent = _expression(given)
+        if "dots" in answer and "dots" not in target.text:
+            return False
         if _PAIR.fullmatch(target.text) and "," in answer and not re.search(r"[(\[=]", answer):
             return False  # two numbers are no pair
         if not _RELATION.search(target.text):
@@ -146,6 +152,8 @@ def is_words(reference: str) -> bool:
     text = _unwrap(tidy(reference))
     if text != reference.strip() and len(text) == 1 and text.isalpha():
         return "text" in reference or "mathrm" in reference or "mbox" in reference
+    if re.fullmatch("[A-J]", text):
+        return True  # of several choices
     if _WORDS.fullmatch(text) is None:
         return False
     return "(" in text or ")" in text or has_words(text)
@@ -454,18 +462,39 @@ def _repeats(number: Fraction) -> bool:
 def _same_words(given: str, reference: str) -> bool:
     wanted = _plain_words(tidy(reference))
     given = given[: 4 * MAX_CHARS]
-    clause = re.split(r"[.!?](?:\s|$)|\s(?:because|since|as|who|which|with)\b|\s[(–—-]\s?|\n", given, maxsplit=1)[0]
+    clause = re.split(
+        r"[.!?](?:\s|$)|, (?:it|they|there|that|this|he|she|we)\b|\s(?:because|since|as|who|which|with)\b|\s[(–—-]\s?|\n",
+        given,
+        maxsplit=1,
+    )[0]
+    if is_taken_back(given[len(clause) :]):
+        return False
     if any(_plain_words(text) == wanted for text in (given, clause)):
         return True
-    choice = re.findall(r"\(([A-Za-z])\)", given)
-    return len(wanted) == 1 and len(choice) == 1 and choice[0].lower() == wanted and _unwrap(given).find("(") < 16
+    return len(wanted) == 1 and _choice(given) == wanted
+
+
+def _choice(given: str) -> str:
+    """The letter of the one choice that is named, at the beginning or at the end; empty where
+    several are, or none, or it is denied."""
+    text = re.sub(r"\\(?=[\s(),])", " ", _unwrap(given))
+    named = re.match(r"(?:\w+ ){0,3}(?:\(([A-Za-z])\)|\b([A-Z])[).:](?=\s|$))", text) or re.search(
+        r"(?:\b(?:is|be|option|choice|answer|choose|select|pick)|[:=])\s*(?:\(([A-Za-z])\)|([A-Z]))[.!]*$", text
+    )
+    if named is None or _NOT_CHOSEN.search(text[: named.end()]) or text.endswith("?"):
+        return ""
+    others = re.findall(r"\(([A-Za-z])\)|\b(?:and|or|,|/)\s*([B-J])\b", text)
+    found = {(one or other).lower() for one, other in [named.groups(), *others]}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _plain_words(text: str) -> str:
     text = re.sub(r"\\[(),\[\]]", " ", _unwrap(text))
     text = re.sub(r"[^A-Za-z0-9'+-]+", " ", text).strip().casefold()
+    text = re.sub(r" is (?:the )?(?:correct|right)(?: answer| option| choice)?$", "", text)
     return re.sub(
-        r"^(?:(?:the )?(?:final |correct )?answer(?: is)? |(?:it|that|this) is |is )?(?:option |choice |the )?",
+        r"^(?:(?:the )?(?:final |correct )?(?:answer|option|choice)(?: is)? |(?:it|that|this) is |is )?"
+        r"(?:option |choice |the )?",
         "",
         text,
     )

@@ -350,8 +350,9 @@ class Worker:
                 assert isinstance(executor, Journaled) and len(states) == 1, f"{name!r} takes no such journal"
                 executor.restore(states[0], tick)
         except Exception as error:
+            words = " ".join(str(error).split())
             raise CheckpointError(
-                f"{name!r} cannot go on from its state after tick {tick} ({type(error).__name__}: {error}): if "
+                f"{name!r} cannot go on from its state after tick {tick} ({type(error).__name__}: {words}): if "
                 f"{self._plan.run_dir or 'RUN'}/journal holds it, remove that folder and resume from the checkpoint"
             ) from error
 

@@ -78,6 +78,7 @@ OWN_JUDGE = {
         ({"task": CODE_TASK}, ["task.options.box"]),
         ({"task": [{**CODE_TASK, "label": "a"}, {"name": "steps"}]}, ["task.mixture.a.options.box"]),
         ({"task": {"name": "episodes", "environment": "gymnasium:this:Env-v0"}}, ["task.environment"]),
+        ({"task": {"name": "episodes", "environment": "openenv:ws://somewhere/ws"}}, ["task.environment"]),
         (
             {"executors": {"mine": OWN_JUDGE}},
             [
@@ -96,7 +97,7 @@ def test_programs_in_no_box_modules_of_a_library_and_addresses_of_an_executor_ar
         refuse_code_of_a_run(config, tmp_path, {})
     assert all(f"--{key} " in str(caught.value) for key in keys)
     if keys == ["task.environment"]:
-        assert "--task.environment gymnasium:this:Env-v0" in str(caught.value)
+        assert f"--task.environment {recipe['task']['environment']}" in str(caught.value)
 
 
 def test_a_judges_server_and_the_variable_whose_value_it_is_sent_are_named_by_the_user(tmp_path: Path) -> None:

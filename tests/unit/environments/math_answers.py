@@ -430,6 +430,63 @@ NEAR_MISSES: list[tuple[str, str]] = [
     ("13", "12 if x>0 and 13 otherwise"),
     ("13", "13. Alternatively the answer is 12."),
     ("14", "The answer is 12. 13. 14."),
+    # Another quantity than the answer, or one that is denied.
+    *(
+        ("12", words)
+        for words in (
+            "It is false that the answer is 12.",
+            "The wrong answer is 12. The right one is 13.",
+            "The incorrect answer is 12.",
+            "A common mistake is to answer 12.",
+            "The answer should not be 12",
+            "The answer cannot possibly be 12",
+            "It would be wrong to say that the answer is 12",
+            "The answer is 12. Just kidding, it is 13.",
+            "The answer is 12.\n\nEdit: 13",
+            "The answer is 12. Strike that, 13.",
+            "I believe it's 12. On second thought, 13.",
+            "The answer is nowhere near 12",
+            "The answer is far from 12",
+            "The answer differs from 12",
+            "The answer is close to 12",
+            "The answer exceeds 12",
+            "The answer is almost 12",
+            "The answer is nearly 12",
+            "The answer is up to 12",
+            "The answer is a multiple of 12",
+            "The answer is a factor of 12",
+            "The answer is divisible by 12",
+            "The answer is the reciprocal of 12",
+            "The answer is 12 below zero",
+            "The opposite of the answer is 12",
+            "Twice the answer is 12",
+            "The answer times two is 12",
+            "The answer plus 1 is 12",
+            "The sum of the answer and 3 is 12",
+            "The answer to the previous question is 12",
+            "I don't think the answer is \\boxed{12}",
+            "It is a multiple of \\boxed{12}",
+            "\\boxed{12\\ldots}",
+        )
+    ),
+    # Choices that stay open, are denied or taken back.
+    *(
+        ("B", words)
+        for words in (
+            *("A", "Be", "Bob", "B+1", "\\boxed{B'}", "A or B", "B or A", "(A) or (B)", "A, B", "A/B", "A and B"),
+            *("Both A and B", "None of A, B, C", "Maybe B", "Anything but B", "B is wrong.", "All but B", "Is it B?"),
+            *("The answer is not B.", "The answer isn't B.", "The wrong answer is B.", "The answer could be B"),
+            *("I don't think the answer is B.", "Perhaps the answer is B", "The answer is neither A nor B"),
+            *("The answer is B. Wait, it is C.", "B? No, C.", "\\boxed{B}. Wait, actually C.", "If x then B else C"),
+            *(
+                "The answer is B.\n\nThe answer is C.",
+                "\\boxed{B} \\boxed{C}",
+                "\\boxed{B,C}",
+                "\\boxed{B} or \\boxed{D}",
+            ),
+            *("The answer is A, since B is wrong", "<answer>B</answer><answer>A</answer>", "The answer is (A) or (B)"),
+        )
+    ),
 ]
 """(reference, response): each looks right to a careless judge, and is wrong."""
 
@@ -683,5 +740,25 @@ RIGHT: list[tuple[str, str]] = [
     ("18", "Step 1: 3 * 2 = 6\nStep 2: 6 * 3 = 18\n18 apples"),
     ("18", "He may choose 18."),
     ("18", "So the least number is 18."),
+    # Letters of choices.
+    *(
+        (letter, words.replace("@", letter))
+        for letter in "AB"
+        for words in (
+            *("@", "(@)", "@.", "@)", "**@**", "**(@)**", "@) 12 apples", "(@) 12 apples", "**@. 12**", "@: 12 apples"),
+            *("The answer is @.", "The answer is (@).", "Answer: @", "Answer: @) 12", "The correct option is **@**."),
+            *("The correct answer is option (@): 12", "I choose @.", "option @ is correct", "@ is correct."),
+            *("\\boxed{@}", "\\boxed{(@)}", "\\boxed{\\text{(@)}}", "\\boxed{\\textbf{(@)}\\ 12}", "#### (@)"),
+            *("<answer>@</answer>", '{"answer": "@"}', "答案是@。", "The answer is @ because 3 > 2.", "Option @"),
+            "Long reasoning about (A) and (B).\n\nThe answer is @.",
+        )
+    ),
+    ("Yes", "Yes, it is."),
+    ("12", "Answer: twelve"),
+    ("12", "<final>12</final>"),
+    ("12", "Answer -> 12"),
+    ("12", "The smallest common multiple of 3 and 4 is 12."),
+    ("12", "It adds up to 12."),
+    ("12", "Not an easy one. The answer is 12."),
 ]
 """(reference, response): the same answer in another form."""

@@ -219,6 +219,9 @@ def changed(**values: Any) -> Group:
     return Group(prompt=replace(whole.prompt, **of_prompt), responses=(replace(whole.responses[0], **of_response),))
 
 
+LIMITS = Limits(num_token_ids=64, context=256, num_experts=8)
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
@@ -240,6 +243,8 @@ def changed(**values: Any) -> Group:
         (changed(prompt_tokens=np.ones(9999, np.int32)), "its prompt has 9999 tokens, and the model's context is 256"),
         (changed(prompt_tokens=np.ones(255, np.int32)), "response 0 has 2 tokens, and the model's context is 256"),
         (changed(prompt_tokens=np.ones(0, np.int32)), "its prompt has no tokens"),
+        (changed(routed_experts=np.full((2, 1, 2), 8, np.uint8)), "names experts that the policy's 8 are not"),
+        (changed(routed_experts=np.zeros((2, 2), np.uint8)), "names experts that the policy's 8 are not"),
         (changed(turns=(Turn(start=0, end=3, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
         (changed(turns=(Turn(start=1, end=0, finish_reason="stop", reply=""),)), "has a turn outside of its 2 tokens"),
     ],
@@ -250,13 +255,11 @@ def test_a_sample_that_nobody_can_have_drawn_is_refused_and_its_file_named(
     write(tmp_path, 1)
     pieces = [bytes(piece) for piece in encode([group(0)])]
     segments: list[Segment] = []
-    put_token(tmp_path, pieces).report(
-        segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64, context=256)
-    )
+    put_token(tmp_path, pieces).report(segments, tokens=[CHANNEL], states=False, limits=LIMITS)
     segments.pop().close()
     record = put_token(tmp_path, [bytes(piece) for piece in encode([wrong])])
     with pytest.raises(ValueError) as raised:
-        record.report(segments, tokens=[CHANNEL], states=False, limits=Limits(num_token_ids=64, context=256))
+        record.report(segments, tokens=[CHANNEL], states=False, limits=LIMITS)
     assert str(raised.value).startswith(f"{record.path}: group ") and told in str(raised.value)
     assert segments == []
 
