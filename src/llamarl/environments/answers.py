@@ -273,7 +273,7 @@ def final_answers(text: str, *, words: bool = False) -> list[str]:
 def _taken_back(before: str, behind: str) -> list[str]:
     """An empty answer where the words beside a box deny it or leave it open."""
     words = before.rpartition("\n")[2].rstrip("$\\([ {*").lower().split()[-2:]
-    sentence = _sentence_before(before.rpartition("\n")[2])
+    sentence = _sentence_before(before, len(before))
     doubted = (
         _DENIED_BEFORE.search(sentence)
         or _OTHER_BEFORE.search(sentence)
@@ -298,9 +298,12 @@ def _later(text: str) -> list[str]:
     return found
 
 
-def _sentence_before(text: str) -> str:
-    """What is written of the last sentence."""
-    return re.split(r"[.!?\n]\s", text)[-1].rstrip("$\\([ {*") + " "
+def _sentence_before(text: str, end: int) -> str:
+    """What stands before a place in its own line and sentence."""
+    start = max(0, end - 200)
+    line = text[start:end].rpartition("\n")
+    near = line[2] if line[1] or not start else line[2].partition(" ")[2]  # no word that is cut
+    return re.split(r"[.!?]\s", near)[-1].rstrip("$\\([ {*") + " "
 
 
 def is_taken_back(behind: str) -> bool:
@@ -524,7 +527,7 @@ def _marked(text: str, words: bool, *, tagged: bool) -> str | None:
     for mark in reversed(list(_MARK.finditer(text))[-8:]):
         found = _first(text[mark.end() : mark.end() + MAX_ANSWER_CHARS], words)
         if found is not None:
-            before = _sentence_before(text[max(0, mark.start() - 200) : mark.start()])
+            before = _sentence_before(text, mark.start())
             hedged = (
                 _OPEN.match(before)
                 or _DENIED_BEFORE.search(before)

@@ -755,6 +755,7 @@ RIGHT: list[tuple[str, str]] = [
     ),
     ("Yes", "Yes, it is."),
     ("12", "Answer: twelve"),
+    *(("12", "x" * place + " for what she said, and all of it is\n#### 12") for place in range(160, 180)),
     ("12", "<final>12</final>"),
     ("12", "Answer -> 12"),
     ("12", "The smallest common multiple of 3 and 4 is 12."),
