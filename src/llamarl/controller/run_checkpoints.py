@@ -25,40 +25,7 @@ from llamarl.plural import plural
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Report
 
-__all__ = ["FarFiles", "RunCheckpoints", "SlowSaves"]
-
-_SLOW_S = 600.0
-"""Nothing that is written is called slow before, however often checkpoints are taken."""
-
-
-class SlowSaves:
-    """Which checkpoints are being written for longer than it takes until the next one is due. Pure.
-
-    Args:
-        limit_s: Seconds after which one counts as slow, and again after as many more.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since: dict[int, tuple[float, float]] = {}
-        """Tick -> when writing began, and when it was last told of."""
-
-    def begun(self, tick: int, now_s: float) -> None:
-        """Some of it is being written; only the first word counts."""
-        self._since.setdefault(tick, (now_s, now_s))
-
-    def ended(self, tick: int) -> None:
-        """Well or ill."""
-        self._since.pop(tick, None)
-
-    def overdue(self, now_s: float) -> list[tuple[int, float]]:
-        """(tick, seconds since it was begun) of those to be told of now."""
-        found = []
-        for tick, (began_s, told_s) in self._since.items():
-            if now_s - told_s >= self._limit_s:
-                found.append((tick, now_s - began_s))
-        self._since |= {tick: (now_s - seconds, now_s) for tick, seconds in found}
-        return found
+__all__ = ["FarFiles", "RunCheckpoints"]
 
 
 class FarFiles(Protocol):
@@ -133,7 +100,6 @@ class RunCheckpoints:
         """Ticks that are not saved although they are due -> why."""
         self._failed: list[int] = []
         """Ticks of which the checkpoints have failed since the last good one."""
-        self._slow = SlowSaves(max(_SLOW_S, 60.0 * config.every_minutes))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._finishing: list[tuple[int | None, Future[object]]] = []
         """What the thread is at, in order, with the tick where it is a checkpoint."""
@@ -180,11 +146,6 @@ class RunCheckpoints:
         if report.files:
             written = {writer_name(report.executor, rank): files for rank, files in report.files.items()}
             self._finishing.append((None, self._thread.submit(self._prove, report.tick, written)))
-        now_s = running_s()
-        for tick in report.saving:
-            self._slow.begun(tick, now_s)
-        for tick, seconds in self._slow.overdue(now_s):
-            self._note_failure(tick, f"it is still being written after {seconds:.0f} s: the disk is slow or gone")
         for text in self._mirror.news() if self._mirror is not None else ():
             self._recorder.warn(report.tick, "mirror", text)
 
@@ -209,7 +170,6 @@ class RunCheckpoints:
         self._since_s = running_s()
         self._recorder.sync()
         self._events.sync()
-        self._slow.begun(tick, self._since_s)
         self._finishing.append((tick, self._thread.submit(self._finish, tick, written)))
 
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:
@@ -285,14 +245,12 @@ class RunCheckpoints:
                 raise CheckpointError(f"what was written into {self._folder.path} cannot be read: {error}") from error
             else:
                 if tick is not None:
-                    self._slow.ended(tick)
                     self._failed.clear()
 
     def _give_up(self, tick: int, why: str) -> None:
         """This one will not come; the next that is due is tried."""
         self._given_up[tick] = why
         self._unsaved.discard(tick)
-        self._slow.ended(tick)
         self._since_s = running_s()
         self._folder.check()
         self._store.abort(tick)

@@ -191,24 +191,6 @@ def test_a_failed_checkpoint_is_due_again_after_as_long_as_a_good_one(
     assert made.overdue()
 
 
-def test_what_is_written_for_too_long_is_told_of_and_ends_the_run_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(run_checkpoints, "running_s", lambda: now_s[0])
-    made = checkpoints(tmp_path, every_minutes=20, max_failed=1)
-    made.on_report(Report(executor="trainer", tick=2, saving=(1,)))
-    now_s[0] = 1199.0
-    made.on_report(Report(executor="trainer", tick=3, saving=(1,)))
-    assert WARNINGS == []
-    now_s[0] = 1200.0
-    made.on_report(Report(executor="trainer", tick=4, saving=(1,)))
-    assert "it is still being written after 1200 s: the disk is slow or gone" in WARNINGS[0][2]
-    now_s[0] = 2400.0
-    with pytest.raises(CheckpointError, match="of tick 1: it is still being written after 2400 s"):
-        made.on_report(Report(executor="trainer", tick=5, saving=(1,)))
-
-
 def test_what_a_host_holds_of_a_failed_checkpoint_is_removed_there(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
