@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llamarl.forecast.hardware import Hardware
     from llamarl.forecast.search import Options, Workload
 
-__all__ = ["Question", "add_devices", "add_job", "ask", "options_of", "refuse_flags", "staleness_levels"]
+__all__ = ["Question", "add_devices", "add_job", "ask", "options_of", "refuse_flags", "staleness_levels", "threads_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
     notes: list[str] = []
     pools = _pools(args, counted=config is None or args.verb == "plan")
-    threads = _threads(config) if config and pools[0][0].is_cpu else {"generator": 1, "trainer": 1}
+    threads = threads_of(config) if config and pools[0][0].is_cpu else {"generator": 1, "trainer": 1}
     fit = _fit(args, run_dir, pools[0][0]) if len(pools) == 1 else None
     if fit:
         pools = [(fit.hardware, pools[0][1])]
@@ -216,7 +216,7 @@ def _pools(args: argparse.Namespace, *, counted: bool) -> list[tuple[Hardware, i
     return [(hardware, int(text) if text else hardware.device.devices_per_node)]
 
 
-def _threads(config: RunConfig) -> dict[str, int]:
+def threads_of(config: RunConfig) -> dict[str, int]:
     """CPU threads of each role's ranks as a run on this machine would pin them."""
     from llamarl.controller.standard_graph import llamarl_graph
     from llamarl.roles import ROLES
@@ -248,7 +248,7 @@ def _fit(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware) -> 
         if args.fit:
             raise PlanError(f"--fit {folder}: that run was made on {what}")
         return None
-    return fit_run(config, folder, hardware, _threads(config) if hardware.is_cpu else {"generator": 1, "trainer": 1})
+    return fit_run(config, folder, hardware, threads_of(config) if hardware.is_cpu else {"generator": 1, "trainer": 1})
 
 
 def _lengths(

@@ -109,13 +109,52 @@ def launch(config: RunConfig, *, dry_run: bool, every_key: bool) -> None:
     """Start a new run, or print what it would be."""
     if not dry_run:
         start_fork_servers(config)
-    from llamarl.controller.prepare import plan_run
+    from llamarl.controller.prepare import plan_run, with_num_ticks
     from llamarl.controller.run import start_run
 
     if dry_run:
+        config = with_num_ticks(config)
         print(plan_run(config, every_key=every_key))
+        print(f"\n# forecast\n{_forecast(config)}")
     else:
         start_run(config)
+
+
+def _forecast(config: RunConfig) -> str:
+    """How long the run will take, by assumed rates; else why nobody knows."""
+    from llamarl.cli.forecast_flags import threads_of
+    from llamarl.errors import LlamaRLError
+    from llamarl.forecast.hardware import this_machine
+    from llamarl.forecast.lengths import constant
+    from llamarl.forecast.model import find_model
+    from llamarl.forecast.recipe import left_out
+    from llamarl.forecast.scenario import scenario_from_recipe
+    from llamarl.forecast.search import Workload
+    from llamarl.forecast.simulate import simulate
+    from llamarl.models.folders import resolve_model_path
+    from llamarl.observability.text import duration
+    from llamarl.runtime.placement import may_have_gpus
+
+    limit = config.generator.sampling.max_new_tokens
+    if config.algorithm.imitates or config.hosts.wanted or may_have_gpus():
+        return "none: llamarl plan knows jobs of generator and trainer, and rates of GPUs by --hardware"
+    try:
+        work = Workload(
+            model=find_model(resolve_model_path(config.model.path, weights=False)),
+            response=constant(limit),
+            prompts_per_step=config.schedule.prompts_per_step,
+            group_size=config.generator.group_size,
+            prompt_tokens=64,
+        )
+        found = scenario_from_recipe(config, work, this_machine(), threads_of(config))
+        step_s = simulate(dataclasses.replace(found, num_ticks=20)).step_s
+    except LlamaRLError as error:
+        return f"none: {error}"
+    missing = f", not counting {', '.join(left_out(config))}" if left_out(config) else ""
+    return (
+        f"about {step_s:.2g} s a tick and {duration(step_s * config.run.num_ticks)} in all if every response reaches {limit} "
+        f"tokens{missing}; the rates of this machine are assumed, so this may be wrong several times over (llamarl plan)"
+    )
 
 
 def start_fork_servers(config: RunConfig) -> None:

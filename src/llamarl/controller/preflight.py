@@ -9,9 +9,12 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from llamarl.checkpoint.config import why_no_storage
 from llamarl.config import RunConfig
+from llamarl.controller.overview import Questions
+from llamarl.controller.run_folder import refuse_a_run, refuse_if_held
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
 from llamarl.environments.factory import make_task, task_mistakes
@@ -28,6 +31,7 @@ from llamarl.types import Prompt
 __all__ = [
     "check_architectures",
     "check_engine",
+    "check_folder",
     "check_lora",
     "check_models",
     "check_parallel_sizes",
@@ -320,16 +324,13 @@ def _check_stop_tokens(config: RunConfig, folder: Path) -> None:
         )
 
 
-def check_prompts(config: RunConfig, folder: Path) -> bool:
+def check_prompts(config: RunConfig, folder: Path) -> Questions:
     """Make the prompts once: a wrong file, or a prompt that is too long, ends the run before it starts.
 
     All training prompts of a finite task, the first tick's of an endless one, and those of evaluations.
 
     Args:
         folder: Of the model.
-
-    Returns:
-        Whether the task holds anything out to evaluate on.
 
     Raises:
         ConfigError, DataError: As ``executors.prompts`` and ``data.prompts`` say.
@@ -345,8 +346,7 @@ def check_prompts(config: RunConfig, folder: Path) -> bool:
 
         rows = make_demonstrations(config, tokenizer)
         rows.check_training_prompts()
-        rows.demonstration(0)
-        return rows.holds_out
+        return _found(rows, rows.demonstration(0).prompt, tokenizer)
     with contextlib.ExitStack() as pools:
         environments = None
         if config.task.has_environment:  # begins an episode or two, so that one that never does is found here
@@ -362,7 +362,16 @@ def check_prompts(config: RunConfig, folder: Path) -> bool:
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
         if config.evaluation.every and environments is None and stream.holds_out:
             stream.eval_prompts(config.evaluation.num_prompts)
-        return stream.holds_out
+        return _found(stream, first[0], tokenizer)
+
+
+def _found(stream: PromptStream | MixedStream, first: Prompt, tokenizer: Any) -> Questions:
+    return Questions(
+        num_training=stream.num_items("train"),
+        num_held_out=stream.num_items("eval"),
+        first_prompt=tokenizer.decode(first.tokens.tolist(), skip_special_tokens=False),
+        first_tokens=len(first.tokens),
+    )
 
 
 def _first_prompts(config: RunConfig, stream: PromptStream | MixedStream) -> list[Prompt]:
@@ -374,6 +383,20 @@ def _first_prompts(config: RunConfig, stream: PromptStream | MixedStream) -> lis
     while wanted - {prompt.task for prompt in found} and len(found) < _MOST_PROMPTS:
         found.append(stream.get(len(found)))
     return found
+
+
+def check_folder(run_dir: Path) -> None:
+    """Refuse a folder in which no run can start. Makes nothing.
+
+    Raises:
+        ConfigError: It holds a run, another process writes there, or it cannot be made.
+    """
+    refuse_if_held(run_dir)
+    refuse_a_run(run_dir)
+    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is not writable" if there.is_dir() else "is no folder"
+        raise ConfigError(f"run.dir: cannot make {run_dir}: {there} {why}; choose another --run.dir")
 
 
 def check_reward(config: RunConfig) -> None:
@@ -427,6 +450,10 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                 yield from error.mistakes
     if config.run.mirror and (why := why_no_storage(config.run.mirror)):
         yield Mistake("run.mirror", why)
+    if config.observability.wandb and importlib.util.find_spec("wandb") is None:
+        yield Mistake(
+            "observability.wandb", "needs the package wandb: pip install 'llamarl[wandb]', or set it to false"
+        )
     variable = config.judge.api_key_env
     if variable and not os.environ.get(variable):
         yield Mistake("judge.api_key_env", f"names {variable}, which is not set here: export it, or leave the key out")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ from llamarl.config import RunConfig, changed_keys, to_plain, validate
 from llamarl.controller.graph import Graph
 from llamarl.controller.job_hosts import JobHosts, open_hosts
 from llamarl.controller.notices import replica_table
+from llamarl.controller.overview import Questions, overview
 from llamarl.controller.preflight import (
     check_architectures,
     check_engine,
+    check_folder,
     check_lora,
     check_models,
     check_parallel_sizes,
     check_prompts,
+    check_reward,
     check_reward_models,
 )
 from llamarl.controller.run_models import local, pinned
@@ -69,15 +72,24 @@ class Prepared:
     weight_edges: tuple[WeightEdge, ...]
     hosts: JobHosts | None = None
     """None: all on this machine."""
+    questions: Questions | None = None
+    overview: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What a person checks before it starts, label -> text."""
 
 
 def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
-    """What a run of ``config`` would be: configuration, graph and placement, as text. Starts nothing.
+    """What a run of ``config`` would be: overview, configuration, graph and placement, as text. Starts nothing.
 
     Args:
         every_key: Whether keys that are at their defaults are printed too.
+
+    Raises:
+        LlamaRLError: The run would not start.
     """
-    return describe_plan(prepare(config), every_key=every_key)
+    check_folder(absolute_dir(config))
+    prepared = prepare(config)
+    check_reward(prepared.config)
+    return describe_plan(prepared, every_key=every_key)
 
 
 def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
@@ -91,7 +103,10 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
     replicas = f"# replicas\n{table}\n\n" if (table := replica_table(prepared.config)) else ""
+    label = max(map(len, prepared.overview), default=0)
+    lines = "\n".join(f"{name:<{label}}   {text}" for name, text in prepared.overview.items())
     return (
+        f"# what would run\n{lines}\n\n"
         f"# configuration\n{tomli_w.dumps(shown)}{rest}\n"
         f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
         f"{replicas}"
@@ -116,7 +131,8 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     check_reward_models(config)
     check_architectures(config)
     folder = resolve_model_path(config.model.path)
-    if not check_prompts(config, folder) and config.evaluation.every:
+    questions = check_prompts(config, folder)
+    if not questions.holds_out and config.evaluation.every:
         print(
             "nothing is held out, so this run is not evaluated: raise task.eval_fraction above 0 (two questions or more), or "
             "give task.eval_data",
@@ -137,7 +153,8 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
         raise
     if hosts is not None and hosts.news:
         print(hosts.news, file=sys.stderr)
-    return prepared
+    shown = overview(prepared.config, prepared.local, questions)
+    return dataclasses.replace(prepared, questions=questions, overview=shown)
 
 
 def _place_executors(

@@ -139,9 +139,7 @@ class RunParts:
         """What the console says of the run before its first tick."""
         config, run_dir, prepared = self._prepared.config, self._folder.path, self._prepared
         return {
-            "model": config.model.path,
-            "task": config.task.titles,
-            "algorithm": config.algorithm.name,
+            **prepared.overview,
             "staleness": _staleness(config),
             **({"replicas": replica_line(config)} if config.generator.replicas else {}),
             **{edge.channel: edge.summary() for edge in prepared.weight_edges},

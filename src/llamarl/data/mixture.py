@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from llamarl.data.items import Split
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
 from llamarl.seeding import derive_seed
 from llamarl.types import Prompt
@@ -86,6 +87,11 @@ class MixedStream:
         """Of each task, as ``PromptStream.check_training_prompts``."""
         for stream in self._streams.values():
             stream.check_training_prompts()
+
+    def num_items(self, split: Split) -> int | None:
+        """Of all tasks together, as ``PromptStream.num_items``."""
+        sizes = [stream.num_items(split) for stream in self._streams.values()]
+        return None if None in sizes else sum(size or 0 for size in sizes)
 
     @property
     def holds_out(self) -> bool:

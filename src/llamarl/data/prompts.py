@@ -183,10 +183,14 @@ class PromptStream:
             raise DataError(f"{found}: none is left; {self._remedy}")
         _log.warning("%s: others take their place (data.too_long = 'skip')", found)
 
+    def num_items(self, split: Split) -> int | None:
+        """Items of one split; None for a task that makes them, without end."""
+        return self._task.num_items(split)
+
     @property
     def holds_out(self) -> bool:
         """Whether the task has anything to evaluate on."""
-        return self._task.num_items("eval") != 0
+        return self.num_items("eval") != 0
 
     def eval_prompts(self, num_prompts: int) -> list[Prompt]:
         """The first ``num_prompts`` held-out prompts in an order that the seed alone decides; fewer if there are fewer.

@@ -1,0 +1,102 @@
+"""What a user checks before a run starts, line for line, and what a dry-run refuses as a start would."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.config import load_config
+from llamarl.controller.overview import Questions, overview
+from llamarl.controller.prepare import plan_run, prepare
+from llamarl.controller.run_folder import held, make_folder
+from llamarl.errors import ConfigError, LlamaRLError
+
+RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
+ENDLESS = Questions(num_training=None, num_held_out=None, first_prompt="a1 b2 =\n", first_tokens=8)
+
+
+def lines_of(*words: str, questions: Questions = ENDLESS) -> dict[str, str]:
+    config = load_config(RECIPE, ["--trainer.dtype", "float32", *words])
+    return overview(config, config, questions)
+
+
+def test_the_lines_of_the_shipped_recipe() -> None:
+    assert lines_of() == {
+        "model": "bundled:tiny, 0.559 million parameters, trained in float32",
+        "task": "steps, questions without end",
+        "first prompt": r"8 tokens: 'a1 b2 =\n'",
+        "batch": "16 prompts x 8 responses of at most 80 tokens, 1 optimizer step a tick",
+        "learning rate": "0.0002, cosine to 2e-05 at tick 100, after 5 ticks of warm-up",
+        "algorithm": "aipo, advantage group_mean, no KL term",
+        "evaluation": "every 10 ticks, and before the first: 200 held-out prompts x 1 response, 1.6 times what a tick samples",
+        "memory": "trainer 8.95 MB of weights, gradients and moments a rank, and activations; generator 2.24 MB of weights and at "
+        "most 1.07 GB of KV cache a rank",  # 559,168 parameters at 16 and at 4 bytes
+    }
+
+
+def test_the_preset_grpo_says_its_kl_term_and_its_reference_model() -> None:
+    line = lines_of("--algorithm.name", "grpo")["algorithm"]
+    assert line == "ppo, advantage group_std, KL term kl_coef 0.04 (k3) against bundled:tiny as a reference model"
+
+
+def test_questions_are_counted_and_so_is_how_often_they_are_seen() -> None:
+    """100 ticks of 16 prompts over 400 questions are four passes."""
+    few = Questions(num_training=400, num_held_out=44, first_prompt="x" * 1000, first_tokens=500)
+    found = lines_of(questions=few)
+    assert found["task"] == "steps, 400 questions, seen 4 times in this run; 44 held out"
+    assert found["evaluation"].startswith("every 10 ticks, and before the first: 44 held-out prompts x 1 response")
+    assert len(found["first prompt"]) < 300 and found["first prompt"].startswith("500 tokens: 'xxx")
+
+
+def test_the_first_prompt_is_shown_as_its_tokens_spell_it(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "a3 b9 =\\n", "answer": "12"}\n' * 2)
+    words = ["--run.dir", str(tmp_path / "run"), "--task.name", "math", "--task.data", str(file)]
+    prefix = ["--data.response_prefix", "b", "--data.shuffle", "false"]
+    prepared = prepare(load_config(RECIPE, [*words, *prefix]))
+    assert prepared.overview["first prompt"] == r"9 tokens: 'a3 b9 =\nb'"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"used": True}, "already holds a run"),
+        ({"file": True}, "is no folder; choose another --run.dir"),
+        ({"held": True}, "is in use by another llamarl train"),
+        ({"reward": "def reward(prompt, response, answer):\n    return 1.0\n\nraise RuntimeError('broken import')\n"}, "broken import"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_a_start_would(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--run.dir", str(run_dir)]
+    if "used" in change:
+        run_dir.mkdir()
+        (run_dir / "config.toml").touch()
+        (run_dir / "metrics.jsonl").write_text("{}\n")
+    if "file" in change:
+        run_dir.touch()
+    if "reward" in change:
+        (tmp_path / "own.py").write_text(change["reward"])
+        words += ["--task.reward", f"{tmp_path}/own.py:reward"]
+    config = load_config(RECIPE, words)
+    if "held" in change:
+        make_folder(run_dir)
+        with held(run_dir), pytest.raises(ConfigError, match=why):
+            plan_run(config)
+        return
+    with pytest.raises(LlamaRLError, match=why):
+        plan_run(config)
+    assert not run_dir.is_dir() or sorted(p.name for p in run_dir.iterdir()) == ["config.toml", "metrics.jsonl"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_sink_whose_package_is_missing_is_refused_before_a_start() -> None:
+    from llamarl.controller.preflight import find_missing
+
+    with pytest.raises(
+        ConfigError, match=r"observability.wandb needs the package wandb: pip install 'llamarl\[wandb\]'"
+    ):
+        load_config(RECIPE, ["--observability.wandb", "true"], [find_missing])
