@@ -20,6 +20,7 @@ from typing import Any
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import ChannelError, DataError
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
+from llamarl.progress import watch
 
 HERE = Path(__file__).resolve()
 DELAY = 2
@@ -79,7 +80,11 @@ class _Fake:
             (self.context.run_dir / f"closed-{self.name}-{self.context.rank}").touch()
 
     def _trouble(self, tick: int) -> None:
-        time.sleep(self.config.step_s)
+        halves: list[int] = []
+        watch("sleeping", "halve", 2, lambda: len(halves))
+        for half in range(2):
+            time.sleep(self.config.step_s / 2)
+            halves.append(half)
         if tick != self.config.trouble_tick or self.context.rank != self.config.trouble_rank:
             return
         match self.config.trouble:

@@ -414,3 +414,23 @@ def test_a_notebook_whose_thread_runs_an_event_loop_can_be_the_controller() -> N
         return probe_processes(60.0)
 
     assert asyncio.run(cell()) > 0.0
+
+
+def test_a_rank_tells_how_far_it_is_while_it_works(local: Runtime, tmp_path: Path) -> None:
+    heard: list[Mapping[str, str]] = []
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.wait(0.1):
+            heard.append(local.progress())  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        run(local, job(source=Config(step_s=1.0)), num_ticks=2, run_dir=tmp_path)
+    finally:
+        over.set()
+        thread.join()
+    told = {(name, words) for one in heard for name, words in one.items()}
+    assert ("source", "starting") in told and ("source", "sleeping 1 of 2 halves") in told
+    local.close()

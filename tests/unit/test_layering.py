@@ -17,6 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree"}
         | {
             "plural",
+            "progress",
             "reading",
             "roles",
             "import_path",

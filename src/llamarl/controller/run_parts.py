@@ -21,6 +21,7 @@ from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.journaled import keeps_journal
+from llamarl.controller.live_lines import LiveLines
 from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
 from llamarl.controller.own_runs import mark
@@ -93,6 +94,7 @@ class RunParts:
         first_tick = 0 if resume_after_tick is None else resume_after_tick + 1
         self.marking = Marking(prepared.graph, first_tick=first_tick, num_ticks=config.run.num_ticks, needs=needs)
         self.runtime: Runtime = self._surviving(real) if isinstance(real, ProcessRuntime) else real
+        self._live = LiveLines(real.progress, self.recorder.console) if isinstance(real, ProcessRuntime) else None
 
     def on_report(self, report: Report) -> None:
         """Note a report that counts; the log before the recorder."""
@@ -119,6 +121,8 @@ class RunParts:
             stopped: By what, in words; empty: the run came to its end.
         """
         run_dir, hosts, num_ticks = self._folder.path, self._prepared.hosts, self._prepared.config.run.num_ticks
+        if self._live is not None:
+            self._live.close()
         if self._journal is not None:
             self._journal.close(done=not stopped)
         self.runtime.close()

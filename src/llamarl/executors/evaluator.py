@@ -27,6 +27,7 @@ from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE, part_means
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
+from llamarl.progress import watch
 from llamarl.running_time import running_s
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
@@ -133,7 +134,9 @@ def sample_groups(
         ]
         for prompt in prompts
     ]
-    engine.add([s for group in sequences for s in group])
+    every = [s for group in sequences for s in group]
+    watch("evaluating", "response", len(every), lambda: sum(s.finished for s in every))
+    engine.add(every)
     while engine.has_work:
         engine.step()
     return [

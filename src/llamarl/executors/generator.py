@@ -54,6 +54,8 @@ from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.observability.keys import REPLICA_KEY, own_metrics
+from llamarl.plural import plural
+from llamarl.progress import watch
 from llamarl.roles import ROLES
 from llamarl.seeding import derive_seed
 from llamarl.tick_schedule import num_startable, urgency_order
@@ -279,6 +281,7 @@ class GeneratorExecutor(BaseExecutor):
         """Decode until the groups to deliver are complete; take them out of the active ones."""
         first = self._steps
         self._enter(shard, tick)
+        watch("sampling", "group", shard.delivers(tick), lambda: len(shard.completed), lambda: _tokens_written(shard))
         while (chosen := shard.deliverable(tick, self._deadlines(shard))) is None:
             if self._policy is not None and self._steps > first and self._take_weights(tick, weights):
                 self._enter(shard, tick)
@@ -382,6 +385,10 @@ class GeneratorExecutor(BaseExecutor):
             shard.active = []
         if self.environments is not None:
             self.environments.close()
+
+
+def _tokens_written(shard: GeneratorShard) -> str:
+    return plural(sum(len(s.tokens) for g in list(shard.active) for s in g.sequences), "token")
 
 
 @dataclass(frozen=True)

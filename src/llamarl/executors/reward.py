@@ -30,6 +30,7 @@ from llamarl.observability.findings import Causes, few_causes, remedy, too_many_
 from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import write_rollouts
 from llamarl.observability.writing import Patience
+from llamarl.progress import watch
 from llamarl.roles import ROLES
 from llamarl.types import Failure, Group, Score
 
@@ -66,7 +67,9 @@ class RewardExecutor(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         limit_s = JUDGING_SHARE * self.config.deadlines.step_s
-        groups = self._judged(self.items_of(inputs), limit_s=limit_s)
+        groups = self.items_of(inputs)
+        watch("judging", "response", sum(len(g.responses) for g in groups), lambda: 0)
+        groups = self._judged(groups, limit_s=limit_s)
         scored = time.monotonic()
         files: tuple[Path, ...] = ()
         run_dir, patience = self.context.run_dir, self._patience

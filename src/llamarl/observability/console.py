@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -22,6 +23,12 @@ from llamarl.observability.job_description import JobDescription
 from llamarl.observability.summary import RunSummary
 
 __all__ = ["ConsoleReporter"]
+
+
+_REFRESH_S = 1.0
+"""Between two looks at what executors are at, on a live display."""
+_SILENCE_S = 30.0
+"""Longest time without a line elsewhere."""
 
 
 class ConsoleReporter:
@@ -55,10 +62,31 @@ class ConsoleReporter:
         self._table = text.RowTable([lane.name for lane in job.lanes], num_ticks)
         self._window: list[Mapping[str, Any]] = []
         self._finished = False
+        self._quiet = kind == "none"
+        self._began_s = self._said_s = time.monotonic()
         self._say(*text.head(job, num_ticks, done))
         self._panel = _Panel(job, num_ticks, done, self._console) if live else None
         if self._panel is None:
             self._say("")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a display that is drawn anew."""
+        return self._panel is not None
+
+    def silence_left_s(self) -> float:
+        """Seconds until ``working`` is due."""
+        if self.is_live:
+            return _REFRESH_S
+        return _SILENCE_S if self._quiet else max(0.0, self._said_s + _SILENCE_S - time.monotonic())
+
+    def working(self, executors: Mapping[str, str]) -> None:
+        """Show what executors are at: executor -> words."""
+        if self._panel is not None:
+            self._panel.working = executors
+        elif executors and not self._finished:
+            words = " · ".join(f"{name} {at}" for name, at in executors.items())
+            self._say(f"  {text.duration(time.monotonic() - self._began_s)}  {words}")
 
     def on_report(self, executor: str, tick: int) -> None:
         """An executor has finished a tick."""
@@ -98,6 +126,7 @@ class ConsoleReporter:
             self._window = []
 
     def _say(self, *lines: str, style: str = "") -> None:
+        self._said_s = time.monotonic()
         for line in lines:
             self._console.print(Text(text.encodable(line.rstrip(), self._console.encoding), style), soft_wrap=True)
 
@@ -108,6 +137,7 @@ class _Panel:
     def __init__(self, job: JobDescription, num_ticks: int, done: int, console: Console) -> None:
         self._job, self._num_ticks = job, num_ticks
         self.ticks: dict[str, int] = {}
+        self.working: Mapping[str, str] = {}
         """Executor -> the last tick that it finished."""
         self._row: Mapping[str, Any] = {}
         self._held_out: tuple[str, float | None] = ("accuracy", None)
@@ -149,6 +179,6 @@ class _Panel:
                 Text("starting" if tick is None and not row else f"tick {text.whole(tick)}", style="dim"),
                 Text("" if idle is None else text.bar(1.0 - idle, 10), style="cyan"),
                 Text(f"idle {text.percent(idle)}"),
-                Text(lane.detail, style="dim"),
+                Text(self.working.get(lane.name, lane.detail), style="dim"),
             )
         return Group(Text(""), self._progress, facts, lanes)

@@ -5,6 +5,7 @@
     RankReport or RankFailure       ◀─ COMMAND ◀─
     News                            ─▶ TELL    ─▶ diagnostics thread: Worker.tell, while the executor works
     stack of the executor's thread  ◀─ WHERE   ◀─ diagnostics thread, while the executor works or hangs
+    how far its tick has come       ◀─ PROGRESS ◀─ diagnostics thread, while the executor works
 
 An executor's exception travels as a value (``RankFailure``). How the bytes get there is the link's
 business: frames on a socket (:mod:`llamarl.runtime.local`).
@@ -18,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 
+from llamarl.progress import told
 from llamarl.runtime.worker import Worker, capture, stack_of
 
 __all__ = ["EXECUTOR_THREAD", "HEAD", "Kind", "Obedient", "command_blob", "frame"]
@@ -38,6 +40,8 @@ class Kind(IntEnum):
     """To the rank: pickled ``News``. From it: a pickled ``RankFailure`` if it could not be handed over, else empty."""
     WHERE = 3
     """To the rank: empty. From it: the calls that the executor's thread is in, as text."""
+    PROGRESS = 4
+    """To the rank: empty. From it: how far its tick has come, as text (``llamarl.progress``)."""
 
 
 def frame(kind: Kind, blob: bytes) -> bytes:
@@ -92,3 +96,9 @@ class Obedient:
     def where(self) -> str:
         """The calls that the executor's thread is in now. On any thread."""
         return stack_of(EXECUTOR_THREAD)
+
+    def answer(self, kind: Kind, blob: bytes) -> bytes:
+        """What the diagnostics thread says to a frame of a kind other than COMMAND."""
+        if kind == Kind.TELL:
+            return self.tell(blob)
+        return (told() if kind == Kind.PROGRESS else self.where()).encode()

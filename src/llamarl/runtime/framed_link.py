@@ -40,6 +40,9 @@ class FramedLink:
             return "start of its process"
         return (await self._ask(Kind.WHERE, b"")).decode()
 
+    async def progress(self) -> str:
+        return (await self._ask(Kind.PROGRESS, b"")).decode() if self._greeted else ""
+
     async def _ask(self, kind: Kind, blob: bytes) -> bytes:
         """Answers of one kind come in the order of the questions."""
         if self.ended.done():

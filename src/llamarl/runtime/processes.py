@@ -325,6 +325,10 @@ class ProcessRuntime:
         reported = [report.rank for report in out.replies]
         return Overdue("\n".join([waited, *late]), self._overdue(executor, f"tick {tick}", limit_s, reported))
 
+    def progress(self) -> dict[str, str]:
+        """Executor -> how far it has come, in words, of those that are at work. Any thread."""
+        return self._ranks.progress() if self._ranks is not None else {}
+
     def counted(self) -> Sequence[Report]:
         """What counted before this controller began, with tokens that are held."""
         return self._resumed.reports

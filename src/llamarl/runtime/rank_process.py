@@ -151,7 +151,7 @@ def serve(control: socket.socket) -> None:
                 if kind == Kind.COMMAND:
                     orders.put(blob)
                 else:
-                    send(kind, obedient.tell(blob) if kind == Kind.TELL else obedient.where().encode())
+                    send(kind, obedient.answer(kind, blob))
         os._exit(1)
 
     send(Kind.HELLO, str(os.getpid()).encode())

@@ -65,6 +65,10 @@ class Link(Protocol):
         """What the executor's thread is doing, in words. May never return."""
         ...
 
+    async def progress(self) -> str:
+        """How far its tick has come, in words; empty: it does not say. May never return."""
+        ...
+
     async def stopped(self) -> bool:
         """Whether the process waits since a signal has stopped it; False where nobody can tell. May never return."""
         ...
@@ -227,6 +231,14 @@ class Ranks:
         except TimeoutError:
             return ["unknown: the runtime's own thread does not answer"] * len(ranks)
 
+    def progress(self) -> dict[str, str]:
+        """Executor -> how far its first rank has come, in words, of those that are at work; takes at most six seconds."""
+        asking = asyncio.run_coroutine_threadsafe(self._progress(), self._loop)
+        try:
+            return asking.result(2 * _WHERE_S)
+        except TimeoutError:
+            return {}
+
     def stopped(self, ranks: Sequence[Rank]) -> list[Rank]:
         """Those of ``ranks`` that a signal has stopped, as far as their machines can tell; takes at
         most six seconds."""
@@ -384,6 +396,19 @@ class Ranks:
                 return f"unknown, it does not answer ({type(error).__name__}): stopped, or busy in native code"
 
         return list(await asyncio.gather(*(ask(rank) for rank in ranks)))
+
+    async def _progress(self) -> dict[str, str]:
+        async def ask(rank: Rank) -> str:
+            doing = {"setup": "starting", "start of its process": "starting"}.get(rank.doing, rank.doing)
+            if rank.link is None or rank.dead:
+                return doing
+            try:
+                return await asyncio.wait_for(rank.link.progress(), _WHERE_S) or doing
+            except (OSError, TimeoutError):  # it is gone, or busy in native code: only shown
+                return doing
+
+        working = [ranks[0] for ranks in self.of.values() if ranks[0].link is None or ranks[0].told]
+        return dict(zip([r.executor for r in working], await asyncio.gather(*map(ask, working)), strict=True))
 
     async def _stopped(self, ranks: Sequence[Rank]) -> list[Rank]:
         async def ask(rank: Rank) -> bool:

@@ -38,6 +38,7 @@ from llamarl.executors.base import (
     is_journaled,
 )
 from llamarl.import_path import load_module, resolve
+from llamarl.progress import forget
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
 from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
@@ -373,7 +374,10 @@ class Worker:
                 inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
         if order.saves and isinstance(executor, KeepsTokens):
             executor.expect_saves(order.saves)
-        result = executor.step(order.tick, inputs)
+        try:
+            result = executor.step(order.tick, inputs)
+        finally:
+            forget()
         spans.extend(result.spans)
         if set(result.outputs) != set(self._senders):
             raise AssertionError(

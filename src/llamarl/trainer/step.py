@@ -31,6 +31,7 @@ from llamarl.models.exported import ExportFacts
 from llamarl.models.loading import load_model_config
 from llamarl.models.precision import torch_dtype
 from llamarl.observability.ledger import scored_tokens
+from llamarl.progress import watch
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import (
     Microbatch,
@@ -247,7 +248,10 @@ class Trainer(ShardedModel[Policy]):
             self.on_tokens([s for s in sequences if not s.has_signal], torch.zeros(0), torch.zeros(0, dtype=torch.bool))
         packed = self.computes.pack(worth, [self._token_weight(s, statistics) for s in worth])
         found = self.computes.losses(packed, lambda i, output: self._loss_of(packed[i].microbatch, *output))
-        for one, computed in zip(packed, found, strict=True):
+        taken: list[int] = []
+        watch("training", "micro-batch", len(packed), lambda: len(taken))
+        for number, (one, computed) in enumerate(zip(packed, found, strict=True)):
+            taken.append(number)
             statistics.add_experts(computed.chosen_experts)
             if computed.loss is None:  # said on the last stage
                 continue

@@ -1,0 +1,75 @@
+"""How far a tick has come, in words, and when those who wait are told."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from llamarl import progress
+from llamarl.controller.live_lines import LiveLines
+from llamarl.observability.config import ObservabilityConfig
+from llamarl.observability.console import ConsoleReporter
+from llamarl.observability.job_description import JobDescription, Lane
+
+JOB = JobDescription(title="tiny", lanes=(Lane(name="generator", detail="samples groups"),))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    yield now
+    progress.forget()
+
+
+def test_what_is_done_so_far_tells_what_is_left(clock: list[float]) -> None:
+    done = [0]
+    progress.watch("sampling", "group", 8, lambda: done[0], lambda: "2,100 tokens")
+    assert progress.told() == "sampling 8 groups, 2,100 tokens"
+    done[0], clock[0] = 2, 110.0  # ten seconds for two: thirty for six
+    assert progress.told() == "sampling 2 of 8 groups, 2,100 tokens, about 30 s left"
+    done[0] = 9  # of more than were asked for
+    assert progress.told() == "sampling 8 of 8 groups, 2,100 tokens"
+    progress.forget()
+    assert progress.told() == ""
+
+
+def test_a_log_gets_a_line_only_after_half_a_minute_of_silence(clock: list[float]) -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 4, file=out)
+    clock[0] += 29.0
+    assert reporter.silence_left_s() == 1.0
+    clock[0] += 36.0
+    assert reporter.silence_left_s() == 0.0
+    reporter.working({"generator": "sampling 5 of 8 groups", "evaluator": "starting"})
+    assert out.getvalue().endswith("  1:05  generator sampling 5 of 8 groups · evaluator starting\n")
+    assert reporter.silence_left_s() == 30.0
+    before = out.getvalue()
+    reporter.working({})
+    assert out.getvalue() == before
+
+
+def test_a_live_display_shows_what_executors_are_at_in_place_of_what_they_do() -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "120")
+        reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
+        asked: list[float] = []
+
+        def ask() -> Mapping[str, str]:
+            asked.append(time.monotonic())
+            return {"generator": "sampling 5 of 8 groups"}
+
+        lines = LiveLines(ask, reporter)
+        deadline = time.monotonic() + 20
+        while "sampling 5 of 8 groups" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lines.close()
+        count = len(asked)
+        time.sleep(1.2)
+        assert "sampling 5 of 8 groups" in out.getvalue() and count >= 1 and len(asked) == count
