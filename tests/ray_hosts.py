@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,9 +60,18 @@ class RayHosts:
 
 @contextmanager
 def ray_hosts(
-    count: int, net: str = "10.85.0", *, cores: int = 2, environment: dict[str, str] | None = None
+    count: int,
+    net: str = "10.85.0",
+    *,
+    cores: int = 2,
+    environment: dict[str, str] | None = None,
+    of_node: Mapping[int, Mapping[str, str]] | None = None,
 ) -> Iterator[RayHosts]:
-    """A cluster of ``count`` nodes with ``cores`` each; nothing of it is left afterwards."""
+    """A cluster of ``count`` nodes with ``cores`` each; nothing of it is left afterwards.
+
+    Args:
+        of_node: Environment of single nodes, by their numbers.
+    """
     token = secrets.token_hex(32)
     given = {
         **HEALTH,
@@ -84,7 +93,7 @@ def ray_hosts(
         wait = ask if number else ":"
         return [
             "env",
-            *(f"{key}={value}" for key, value in given.items()),
+            *(f"{key}={value}" for key, value in {**given, **(of_node or {}).get(number, {})}.items()),
             "bash",
             "-c",
             f'{wait}; exec "$0" "$@"',

@@ -54,6 +54,7 @@ def test_the_description_is_one_that_ray_takes() -> None:
         (["up"], "which machines?"),
         (["up", "a,a"], "a is named twice"),
         (["up", "a,-oProxyCommand=x"], "is no name or address"),
+        (["up", "a.invalid,b.invalid"], "a.invalid is not known here"),
         (["down", "--file", "nowhere.yaml"], "no file nowhere.yaml"),
     ],
 )

@@ -55,6 +55,22 @@ def test_a_token_that_is_missing_or_another_clusters_is_told_in_a_line_within_fi
     assert not run_dir_of(cluster, "none").exists()
 
 
+def test_a_node_without_this_llamarl_takes_no_part_and_disturbs_no_job_on_the_others(tmp_path: Path) -> None:
+    (tmp_path / "llamarl").mkdir()
+    (tmp_path / "llamarl" / "__init__.py").touch()
+    with ray_hosts(2, "10.83.0", of_node={1: {"PYTHONPATH": str(tmp_path)}}) as made:
+
+        def dry_run(*words: str) -> tuple[int, str]:
+            command = made.llamarl("train", "tiny", "--cluster", "auto", "--dry-run", "--run.dir", "/tmp/none", *words)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120.0)
+            return done.returncode, done.stdout + done.stderr
+
+        status, said = dry_run()
+        assert status == 0 and "left out: n1, which does not say what it is" in said and "No module named" in said
+        status, said = dry_run("--on", "trainer=n1")
+        assert status == 2 and "hosts.on.trainer: n1 can take no part" in said
+
+
 def listening(cluster: RayHosts) -> list[tuple[str, int]]:
     """All TCP ports that are open to other nodes."""
     found = set()

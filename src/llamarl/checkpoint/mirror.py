@@ -36,7 +36,7 @@ from llamarl.errors import CheckpointError, ConfigError, RunFolderLost
 from llamarl.plural import format_bytes, plural
 from llamarl.reading import read_bytes
 
-__all__ = ["Mirror", "Storage", "mirrored", "plan_upload", "restore"]
+__all__ = ["Mirror", "Storage", "check_mirror", "mirrored", "plan_upload", "restore"]
 
 T = TypeVar("T")
 
@@ -162,6 +162,30 @@ class Storage:
             self.fs.rm_file(f"{self.root}/{name}")
 
 
+def check_mirror(url: str) -> None:
+    """See whether a new run can have its mirror there. Makes nothing.
+
+    Raises:
+        ConfigError: It holds something, or cannot be reached.
+    """
+    storage = Storage(url)
+    try:
+        remote, others = _patiently(lambda: (storage.manifest(), storage.listed()), _REACHED_S)
+    except Exception as error:
+        raise ConfigError(f"run.mirror: {url} cannot be used: {_words(error)}") from error
+    _refuse_others(url, remote, others, "")
+
+
+def _refuse_others(url: str, remote: Manifest | None, others: Iterable[str], run_id: str) -> None:
+    if remote is None and any(others):
+        raise ConfigError(f"run.mirror: {url} holds files that are no run's: choose another one")
+    if remote is not None and remote.files and remote.run["run_id"] != run_id:
+        raise ConfigError(
+            f"run.mirror: {url} holds another run, of {remote.run['writer']}: choose another one, remove it, or go on with that "
+            f"run by --resume {url}"
+        )
+
+
 class Mirror:
     """Keeps a storage like a run's folder, on a thread that nothing waits for before the run's end."""
 
@@ -262,13 +286,7 @@ class Mirror:
         """
         url, remote = self._storage.url, self._storage.manifest()
         self._others = self._storage.listed()
-        if remote is None and self._others:
-            raise ConfigError(f"run.mirror: {url} holds files that are no run's: choose another one")
-        if remote is not None and remote.files and remote.run["run_id"] != self._folder.run_id:
-            raise ConfigError(
-                f"run.mirror: {url} holds another run, of {remote.run['writer']}: choose another one, remove it, or go on with that "
-                f"run by --resume {url}"
-            )
+        _refuse_others(url, remote, self._others, self._folder.run_id)
         newest = max((_tick(path) for path in self._checkpoints()), default=-1)
         if remote is not None and remote.tick > newest:
             raise ConfigError(
@@ -459,8 +477,8 @@ def restore(url: str, folder: Path, *, dry_run: bool = False) -> str:
     if wrong:
         lines = "\n".join(f"  - {line}" for line in wrong)
         raise CheckpointError(
-            f"--resume {url} is refused:\n{lines}\nThe rest is in {partial}: to go on with an older checkpoint, remove the damaged one "
-            f"there, rename that folder to {folder} and --resume it"
+            f"--resume {url} is refused:\n{lines}\nThe rest is in {partial}: to go on without what is damaged, remove it there (of a checkpoint, "
+            f"its whole folder), rename that folder to {folder} and --resume it"
         )
     os.replace(partial, folder)
     return text

@@ -8,6 +8,7 @@ import getpass
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -70,7 +71,7 @@ def description_of_cluster(hosts: Sequence[str], *, user: str, key: str = "", bi
     """
     head, *workers = hosts
     health = " ".join(f"{name}={value}" for name, value in HEALTH.items())
-    ray = f"RAY_AUTH_MODE=token {bin_dir}/ray"
+    ray = f"PATH={bin_dir}:$PATH RAY_AUTH_MODE=token {bin_dir}/ray"  # jobs that are submitted find llamarl by it
     return {
         "cluster_name": "llamarl",
         "provider": {"type": "local", "head_ip": head, "worker_ips": workers},
@@ -109,6 +110,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{wrong[0]!r} is no name or address of a machine")
     if twice := [name for name in hosts if hosts.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named twice")
+    for name in hosts:
+        try:
+            socket.getaddrinfo(name, 22)
+        except OSError as error:
+            raise ConfigError(f"{name} is not known here: {error.strerror}") from error
     token = _TOKEN.expanduser()
     if not token.exists():
         make = [str(own / "ray"), "get-auth-token", "--generate"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.channels.base import ChannelSpec
-from llamarl.checkpoint.platform import joint_facts, platform_facts
+from llamarl.checkpoint.platform import joint_facts
 from llamarl.config import RunConfig
 from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, TransferError
@@ -223,6 +223,9 @@ class JobHosts:
                 self.news = what_changed(self.absent, whole, where, named)
                 return placement
         assert trouble is not None, "there is a layout"
+        if self.cluster.left_out:
+            left_out = "\n".join(f"  - {name}, {why}" for name, why in self.cluster.left_out.items())
+            trouble = ConfigError(f"{trouble}\nthese nodes take no part:\n{left_out}")
         if not self.absent:
             raise trouble
         raise ConfigError(why_no_room(self.absent, named, str(trouble))) from trouble
@@ -246,11 +249,7 @@ class JobHosts:
         self.where = {name: tuple(numbers[host] for host in ranks) for name, ranks in layout.items()}
         used = sorted({host for ranks in self.where.values() for host in ranks})
         self.facts = joint_facts([hosts[host].facts for host in used])
-        here = Machine(HERE, 0, 0, platform_facts())
-        found = unlike([here, *hosts], allow=True)
-        if not self.config.hosts.allow_unlike:
-            more = unlike([hosts[host] for host in used], allow=False)
-            found += [line for line in more if line not in found]
+        found = unlike([hosts[host] for host in used], allow=self.config.hosts.allow_unlike)
         if found:
             listed = "\n".join(f"  - {line}" for line in found)
             raise ConfigError(
@@ -392,7 +391,12 @@ class JobHosts:
     def summary(self) -> str:
         """Where the executors are, for people."""
         lines = [f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()]
-        return "; ".join([*lines, *([f"without {', '.join(self.absent)}"] if self.absent else [])])
+        return "; ".join(
+            [
+                *lines,
+                *([f"without {', '.join(without)}"] if (without := {**self.absent, **self.cluster.left_out}) else []),
+            ]
+        )
 
     def close(self) -> None:
         """Leave the cluster; nothing of this job is left there. Idempotent."""
@@ -406,6 +410,8 @@ class JobHosts:
             return ()
         own = self.cluster.nodes[self.cluster.here].name
         addresses = {node.address: node.name for node in self.cluster.nodes}
+        for word in set(words) & set(self.cluster.left_out) - set(self.absent):
+            raise ConfigError(f"hosts.on.{executor}: {word} can take no part, {self.cluster.left_out[word]}")
         try:
             return hosts_named([own if word == HERE else addresses.get(word, word) for word in words], self.named)
         except ValueError as error:
@@ -430,7 +436,11 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts | 
     known = {word for node in cluster.nodes for word in (node.name, node.address)} | {HERE}
     had = {word for words in begun.hosts.on.values() for word in words} if begun is not None else set()
     absent = {
-        name: f"{name} is no node of the cluster any more" for name in sorted(had - known) if not name.isdecimal()
+        name: f"{name}, {cluster.left_out[name]}"
+        if name in cluster.left_out
+        else f"{name} is no node of the cluster any more"
+        for name in sorted(had - known)
+        if not name.isdecimal()
     }
     hosts = JobHosts(cluster, config, [*(node.name for node in cluster.nodes), *absent], absent)
     atexit.register(hosts.close)

@@ -399,6 +399,15 @@ def check_folder(run_dir: Path) -> None:
         raise ConfigError(f"run.dir: cannot make {run_dir}: {there} {why}; choose another --run.dir")
 
 
+def _why_no_copy(config: RunConfig) -> str:
+    """Why a mirror's folder is no place for a copy of the run's folder; empty: it is, or is no folder."""
+    scheme, _, place = config.run.mirror.partition("://")
+    folder, run_dir = Path(place).resolve(), Path(config.run.dir).expanduser().resolve()
+    if scheme == "file" and (folder.is_relative_to(run_dir) or run_dir.is_relative_to(folder)):
+        return f"must lie outside of the run's folder, and not around it: {folder}, and the run is {run_dir}"
+    return ""
+
+
 def check_reward(config: RunConfig) -> None:
     """Make the judge once, in a worker process that may hang or die of it: import the user's reward
     function, try the box that programs run in. Else prove the references.
@@ -448,7 +457,7 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                     resolve_model_path(str(path), key=key, weights=False)
             except ModelError as error:
                 yield from error.mistakes
-    if config.run.mirror and (why := why_no_storage(config.run.mirror)):
+    if config.run.mirror and (why := why_no_storage(config.run.mirror) or _why_no_copy(config)):
         yield Mistake("run.mirror", why)
     if config.observability.wandb and importlib.util.find_spec("wandb") is None:
         yield Mistake(

@@ -87,6 +87,10 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
         LlamaRLError: The run would not start.
     """
     check_folder(absolute_dir(config))
+    if config.run.mirror:
+        from llamarl.checkpoint.mirror import check_mirror
+
+        check_mirror(config.run.mirror)
     prepared = prepare(config)
     check_reward(prepared.config)
     return describe_plan(prepared, every_key=every_key)

@@ -273,10 +273,8 @@ def final_answers(text: str, *, words: bool = False) -> list[str]:
 def _taken_back(before: str, behind: str) -> list[str]:
     """An empty answer where the words beside a box deny it or leave it open."""
     words = before.rpartition("\n")[2].rstrip("$\\([ {*").lower().split()[-2:]
-    sentence = _sentence_before(before, len(before))
     doubted = (
-        _DENIED_BEFORE.search(sentence)
-        or _OTHER_BEFORE.search(sentence)
+        _is_denied_before(_sentence_before(before, len(before)), equals=False)
         or any(word in _NEGATIONS or word.endswith(_DENIES_IN_CJK) for word in words)
         or "d" in _kinds(words)
     )
@@ -386,8 +384,7 @@ def _is_denied(sentence: str, tokens: list[str], kinds: str, runs: Sequence[tupl
         joined = len(between) == 1 or tokens[start - 1].lower() in _JOINS
         if joined and not equals or _HEDGE.search(" ".join(between)):
             return True
-    before = " ".join(tokens[:start])
-    if _DENIED_BEFORE.search(before) or not equals and _OTHER_BEFORE.search(before):
+    if _is_denied_before(" ".join(tokens[:start]), equals=equals):
         return True
     if last and _RETRACTED.match(sentence):
         return True
@@ -400,6 +397,11 @@ def _is_denied(sentence: str, tokens: list[str], kinds: str, runs: Sequence[tupl
         return True
     places = (end, *(end + aside.start() for aside in re.finditer("p", kinds[end:])))
     return any(_RETRACTED.match(" ".join(tokens[place:])) for place in places)
+
+
+def _is_denied_before(words: str, *, equals: bool) -> bool:
+    """Whether the words before an answer deny it, or what follows is another quantity."""
+    return bool(_DENIED_BEFORE.search(words) or not equals and _OTHER_BEFORE.search(words))
 
 
 def _with_unit(text: str, words: list[str]) -> str:

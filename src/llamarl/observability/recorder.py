@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +119,9 @@ class Recorder:
         ]
         self._join: TickJoin[_Timed] = TickJoin(executors, 0 if resume_after_tick is None else resume_after_tick + 1)
         self._finishes: dict[str, float] = {}
-        self._first_start_s: float | None = None
+        self._began_s = time.monotonic()
+        self._first_start_s: dict[bool, float] = {}
+        """Of reports of this process, and of those that its journal tells of earlier ones."""
         self._summary = RunSummary()
         for row in self._log.rows:
             self._summary.add(row)
@@ -151,8 +154,8 @@ class Recorder:
     def _take(self, report: Report) -> list[Row]:
         timed = _Timed(report, self._finishes.get(report.executor))
         self._finishes[report.executor] = report.finished_s
-        if self._first_start_s is None or report.started_s < self._first_start_s:
-            self._first_start_s = report.started_s
+        own = self._is_own(report)
+        self._first_start_s[own] = min(report.started_s, self._first_start_s.get(own, report.started_s))
         # Bytes through the controller vary by a few with process ids, so they are no key of metrics.jsonl.
         args = {key: float(value) for key, value in report.metrics.items() if math.isfinite(value)}
         args |= {"controller/bytes": float(report.controller_bytes)}
@@ -279,12 +282,15 @@ class Recorder:
 
     def _timing(self, items: Mapping[str, _Timed]) -> dict[str, float]:
         """What the clock says of one tick. An executor's own value under the same key takes precedence."""
-        assert self._first_start_s is not None, "a row without a report"
         row: dict[str, float] = {}
         weight_sync_s = 0.0
         for name, timed in items.items():
             report = timed.report
-            before = self._first_start_s if timed.previous_finish_s is None else timed.previous_finish_s
+            before, own = timed.previous_finish_s, self._is_own(report)
+            if (
+                before is None or own and before < self._began_s
+            ):  # what lies between two processes is no time of the run
+                before = self._first_start_s[own]
             before = min(before, report.started_s)
             row[f"time/{name}_s"] = report.finished_s - report.started_s
             row[f"idle/{name}"] = idle_share([(report.started_s, report.finished_s)], (before, report.finished_s))
@@ -295,6 +301,9 @@ class Recorder:
             )
         row["time/weight_sync_s"] = weight_sync_s
         return row
+
+    def _is_own(self, report: Report) -> bool:
+        return report.started_s >= self._began_s
 
     def _report_gap(self, resume_after_tick: int | None) -> None:
         """A run that lost rows (a machine that lost power, a file removed by hand) says so instead of hiding it."""

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from llamarl.errors import Mistake
 from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
 
-__all__ = ["HERE", "HostsConfig", "host_settings", "hosts_named", "parse_ports"]
+__all__ = ["HERE", "HostsConfig", "host_settings", "hosts_named", "is_address", "parse_ports"]
 
 HERE = "here"
 """Names the controller's node among hosts."""
@@ -61,7 +61,7 @@ class HostsConfig:
                 "is an address of Ray Client, over which this process would be on no node: ranks could not reach it. Start the job on "
                 "a node: ray job submit --address http://HEAD:8265 --working-dir . -- llamarl train RECIPE --cluster auto",
             )
-        elif self.cluster and self.cluster != "auto" and not _ADDRESS.fullmatch(self.cluster):
+        elif self.cluster and self.cluster != "auto" and not is_address(self.cluster):
             yield Mistake("cluster", f"must be auto or HOST:PORT, such as 10.0.0.1:6379, got {self.cluster!r}")
         if self.on and not self.wanted:
             yield Mistake("on", "puts executors on hosts, but there is no cluster: add --cluster auto", ("cluster",))
@@ -70,6 +70,11 @@ class HostsConfig:
                 parse_ports(self.port_range)
             except ValueError as error:
                 yield Mistake("port_range", f": {error}")
+
+
+def is_address(text: str) -> bool:
+    """True for HOST:PORT."""
+    return _ADDRESS.fullmatch(text) is not None
 
 
 def host_settings(cluster: str | None, on: Sequence[str] = ()) -> dict[str, Any]:

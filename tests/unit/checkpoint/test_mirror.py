@@ -17,7 +17,7 @@ from same_run import contents
 
 from llamarl.checkpoint import mirror as module
 from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
-from llamarl.checkpoint.mirror import Mirror, Storage, mirrored, objects_of, plan_upload, restore
+from llamarl.checkpoint.mirror import Mirror, Storage, check_mirror, mirrored, objects_of, plan_upload, restore
 from llamarl.checkpoint.run_identity import RUN_ID_FILE, RunIdentity
 from llamarl.checkpoint.snapshot import FileRecord, Manifest, checksum_bytes
 from llamarl.checkpoint.storage import CheckpointStore
@@ -456,6 +456,8 @@ def test_a_second_run_is_refused_in_the_same_mirror(tmp_path: Path, mirror_of_tw
     other = Run(tmp_path / "other", run_id="4567")
     with pytest.raises(ConfigError, match=f"holds another run, of process .*--resume {URL}"):
         Mirror(Storage(URL), other.identity)
+    with pytest.raises(ConfigError, match=f"holds another run, of process .*--resume {URL}"):
+        check_mirror(URL)
     restore(URL, tmp_path / "back")
     assert contents(tmp_path / "back") == mirror_of_two.contents()
 
@@ -464,6 +466,8 @@ def test_a_place_with_other_files_is_no_mirror(tmp_path: Path, fault: Fault) -> 
     damage("files/precious", b"1")
     with pytest.raises(ConfigError, match="holds files that are no run's"):
         Mirror(Storage(URL), Run(tmp_path / "run").identity)
+    with pytest.raises(ConfigError, match="holds files that are no run's"):
+        check_mirror(URL)
     assert objects() == {"files/precious": b"1"}
 
 

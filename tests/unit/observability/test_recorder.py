@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,16 @@ def _run(recorder: Recorder, first: int, last: int, slow: float = 1.0, at: float
         trained = {"policy_version": tick + 1, "reward/mean": tick / 8, "staleness/mean": 1.0, "staleness/max": 1}
         spans = (("weight_sync/publish", start + 7.75 * slow, start + 8 * slow),)
         recorder.on_report(_Report("trainer", tick, trained, start + 5 * slow, start + 8 * slow, spans, 300))
+
+
+def test_the_time_between_two_processes_of_a_run_is_no_time_of_a_tick(tmp_path: Path) -> None:
+    now = time.monotonic() + 1000.0
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 3)
+    _run(recorder, 0, 1, at=now - 5000.0)  # told by the journal of a process that ended then
+    _run(recorder, 1, 3, at=now)
+    recorder.close()
+    assert [row["time/step_s"] for row in read_metrics(tmp_path)] == pytest.approx([8.0, 8.0, 5.0])
+    assert read_metrics(tmp_path)[1]["idle/trainer"] == pytest.approx(0.625)
 
 
 def test_times_idle_shares_rates_and_bytes_of_two_ticks(tmp_path: Path) -> None:

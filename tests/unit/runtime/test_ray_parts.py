@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import socket
 import subprocess
 import time
 
 import pytest
 
+from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import parse_ports
 from llamarl.runtime.ranks import on_our_clock
+from llamarl.runtime.ray.cluster import _free, check_access, one_line
 from llamarl.runtime.ray.host_agent import _meeting_port
 from llamarl.runtime.ray.hosted_rank import HostedRank
 from llamarl.runtime.ray.inventory import health_of, interface_of, take_inventory
 from llamarl.runtime.ray.launcher import Ping, best_offset, imported_on
 from llamarl.runtime.worker import RankFailure, RankReport
 from llamarl.transports.network import this_space
+
+
+def test_what_ray_raises_is_told_by_its_cause_in_a_line() -> None:
+    far = (
+        "The remote function failed to import on the worker. sys.path: " + "x" * 400 + "\nTraceback (most recent call "
+        "last):\n  File \"serialization.py\", line 1\nModuleNotFoundError: No module named 'llamarl.runtime'"
+    )
+    assert one_line(RuntimeError(far)) == "Ray: ModuleNotFoundError: No module named 'llamarl.runtime'"
+    assert one_line(RuntimeError("a\nb")) == "Ray: a"
+    assert one_line(RuntimeError()) == "Ray: RuntimeError"
+
+
+def test_an_old_ray_and_an_address_without_a_port_are_told_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.59.3")
+    with pytest.raises(ConfigError, match="needs Ray 2.60, and here is 2.59.3: pip install"):
+        check_access("10.0.0.1:1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.60.0rc1")
+    with pytest.raises(ConfigError, match="must be auto or HOST:PORT"):
+        check_access("10.0.0.1")
+
+
+def test_what_of_a_cluster_is_free_is_told_in_cores_and_gpus() -> None:
+    assert _free({"CPU": 12.0, "GPU": 1.0}, {"CPU": 1.0}) == "free now: 1 core of 12 cores and 1 GPU"
 
 
 def test_ports_are_one_or_a_range() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llamarl.errors import ConfigError, TransferError
+from llamarl.plural import plural
+from llamarl.runtime.config import HERE, is_address
 from llamarl.runtime.ray.inventory import Inventory, health_of, take_inventory
 
 __all__ = ["Cluster", "Node", "check_access", "connect", "one_line", "why_refused"]
@@ -32,6 +35,8 @@ _ASK_S = 15.0
 _INVENTORY_S = 60.0
 _AGENT_S = 60.0
 _END_S = 8.0
+_RAY = (2, 60)
+"""The oldest that pyproject.toml takes."""
 _HEAD = "node:__internal_head__"
 T = TypeVar("T")
 
@@ -52,8 +57,16 @@ class Node:
 class Cluster:
     """See the module. Any thread."""
 
-    def __init__(self, nodes: Sequence[Node], inventories: Sequence[Inventory], here: int) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        inventories: Sequence[Inventory],
+        here: int,
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
         self.nodes, self.inventories = tuple(nodes), tuple(inventories)
+        self.left_out = left_out or {}
+        """Nodes that can take no part -> why."""
         self.here = here
         """The node that this process is on."""
         self._agents: dict[int, Any] = {}
@@ -77,11 +90,15 @@ class Cluster:
 
     def lines(self) -> list[str]:
         """What a dry run says of it: who may use it, what can be read on the way, how soon a death is known."""
+        import ray
+
         head = self._head
         ended_s, cut_s = health_of(head.health)
         return [
             f"nodes: {', '.join(f'{n.name} ({n.cores} cores, {n.gpus} GPUs)' for n in self.nodes)}; the controller is on "
             f"{self.nodes[self.here].name}",
+            *(f"left out: {name}, {why}" for name, why in self.left_out.items()),
+            _free(ray.cluster_resources(), ray.available_resources()),
             "token: asked for"
             if head.token
             else "token: NOT asked for, whoever reaches the head runs code here: RAY_AUTH_MODE=token and `ray get-auth-token --generate`",
@@ -141,8 +158,8 @@ class Cluster:
             )
             if not group.wait(within_s):
                 remove_placement_group(group)
-                wanted = ", ".join(f"{self.nodes[n].name}: {c} cores, {g} GPUs" for n, (c, g) in shares.items())
-                return f"the cluster did not give this within {within_s:g} s, others may hold it: {wanted} (ray status shows who)"
+                wanted = "; ".join(f"{self.nodes[n].name} {_cores_and_gpus(c, g)}" for n, (c, g) in shares.items())
+                return f"the cluster did not give all of this within {within_s:g} s: {wanted}. Others may hold it: ray status shows who"
             self._groups.append(group)
             for place, number in enumerate(numbers):
                 self._bundles.setdefault(number, (group, place))
@@ -258,23 +275,34 @@ def _with_inventories(ports: tuple[int, int]) -> Cluster:
     import ray
     from ray.exceptions import RayError
 
+    from llamarl.checkpoint.platform import platform_facts
+    from llamarl.runtime.host_placement import Machine, unlike
+
     here_id = ray.get_runtime_context().get_node_id()
     nodes = sorted((_node(node) for node in ray.nodes() if node["Alive"]), key=lambda node: _natural(node.name))
-    cluster = Cluster(nodes, (), next(n for n, node in enumerate(nodes) if node.node_id == here_id))
+    cluster = Cluster(nodes, (), 0)
     asked = [cluster.submit(n, take_inventory, one.address, one.cores, one.gpus, ports) for n, one in enumerate(nodes)]
     until = time.monotonic() + _INVENTORY_S
-    troubles = []
+    told: dict[str, Inventory] = {}
+    left_out: dict[str, str] = {}
+    here = Machine(HERE, 0, 0, platform_facts())
     for node, answer in zip(nodes, asked, strict=True):
         try:
-            cluster.inventories += (ray.get(answer, timeout=max(0.1, until - time.monotonic())),)
+            told[node.node_id] = inventory = ray.get(answer, timeout=max(0.1, until - time.monotonic()))
         except (RayError, ImportError) as error:
-            troubles.append(f"  - {node.name}: {one_line(error)}")
-    if troubles:
-        listed = "\n".join(troubles)
+            left_out[node.name] = f"which does not say what it is, as one without llamarl: {one_line(error)}"
+            continue
+        if differs := unlike([here, Machine(node.name, 0, 0, inventory.facts)], allow=True):
+            left_out[node.name] = f"where software differs: {'; '.join(differs)}"
+            del told[node.node_id]
+    taking_part = [node for node in nodes if node.node_id in told]
+    own = [number for number, node in enumerate(taking_part) if node.node_id == here_id]
+    if not own:
+        name = next(node.name for node in nodes if node.node_id == here_id)
         raise ConfigError(
-            f"these nodes of the cluster do not say what they are; is this llamarl installed there?\n{listed}"
+            f"the node of this process cannot take part: {name}, {left_out[name]}. Start Ray there with the Python of this llamarl"
         )
-    return cluster
+    return Cluster(taking_part, [told[node.node_id] for node in taking_part], own[0], left_out)
 
 
 @functools.cache
@@ -287,6 +315,13 @@ def check_access(address: str) -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--cluster needs Ray: pip install 'llamarl[cluster]', on every node")
+    have = importlib.metadata.version("ray")
+    if tuple(int(digits) for digits in re.findall("[0-9]+", have)[:2]) < _RAY:
+        raise ConfigError(
+            f"--cluster needs Ray {_RAY[0]}.{_RAY[1]}, and here is {have}: pip install 'llamarl[cluster]', on every node"
+        )
+    if address != "auto" and not is_address(address):
+        raise ConfigError(f"--cluster {address}: must be auto or HOST:PORT, such as 10.0.0.1:6379")
     if refusal := why_refused(address):
         raise ConfigError(f"--cluster {address}: {refusal}")
 
@@ -313,6 +348,8 @@ def why_refused(address: str) -> str:
         has_none = "couldn't find" in asked.stderr
         which = "this user has no token" if has_none else "the token of this user is missing or not that cluster's"
         return f"{which}: put it into ~/.ray/auth_token (or RAY_AUTH_TOKEN_PATH), with RAY_AUTH_MODE=token"
+    if address == "auto" and "find any running Ray instance" in asked.stderr:
+        return "no Ray cluster runs on this machine: ray start --head begins one, HOST:PORT names one elsewhere"
     said = [line for line in asked.stderr.splitlines() if line.strip()]
     return said[-1].strip() if said else f"ray status ends with {asked.returncode}"
 
@@ -322,7 +359,8 @@ def one_line(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     text = str(cause) if isinstance(cause, BaseException) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"Ray: {(lines or [''])[0] or type(error).__name__}"
+    named = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception)\b: ", line)]
+    return f"Ray: {(named[-1:] or lines[:1] or [type(error).__name__])[0][:300]}"
 
 
 def _node(found: Mapping[str, Any]) -> Node:
@@ -335,6 +373,16 @@ def _node(found: Mapping[str, Any]) -> Node:
         gpus=int(resources.get("GPU", 0)),
         is_head=_HEAD in resources,
     )
+
+
+def _cores_and_gpus(cores: float, gpus: float) -> str:
+    return plural(int(cores), "core") + (f" and {plural(int(gpus), 'GPU')}" if gpus else "")
+
+
+def _free(all_of_it: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """What of a cluster nobody holds now, for people."""
+    now, ever = (_cores_and_gpus(one.get("CPU", 0), one.get("GPU", 0)) for one in (free, all_of_it))
+    return f"free now: {now} of {ever}"
 
 
 def _resources(cores: int, gpus: int) -> dict[str, float]:
