@@ -10,6 +10,7 @@ from hypothesis import settings
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tests run side by side; threads that wait for each other cost more than they give
+gc.disable()  # until all is collected: importing makes much and drops nothing
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks anybody but a server of its own (``hub_server``)
 
 # Examples that write files take more than hypothesis' 200 ms on a busy machine; slow is not wrong.
@@ -21,3 +22,4 @@ def pytest_collection_finish() -> None:
     """All modules and tests are there until the end: no collection looks through them (0.4 s of a core each)."""
     gc.collect()
     gc.freeze()
+    gc.enable()

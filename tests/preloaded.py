@@ -5,5 +5,6 @@ import gc
 import importlib
 
 importlib.import_module("transformers.models.llama.modeling_llama")
+importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 gc.collect()
 gc.freeze()

@@ -17,7 +17,8 @@ MESHES = {
     (3, 1): ("qwen3_moe",),  # whose second layer has no experts, whose ends are two tensors
     (2, 2): ("qwen3_moe",),
     (1, 2): ("llama", "gemma3_text", "qwen3_moe"),
-    (1, 8): ("llama-wide", "qwen3-wide", "gemma2-wide"),  # of eight ranks four hold the same key-value head
+    (1, 4): ("llama-wide",),  # two ranks hold the same key-value head
+    (1, 8): ("qwen3-wide", "gemma2-wide"),  # four do
 }
 """Stages and tensor-parallel ranks -> models of three layers."""
 LONG = {"qwen3-wide", "gemma2-wide"}
@@ -41,7 +42,9 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for mesh in (ALONE, *MESHES):
         families = every if mesh == ALONE else [family for at, family in cases if at == mesh]
         num_ranks = mesh[0] * mesh[1]
-        run_ranks(engine_mesh_ranks.main, [(mesh, rank, folder, families) for rank in range(num_ranks)], limit_s=120)
+        if families:
+            given = [(mesh, rank, folder, families) for rank in range(num_ranks)]
+            run_ranks(engine_mesh_ranks.main, given, limit_s=120)
 
     def said(mesh: tuple[int, int], family: str) -> list[dict[str, Any]]:
         return [
@@ -73,7 +76,7 @@ def test_stages_that_are_handed_adapters_alone_sample_greedily_what_one_rank_doe
     """From two trainer ranks that each have a part of every factor."""
     alone, *ranks = reports[case]
     expected = alone["adapted"]
-    assert all(versions == [0] * 4 + [1] * 8 for versions in expected["policy_versions"])
+    assert all(versions == [0] * 4 + [1] * 5 for versions in expected["policy_versions"])
     for rank in ranks:
         found = rank["adapted"]
         assert found["tokens"] == expected["tokens"] and found["policy_versions"] == expected["policy_versions"]

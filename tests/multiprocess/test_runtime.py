@@ -335,22 +335,16 @@ class Program:
         return self.process.returncode, err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_the_end_of_the_controller_is_the_end_of_every_process(tmp_path: Path, signum: signal.Signals) -> None:
+def test_ctrl_c_ends_every_process_and_is_told_in_a_line(tmp_path: Path) -> None:
     program = Program(
         tmp_path, num_ticks=1000, doubler={"trouble": "hang"}, source={"trouble": "child", "trouble_tick": 0}
     )
     program.wait_for("report source 2")
     pids = descendants(program.process.pid)
     assert len(pids) == 3 * 2 + 1 and int((tmp_path / "child.pid").read_text()) in pids
-    if signum is signal.SIGINT:
-        os.killpg(program.process.pid, signum)  # as a terminal does: to everybody
-        code, err = program.end()
-        assert code == 130
-        assert err.strip() == "ended: stopped by the user"
-    else:
-        program.process.send_signal(signum)
-        program.process.communicate(timeout=60)
+    os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    code, err = program.end()
+    assert (code, err.strip()) == (130, "ended: stopped by the user")
     assert not wait_for_end(set(pids), LIMIT_S)
 
 
@@ -391,17 +385,13 @@ def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
     assert not wait_for_end(set(pids), LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    ("trouble", "cause", "code"),
-    [("raise", "ValueError: the answer is 42", 1), ("kill", "its process", 1), ("bad data", "line 3: not JSON", 2)],
-)
-def test_a_failing_program_tells_its_cause_once(tmp_path: Path, trouble: str, cause: str, code: int) -> None:
-    program = Program(tmp_path, num_ticks=1000, doubler={"trouble": trouble})
+def test_a_failing_program_tells_its_cause_once(tmp_path: Path) -> None:
+    program = Program(tmp_path, num_ticks=1000, doubler={"trouble": "kill"})
     program.wait_for("report source 1")
     pids = descendants(program.process.pid)
     returned, err = program.end()
-    assert returned == code
-    lines = [line for line in err.splitlines() if cause in line]
+    assert returned == 1
+    lines = [line for line in err.splitlines() if "its process" in line]
     assert lines and lines[0].startswith("ended: executor 'doubler'") and len(lines) <= 2, err
     assert err.count("ended:") == 1 and not any(
         noise in err for noise in ("Unhandled", "Task was", "Exception ignored")

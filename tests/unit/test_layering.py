@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import llamarl
 
 ROOT = Path(llamarl.__file__).parent
@@ -115,23 +117,28 @@ def test_light_modules_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_ray_is_imported_by_the_rooms_of_a_cluster_alone_and_by_nobody_on_one_machine() -> None:
+def test_ray_is_imported_by_the_rooms_of_a_cluster_alone_and_by_nobody_on_one_machine(
+    loaded: list[set[str]],
+) -> None:
     rooms = ("runtime/ray/", "files/over_ray.py", "cli/")
     imports = re.compile(r"^\s*(import ray\b|from ray[ .])", re.MULTILINE)
     found = {str(path.relative_to(ROOT)) for path in MODULES if imports.search(path.read_text())}
     assert [name for name in sorted(found) if not name.startswith(rooms)] == []
-    code = (
-        "import sys, llamarl.cli.train, llamarl.controller.run, llamarl.runtime.local; assert 'ray' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert "ray" not in loaded[1]
 
 
-def test_executors_that_only_train_or_score_import_no_engine() -> None:
+def test_executors_that_only_train_or_score_import_no_engine(loaded: list[set[str]]) -> None:
+    assert {name for name in loaded[0] if name.startswith("llamarl.engine.")} <= {"llamarl.engine.config"}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """What a new process has imported with executors that only train or score, and then with a whole run on this machine."""
     roles = ", ".join(f"llamarl.executors.{role}" for role in ("trainer", "critic"))
-    code = f"import sys, {roles}; print(*(m for m in sys.modules if m.startswith('llamarl.engine.')))"
-    loaded = subprocess.run([sys.executable, "-c", code], timeout=120, check=True, capture_output=True, text=True)
-    assert set(loaded.stdout.split()) <= {"llamarl.engine.config"}
+    run = "llamarl.cli.train, llamarl.controller.run, llamarl.runtime.local"
+    code = f"import sys, {roles}; print(*sys.modules); import {run}; print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], timeout=120, check=True, capture_output=True, text=True)
+    return [set(line.split()) for line in told.stdout.splitlines()]
 
 
 def test_every_module_declares_what_it_exports() -> None:

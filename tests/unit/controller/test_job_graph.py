@@ -44,28 +44,18 @@ def test_ranks_of_a_node_share_a_process_group_and_tensor_parallel_peers_their_s
     assert replicas == {"scored": 2, "referenced": 1, "valued": 2}
 
 
-def test_pipeline_stages_are_processes_of_one_group_that_all_get_the_same_samples() -> None:
-    sizes = ["--reference.fsdp", "3", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.pp", "2"]
+@pytest.mark.parametrize(
+    ("reference", "axis", "sharing"), [(3, "pp", (2, 2)), (2, "cp", (4, 1))], ids=["stages", "cut rows"]
+)
+def test_ranks_of_one_group_that_share_rows_or_stand_in_stages_get_the_same_samples(
+    reference: int, axis: str, sharing: tuple[int, int]
+) -> None:
+    sizes = [f"--reference.fsdp={reference}", "--trainer.fsdp=2", "--trainer.tp=2", f"--trainer.{axis}=2"]
     graph = llamarl_graph(load_config(None, KL + sizes))
-    specs = {e.name: e for e in graph.executors}
-    assert {name: (specs[name].num_ranks, specs[name].process_group) for name in ("reference", "trainer")} == {
-        "reference": (3, "gloo"),
-        "trainer": (8, "gloo"),
-    }
+    specs = {e.name: (e.num_ranks, e.process_group) for e in graph.executors}
+    assert specs["reference"] == (reference, "gloo") and specs["trainer"] == (8, "gloo")
     edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
-    assert edges == {"scored": (1, 1), "referenced": (2, 2)}
-
-
-def test_ranks_that_share_a_row_get_the_same_samples() -> None:
-    sizes = ["--reference.fsdp", "2", "--trainer.fsdp", "2", "--trainer.tp", "2", "--trainer.cp", "2"]
-    graph = llamarl_graph(load_config(None, KL + sizes))
-    specs = {e.name: e for e in graph.executors}
-    assert {name: (specs[name].num_ranks, specs[name].process_group) for name in ("reference", "trainer")} == {
-        "reference": (2, "gloo"),
-        "trainer": (8, "gloo"),
-    }
-    edges = {c.name: (c.sink_replicas, c.sink_stages) for c in graph.channels if c.kind is ChannelKind.SCATTER}
-    assert edges == {"scored": (1, 1), "referenced": (4, 1)}
+    assert edges == {"scored": (1, 1), "referenced": sharing}
 
 
 @pytest.mark.parametrize(("node", "on"), [("reference", KL), ("critic", GAE)])

@@ -18,7 +18,7 @@ CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_sequences=8, max
 
 
 def _sequences(prompts: list[list[int]], **params: object) -> list[Sequence]:
-    settings = SamplingParams(**{"max_new_tokens": 64, "temperature": 0.0, **params})  # type: ignore[arg-type]
+    settings = SamplingParams(**{"max_new_tokens": 32, "temperature": 0.0, **params})  # type: ignore[arg-type]
     return [
         Sequence(prompt_index=i, sample_index=0, prompt_tokens=p, params=settings, seed=i)
         for i, p in enumerate(prompts)
@@ -44,7 +44,7 @@ def test_greedy_tokens_equal_generate_alone_and_in_a_mixed_batch(family: str, tm
     expected = []
     for prompt in _prompts():
         out = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         expected.append(out[0, len(prompt) :].tolist())
     engine = NativeEngine(tmp_path, CONFIG, eos_token_ids=())
@@ -63,7 +63,7 @@ def test_int8_serves_a_distribution_close_to_the_weights_it_was_built_from(famil
     tiny_model(family, "eager").save_pretrained(tmp_path)
     exact = NativeEngine(tmp_path, CONFIG, eos_token_ids=())
     rounded = NativeEngine(tmp_path, CONFIG, eos_token_ids=(), quantization="int8")
-    sequences = _sequences(_prompts(), temperature=1.0)
+    sequences = _sequences(_prompts(), temperature=1.0, max_new_tokens=64)
     _run(rounded, sequences)
     model = load_model(tmp_path, dtype=torch.float32, attention="eager")
     differences = []

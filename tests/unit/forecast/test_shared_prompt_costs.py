@@ -120,7 +120,7 @@ def test_a_step_has_the_arithmetic_that_the_trainer_does(
 ) -> None:
     """Whole groups in a micro-batch, several, and parts of one."""
     model = spec_from_config(SHAPE, "small")
-    count = (96 if response.limit == response.mean else 256) // group * group
+    count = (24 if response.limit == response.mean else 256) // group * group
     lengths = np.random.default_rng(1).permutation(response.representative(count)).tolist()
     demand = TrainerDemand(lengths=response, prompt_tokens=prompt, sequences=count, group_size=group)
     layout = TrainerLayout(micro_batch=micro, recompute=False, share_prompts=share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,17 @@ def test_a_run_without_decisions_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torn_last_line_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda data: data[:-9], r"events\.jsonl, line 7 is torn .*--resume"),
+        (lambda data: data.replace(b"[7, 2]", b"[8, 2]"), "line 4 is torn or was altered .*checksum"),
+    ],
+)
+def test_a_torn_or_altered_line_is_refused_by_name(tmp_path: Path, spoil: Callable[[bytes], bytes], why: str) -> None:
     path = written(tmp_path)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(EventLogError, match=r"events\.jsonl, line 7 is torn .*--resume"):
-        read_events(path, num_ticks=1)
-
-
-def test_an_altered_line_is_refused_by_name(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    path.write_text(path.read_text().replace("[7, 2]", "[8, 2]"))
-    with pytest.raises(EventLogError, match=r"line 4 is torn or was altered .*checksum"):
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(EventLogError, match=why):
         read_events(path, num_ticks=3)
 
 

@@ -73,20 +73,15 @@ def test_a_disk_that_refuses_for_too_long_is_an_error_that_says_what_to_do(
     assert 5.0 <= sum(slept) < 7.1
 
 
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EBADF])
-def test_what_does_not_pass_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], number: int
+@pytest.mark.parametrize(
+    ("number", "limit_s"), [(errno.ENOENT, 5.0), (errno.EACCES, 5.0), (errno.EBADF, 5.0), (errno.ENOSPC, 0.0)]
+)
+def test_what_does_not_pass_is_not_waited_for_nor_anything_without_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], number: int, limit_s: float
 ) -> None:
+    patience = Patience(limit_s) if limit_s else Patience()
     with pytest.raises(LlamaRLError, match=os.strerror(number)):
-        append(tmp_path / "log", Disk(fails=(number,)), Patience(5.0), monkeypatch)
-    assert slept == []
-
-
-def test_without_patience_the_first_refusal_is_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]
-) -> None:
-    with pytest.raises(LlamaRLError, match="No space left"):
-        append(tmp_path / "log", Disk(fails=(errno.ENOSPC,)), Patience(), monkeypatch)
+        append(tmp_path / "log", Disk(fails=(number,)), patience, monkeypatch)
     assert slept == []
 
 

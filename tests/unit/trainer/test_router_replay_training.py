@@ -119,6 +119,11 @@ def test_gradients_reach_the_routers(moved: Path, groups: list[Group]) -> None:
         assert float((trainer.parameters_for_sync()[name] - value).abs().max()) > 1e-3, name
 
 
+@pytest.fixture(scope="module")
+def whole(moved: Path, groups: list[Group]) -> dict[str, float]:
+    return trained(moved, groups, router="replay")[0]
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -128,11 +133,13 @@ def test_gradients_reach_the_routers(moved: Path, groups: list[Group]) -> None:
         {"minibatches": 1, "share_prompts": False},
     ],
 )
-def test_replay_does_not_depend_on_how_a_tick_is_cut(moved: Path, groups: list[Group], way: dict[str, Any]) -> None:
+def test_replay_does_not_depend_on_how_a_tick_is_cut(
+    moved: Path, groups: list[Group], whole: dict[str, float], way: dict[str, Any]
+) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(way.get("microbatches_at_once", threads))
     try:
-        whole, cut = trained(moved, groups, router="replay")[0], trained(moved, groups, router="replay", **way)[0]
+        cut = trained(moved, groups, router="replay", **way)[0]
     finally:
         torch.set_num_threads(threads)
     for key in ("loss/policy", "mismatch/kl", "grad_norm", "entropy"):

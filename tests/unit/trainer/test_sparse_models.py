@@ -73,12 +73,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def metrics(folders: Path) -> dict[str, float]:
+    """Of one pass."""
+    return trained(folders / "qwen3_moe", share_prompts=False)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tick_is_the_same_however_it_is_cut_into_passes(folders: Path, way: str) -> None:
+def test_a_tick_is_the_same_however_it_is_cut_into_passes(folders: Path, metrics: dict[str, float], way: str) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(WAYS[way].get("microbatches_at_once", threads))
     try:
-        metrics = trained(folders / "qwen3_moe", share_prompts=False)
         others = trained(folders / "qwen3_moe", **WAYS[way])
     finally:
         torch.set_num_threads(threads)

@@ -252,39 +252,6 @@ def test_tick_without_a_version_carries_none() -> None:
     assert receiver.receive((sender.send(0, None),), 5.0) is None
 
 
-def test_fsdp_by_tp_to_tp_is_reshard_of_the_whole() -> None:
-    specs = {
-        "q": ParameterSpec((12, 6), "float32"),
-        "k": ParameterSpec((4, 6), "float32"),
-        "o": ParameterSpec((6, 12), "float32"),
-    }
-    full = {
-        n: torch.arange(s.shape[0] * s.shape[1], dtype=torch.float32).view(s.shape) + 100 * i
-        for i, (n, s) in enumerate(specs.items())
-    }
-    cuts = {
-        "q": [Shard("tp", 0), Shard("fsdp", 0)],
-        "k": [Shard("tp", 0), Shard("fsdp", 0)],
-        "o": [Shard("tp", 1), Shard("fsdp", 0)],
-    }
-    source = MeshLayout(specs, {"fsdp": 2, "tp": 2}, cuts)
-    sink = MeshLayout(specs, {"tp": 2}, {"q": (Shard("tp", 0),), "k": (Shard("tp", 0),), "o": (Shard("tp", 1),)})
-    for hint in (None, sink):
-        senders, receivers = ends(sources=4, sinks=2)
-        handles = []
-        for rank, sender in enumerate(senders):
-            shards = {
-                p.parameter: full[p.parameter][tuple(slice(a, b) for a, b in p.box)].clone()
-                for p in source.pieces_of(rank)
-            }
-            handles.append(sender.send(0, WeightsPayload(version=2, tensors=shards, layout=source, sink_layout=hint)))
-        for rank, receiver in enumerate(receivers):
-            got = {"q": torch.zeros(6, 6), "k": torch.zeros(2, 6), "o": torch.zeros(6, 6)}
-            receiver.receive(tuple(handles), 5.0).load_into(got, sink)
-            assert all(torch.equal(got[name], full[name].chunk(2)[rank]) for name in ("q", "k"))
-            assert torch.equal(got["o"], full["o"].chunk(2, dim=1)[rank])
-
-
 def test_mapped_tensors_are_proved_views_of_the_slot() -> None:
     (sender,), (receiver,) = ends(capacity=2)
     handle = sender.send(0, WeightsPayload(version=0, tensors=model()))
