@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tools.chaos.compare import differences
+
 from llamarl.observability.keys import is_timing_key
 
 __all__ = ["assert_same_run", "contents", "rows", "untimed"]
@@ -27,8 +29,5 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    for name in ("model", "rollouts"):
-        ours, theirs = contents(one / name), contents(other / name)
-        assert ours.keys() == theirs.keys() and ours, name
-        assert [path for path in ours if ours[path] != theirs[path]] == [], name
-    assert untimed(one) == untimed(other) and untimed(one)
+    assert not differences(one, other)
+    assert contents(one / "rollouts")

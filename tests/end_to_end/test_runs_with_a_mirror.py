@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, CommandLine, wait_until
+from conftest import CommandLine, wait_until
 from same_run import assert_same_run
 
 SETTINGS = {
-    "run.num_ticks": 12,
+    "run.num_ticks": 8,
     "checkpoint.every": 2,
+    "evaluation.every": 0,
     "schedule.max_staleness": 2,
     "observability.tensorboard": "false",
 }
@@ -20,8 +21,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def undisturbed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = llamarl.train(run, SETTINGS)
-    assert done.returncode == 0, done.stderr
+    llamarl.train(run, SETTINGS)
     return run
 
 
@@ -31,20 +31,19 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror_to_the_same_bits(
     url, lost, back = f"file://{tmp_path}/storage/x", tmp_path / "lost", tmp_path / "back"
     running = llamarl.start(lost, {**SETTINGS, "run.mirror": url})
     wait_until(
-        lambda: "tick_000005" in _manifest(tmp_path / "storage" / "x"),
+        lambda: "tick_000003" in _manifest(tmp_path / "storage" / "x"),
         limit_s=120,
         what="two checkpoints in the mirror",
     )
     running.kill()
     shutil.rmtree(lost)
     told = llamarl.run(["train", "--resume", url, "--dry-run", "--run.dir", str(back)])
-    assert told.returncode == 0 and f"they go to {back}" in told.stderr, told.stderr
+    assert f"they go to {back}" in told.stderr, told.stderr
     assert not back.exists()
-    done = llamarl.run(["train", "--resume", url, "--run.dir", str(back)])
-    assert done.returncode == 0, done.stderr
+    llamarl.run(["train", "--resume", url, "--run.dir", str(back)])
     assert_same_run(undisturbed, back)
     again = llamarl.run(["train", "--resume", url, "--run.dir", str(tmp_path / "copy")])
-    assert again.returncode == 0 and "is complete at 12 ticks" in again.stdout, again.stderr
+    assert "is complete at 8 ticks" in again.stdout, again.stderr
     assert_same_run(undisturbed, tmp_path / "copy")
 
 
@@ -64,26 +63,18 @@ def test_a_mirror_in_a_strangers_folder_is_refused_in_ones_own_taken_and_left_be
         "checkpoint.every": 1,
     }
     run, url = tmp_path / "run", f"file://{tmp_path}/storage"
-    assert llamarl.train(run, {**inline, "run.mirror": url}).returncode == 0
+    llamarl.train(run, {**inline, "run.mirror": url})
     longer = ["--run.num_ticks", "3"]
     (run / ".begun_by").rename(tmp_path / "mark")
-    refused = llamarl.run(["train", "--resume", str(run), *longer])
-    assert refused.returncode == 2 and f"--run.mirror {url}" in refused.stderr
+    refused = llamarl.run(["train", "--resume", str(run), *longer], status=2)
+    assert f"--run.mirror {url}" in refused.stderr
     (tmp_path / "mark").rename(run / ".begun_by")
-    done = llamarl.run(["train", "--resume", str(run), *longer])
-    assert done.returncode == 0, done.stderr
+    llamarl.run(["train", "--resume", str(run), *longer])
     assert '"tick": 2' in _manifest(tmp_path / "storage")
     for words in (
         ["--resume", str(run), "--fork", str(tmp_path / "fork"), "--run.num_ticks", "4"],
         ["--replay", str(run), "--run.dir", str(tmp_path / "replay")],
     ):
-        done = llamarl.run(["train", *words])
-        assert done.returncode == 0, done.stderr
-    second = llamarl.train(tmp_path / "second", {**inline, "run.mirror": url})
-    assert second.returncode == 2 and "holds another run" in second.stderr
-
-
-def test_a_dry_run_says_which_package_a_mirror_takes(llamarl: CommandLine, tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    refused = llamarl.run(["train", str(RECIPE), "--dry-run", "--run.mirror", "gs://bucket/x"])
-    assert refused.returncode == 2 and "run.mirror needs the package gcsfs: pip install gcsfs" in refused.stderr
+        llamarl.run(["train", *words])
+    second = llamarl.train(tmp_path / "second", {**inline, "run.mirror": url}, status=2)
+    assert "holds another run" in second.stderr

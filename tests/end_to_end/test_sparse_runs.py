@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, CommandLine, rows, wait_until
-
-from llamarl.observability.keys import is_timing_key
+from same_run import assert_same_run
 
 RECIPE = REPOSITORY / "recipes" / "moe.toml"
 SHORT: dict[str, Any] = {
@@ -23,14 +22,6 @@ INLINE = {"run.runtime": '"inline"'}
 OF_EXPERTS = {"model.path": '"bundled:tiny_moe"', "trainer.router": '"replay"'}
 
 
-def untimed(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if not is_timing_key(key)} for row in rows(run_dir)]
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "model" / "model.safetensors").read_bytes()
-
-
 def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: CommandLine, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run_dir, settings, flags in (
@@ -38,9 +29,8 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
         (broken, {**SHORT, "run.num_ticks": 2}, []),
         (broken, SHORT, ["--resume", str(broken)]),
     ):
-        done = llamarl.train(run_dir, {**settings, **INLINE}, *flags, recipe=RECIPE)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert untimed(broken) == untimed(whole) and weights(broken) == weights(whole)
+        llamarl.train(run_dir, {**settings, **INLINE}, *flags, recipe=RECIPE)
+    assert_same_run(broken, whole)
     table = rows(whole)
     assert table[1]["tokens/carried"] > 0  # responses went through the checkpoint with their experts
     assert max(row["rollout/segments_max"] for row in table) == 2
@@ -59,7 +49,7 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(
 ) -> None:
     longer = {**SHORT, **OF_EXPERTS, "run.num_ticks": 8, "generator.max_segments": 2, "generator.oversubscription": 1.5}
     longer |= generator
-    assert llamarl.train(tmp_path / "whole", longer).returncode == 0
+    llamarl.train(tmp_path / "whole", longer)
     killed = tmp_path / "killed"
     process = llamarl.start(killed, longer)
     try:
@@ -67,9 +57,8 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
-    done = llamarl.train(killed, longer, "--resume", str(killed))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert untimed(killed) == untimed(tmp_path / "whole") and weights(killed) == weights(tmp_path / "whole")
+    llamarl.train(killed, longer, "--resume", str(killed))
+    assert_same_run(killed, tmp_path / "whole")
 
 
 @pytest.mark.long
@@ -85,9 +74,8 @@ def test_experts_over_ranks_of_both_sides_train_as_on_one(
     experts that they chose are replayed there."""
     short = {**SHORT, "run.num_ticks": 2, "generator.oversubscription": 1.0}  # in stages, other groups would come first
     meshes = {"generator.tp": 2, "trainer.fsdp": 2, "run.cores": 8, **meshes}
-    assert llamarl.train(tmp_path / "one", short, recipe=RECIPE).returncode == 0
-    done = llamarl.train(tmp_path / "ranks", {**short, **meshes}, recipe=RECIPE, limit_s=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    llamarl.train(tmp_path / "one", short, recipe=RECIPE)
+    llamarl.train(tmp_path / "ranks", {**short, **meshes}, recipe=RECIPE, limit_s=400)
     for one, ranks in zip(rows(tmp_path / "one"), rows(tmp_path / "ranks"), strict=True):
         assert ranks["tokens/trained"] == one["tokens/trained"]
         assert ranks["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
@@ -99,9 +87,8 @@ def test_experts_over_ranks_of_both_sides_train_as_on_one(
 @pytest.mark.timeout(3600)  # longer than any other test's: as long as the run that it waits for may take
 def test_it_learns_the_task(llamarl: CommandLine, tmp_path: Path) -> None:
     """Some minutes on two cores: from a quarter of the sums to most of them."""
-    done = llamarl.run(
+    llamarl.run(
         ["train", str(RECIPE), "--run.dir", str(tmp_path / "run"), "--observability.console", "none"], limit_s=3600
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     found = [row["eval/accuracy"] for row in rows(tmp_path / "run") if "eval/accuracy" in row]
     assert found[-1] > 0.9
