@@ -31,10 +31,7 @@ _PRELOADED = [
     "llamarl.controller.run",
     "llamarl.executors.self_check",
     "llamarl.cli.train",
-] + [
-    f"llamarl.executors.{name}"
-    for name in ("critic", "evaluator", "generator", "judge", "reference", "reward", "trainer")
-]
+] + [f"llamarl.executors.{name}" for name in ("critic", "evaluator", "generator", "judge", "reward", "trainer")]
 _PRELOADED += ["preloaded"]  # the last
 SERVER.set_forkserver_preload(_PRELOADED)
 
