@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -61,6 +62,7 @@ __all__ = [
     "parse_value",
     "read_settings",
     "save_config",
+    "section_help",
 ]
 
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -588,6 +590,8 @@ def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[
                     f"recipe {path} does not exist; those that ship with llamarl go by name: {', '.join(shipped_recipes())}"
                 ) from error
             own = f"; a run's own is {path}/config.toml" if os.path.isdir(path) else ""
+            if str(path).endswith((".yaml", ".yml", ".json")):
+                own = "; a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one"
             raise ConfigError(f"recipe {error}{own}") from error
     return _merge(_one_task_section(raw), given)
 
@@ -743,11 +747,19 @@ def save_config(config: RunConfig, path: Path) -> None:
     path.write_text(tomli_w.dumps(to_plain(config)), encoding="utf-8")
 
 
-def field_help() -> str:
-    """Every key with its default and meaning, for ``--help``."""
+def field_help(word: str = "") -> str:
+    """Keys with their defaults and meanings, for ``--help``.
+
+    Args:
+        word: A section, or part of a key or of its meaning; empty: every key.
+    """
+    inside = [key for key in known_keys() if key.startswith(f"{word}.") or key == word]
+    named = [key for key in known_keys() if word.lower() in key]
+    meant = [key for key, info in known_keys().items() if word.lower() in (info.description or "").lower()]
     lines = []
     section = None
-    for key, info in known_keys().items():
+    for key in inside or named or meant:
+        info = known_keys()[key]
         head = key.rsplit(".", 1)[0]
         if head != section:
             section = head
@@ -757,3 +769,9 @@ def field_help() -> str:
         lines.append(f"  --{key}  (default {default}{limits and f', {limits}'})")
         lines += [f"      {line.strip()}" for line in (info.description or "").strip().splitlines()]
     return "\n".join(lines)
+
+
+def section_help() -> str:
+    """The sections of a recipe, with how many keys each has."""
+    sizes = Counter(key.partition(".")[0] for key in known_keys())
+    return ", ".join(f"{section} ({count})" for section, count in sizes.items())

@@ -27,6 +27,7 @@ __all__ = [
     "PlanError",
     "RecipeError",
     "RunFolderLost",
+    "TOLD",
     "RunInterrupted",
     "RunStopped",
     "SourceGone",
@@ -192,6 +193,10 @@ class NothingTrained(RunStopped):
 
 class TrainingDiverged(RunStopped):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+TOLD = "the user was told"
+"""Among the arguments of a KeyboardInterrupt whose run has said that it was stopped, and what is saved."""
 
 
 class RunInterrupted(LlamaRLError):

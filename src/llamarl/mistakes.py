@@ -115,7 +115,10 @@ class Reader(Generic[T]):
                     faulty |= {found.key, *found.others}
                     found = Mistake(f"{prefix}{found.key}", found.text, tuple(prefix + key for key in found.others))
                     if found.key.removeprefix(prefix).partition(".")[0] in (*_names(cls), ""):
-                        _list(found, listed, wrong)
+                        if not _list(
+                            found, listed, wrong
+                        ):  # its keys go as well: what is said of them then may be false
+                            wrong |= {found.key, *found.others} - {""}
                     else:
                         meant, words = self.nearest(found.key)
                         _list(Mistake(found.key, f": unknown key; {words}"), listed, wrong)
@@ -183,14 +186,15 @@ def walk_fields(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", info
 
 
-def _list(mistake: Mistake, listed: list[Mistake], wrong: set[str]) -> None:
-    """List a mistake unless it may follow from one before it."""
+def _list(mistake: Mistake, listed: list[Mistake], wrong: set[str]) -> bool:
+    """List a mistake unless it may follow from one before it; whether it was listed."""
     keys = {mistake.key, *mistake.others} - {""}
     if any(_within(known, key) for known in wrong for key in keys):
-        return
+        return False
     listed.append(mistake)
     if len(keys) == 1:  # of several keys that do not go together, any may be the wrong one
         wrong |= keys
+    return True
 
 
 def _within(key: str, section: str) -> bool:

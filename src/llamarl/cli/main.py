@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from llamarl import __version__
-from llamarl.errors import ConfigError, LlamaRLError, RunInterrupted
+from llamarl.errors import TOLD, ConfigError, LlamaRLError, RunInterrupted
 from llamarl.process_tree import end_process
 
 __all__ = ["VERBS", "command", "main"]
@@ -25,6 +25,12 @@ __all__ = ["VERBS", "command", "main"]
 _EVERY_DAY = ("train", "sft", "report", "watch", "eval", "generate", "export", "recipes", "new", "doctor")
 _AT_SCALE = ("plan", "simulate", "cluster")
 VERBS = (*_EVERY_DAY, *_AT_SCALE)
+_FIRST = """\
+llamarl train tiny                a bundled model learns to add, in a minute
+llamarl report runs/tiny          what happened, one page for the browser
+llamarl new my-task               questions, a reward and a recipe of your own to change
+
+llamarl --help lists every verb; llamarl VERB --help and llamarl --help WORD (of a recipe's keys) explain."""
 _NEED_TEMPORARY_FILES = ("train", "sft", "eval", "generate")
 
 
@@ -47,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="llamarl",
         description="Asynchronous, repeatable reinforcement learning for language models.",
-        epilog="First steps: llamarl doctor; llamarl train tiny; llamarl new my-task; llamarl VERB --help.",
+        epilog="First steps: llamarl doctor; llamarl train tiny; llamarl new my-task; llamarl VERB --help; "
+        "llamarl --help WORD explains the keys of a recipe that hold a word.",
         formatter_class=_InGroups,
     )
     parser.add_argument("--version", action="version", version=f"llamarl {__version__}")
@@ -55,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = _join_overrides(arguments)
     overrides = [word for word in words if _is_override(word)]
     words = [word for word in words if not _is_override(word)]  # argparse must not take them for the verb's own
+    if text := _keys_asked_for(arguments) if arguments else _FIRST:
+        return _print(text)
     named = next((a for a in words if not a.startswith("-")), None)
     if named is not None and named not in VERBS and (near := difflib.get_close_matches(named, VERBS, n=1, cutoff=0.6)):
         parser.error(f"there is no verb {named!r}; did you mean {near[0]!r}? There are {', '.join(VERBS)}")
@@ -77,12 +86,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LlamaRLError as error:
         print(f"llamarl {args.verb}: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # "llamarl plan ... | head": the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
+    except BrokenPipeError:
+        return _read_enough()
+    except KeyboardInterrupt as error:
+        if TOLD not in error.args:
+            print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
         return RunInterrupted.exit_code
+
+
+def _print(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        return _read_enough()
+    return 0
+
+
+def _read_enough() -> int:
+    """After ``llamarl plan ... | head``: nobody reads on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _keys_asked_for(arguments: Sequence[str]) -> str:
+    """What ``--help WORD`` tells of a recipe's keys; empty: something else was asked."""
+    place = next((place for place, word in enumerate(arguments[:-1]) if word in ("-h", "--help")), None)
+    if place is None or (word := arguments[place + 1]) in VERBS or word.startswith("-"):
+        return ""
+    from llamarl.config import field_help, section_help
+
+    return field_help("" if word == "keys" else word).strip() or (
+        f"no key holds {word!r}; the sections are {section_help()}; llamarl --help keys prints all keys"
+    )
 
 
 class _InGroups(argparse.HelpFormatter):

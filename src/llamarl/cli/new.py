@@ -25,7 +25,7 @@ _NUM_QUESTIONS = 400
 _RECIPE = """\
 # A task of your own: questions in {folder}/questions.jsonl, judged by {folder}/reward.py.
 # Paths are as seen from the folder where you run: llamarl train {folder}/recipe.toml
-# Every key: llamarl train --help
+# Every key: llamarl --help keys
 
 [run]
 dir = {run_dir}

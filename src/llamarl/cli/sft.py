@@ -21,7 +21,7 @@ Trains a model to write the completions that the data holds: the trainer of `lla
   llamarl train R.toml --model.path runs/sft/model               reinforcement learning from there
 
 A row is {"messages": [..]}, {"prompt": .., "completion": ..} or {"question": .., "answer": ..}; the loss is on what the
-assistant says. Every key of a recipe can be set: --section.key VALUE (llamarl train --help lists them, docs/sft.md explains)."""
+assistant says. Every key of a recipe can be set: --section.key VALUE (llamarl --help keys lists them, docs/sft.md explains)."""
 
 
 def add_parser(verbs: Any, full: bool = True) -> None:

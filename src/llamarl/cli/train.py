@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +78,13 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
     if full:
-        from llamarl.config import field_help
+        from llamarl.config import section_help
 
-        parser.epilog = "every key of a recipe:\n" + field_help()
+        parser.epilog = textwrap.fill(
+            f"Keys of a recipe, by section: {section_help()}. llamarl --help optimizer explains those of a section, "
+            f"llamarl --help WORD those that hold a word, llamarl --help keys all of them.",
+            width=100,
+        )
     parser.set_defaults(run=run, takes_overrides=True)
 
 

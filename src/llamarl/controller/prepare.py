@@ -58,6 +58,10 @@ __all__ = [
 ]
 
 
+_HIGH_RATE = 5e-3
+"""The bundled model, of half a million parameters, learns at 2e-4."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prepared:
     """A run that has passed its checks: thread counts and devices are settled."""
@@ -198,7 +202,7 @@ def _place_executors(
     executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
     graph = Graph(executors, graph.channels)
     graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)
-    _tell_of_a_long_warmup(config)
+    _tell_of_the_rate(config)
     _tell_of_micro_batches(config, folder)
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
@@ -307,8 +311,14 @@ def _why_one_at_a_time(trainer: TrainerConfig, folder: Path) -> str:
     return "the model's rotary frequencies follow the length" if changes_with_length(load_model_config(folder)) else ""
 
 
-def _tell_of_a_long_warmup(config: RunConfig) -> None:
+def _tell_of_the_rate(config: RunConfig) -> None:
     optimizer, num_ticks = config.optimizer, config.run.num_ticks
+    if optimizer.lr > _HIGH_RATE:
+        print(
+            f"optimizer.lr {optimizer.lr:g} is far above what trains a language model: 1e-6 to 1e-4 is usual, ten times that "
+            "for adapters; the policy may break at the first step",
+            file=sys.stderr,
+        )
     if optimizer.warmup_ticks >= num_ticks:
         print(
             f"optimizer.warmup_ticks {optimizer.warmup_ticks} outlasts run.num_ticks {num_ticks}: the rate ends at "

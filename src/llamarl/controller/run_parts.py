@@ -31,7 +31,7 @@ from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
-from llamarl.errors import ConfigError, LlamaRLError, RunFolderLost, RunStopped
+from llamarl.errors import TOLD, ConfigError, LlamaRLError, RunFolderLost, RunStopped
 from llamarl.observability.events import REPLAY_FILE, EventLog, read_events
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
@@ -114,6 +114,8 @@ class RunParts:
                     raise RunFolderLost(lost) from error
         finally:
             self._close(_stopped_by(kind))
+            if isinstance(error, KeyboardInterrupt) and self._prepared.config.observability.console != "none":
+                error.args = (*error.args, TOLD)
 
     def _close(self, stopped: str) -> None:
         """

@@ -258,3 +258,47 @@ def test_a_verb_that_is_nearly_one_is_told_which(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         main(["trian", "tiny"])
     assert ended.value.code == 2 and "no verb 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_help_with_a_word_explains_the_keys_that_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> list[str]:
+        assert main(list(words)) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+
+    section = told("--help", "optimizer")
+    assert (
+        section[0] == "--optimizer.lr" and all(key.startswith("--optimizer.") for key in section) and len(section) == 9
+    )
+    assert told("train", "--help", "staleness") == ["--schedule.max_staleness"]
+    assert "--generator.sampling.temperature" in told("--help", "temperature")
+    assert set(section) < set(told("--help", "keys")) and len(told("--help", "keys")) > 150
+    assert told("--help", "zzz") == []
+
+
+def test_help_of_a_word_that_no_key_holds_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "zzz"]) == 0
+    assert capsys.readouterr().out.startswith("no key holds 'zzz'; the sections are run (7), model (2), ")
+
+
+def test_a_bare_command_shows_what_to_begin_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in first[:3]] == [
+        "llamarl train tiny",
+        "llamarl report runs/tiny",
+        "llamarl new my-task",
+    ]
+
+
+def test_a_recipe_in_another_format_is_told_what_one_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("optimizer:\n  lr: 1\n")
+    (line,) = refused(capsys, "train", f"{tmp_path}/recipe.yaml")
+    assert line.endswith("a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one")
+
+
+def test_a_reward_without_a_function_is_the_only_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    words = ["--task.name", "function", "--task.data", f"{tmp_path}/q.jsonl", "--task.reward", "r.py"]
+    assert refused(capsys, "train", RECIPE, *words)[1:] == [
+        "task.reward must be module:function or file.py:function, got 'r.py'"
+    ]

@@ -100,3 +100,11 @@ def test_a_sink_whose_package_is_missing_is_refused_before_a_start() -> None:
         ConfigError, match=r"observability.wandb needs the package wandb: pip install 'llamarl\[wandb\]'"
     ):
         load_config(RECIPE, ["--observability.wandb", "true"], [find_missing])
+
+
+@pytest.mark.parametrize(("rate", "told"), [(0.02, True), (2e-4, False)])
+def test_a_rate_far_too_high_is_told_before_the_start(
+    rate: float, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(load_config(RECIPE, ["--run.dir", str(tmp_path / "run"), "--optimizer.lr", str(rate)]))
+    assert ("optimizer.lr 0.02 is far above what trains a language model" in capsys.readouterr().err) is told
