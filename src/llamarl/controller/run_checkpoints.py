@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.mirror import Mirror
@@ -19,40 +19,14 @@ from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import silent_ranks, why_not_whole, writer_name
 from llamarl.controller.run_folder import RunFolder
 from llamarl.errors import CheckpointError
+from llamarl.files.host_folders import HostFolders
 from llamarl.observability.events import EventLog
 from llamarl.observability.recorder import Recorder
 from llamarl.plural import plural
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Report
 
-__all__ = ["FarFiles", "RunCheckpoints"]
-
-
-class FarFiles(Protocol):
-    """What ranks write on hosts that do not share the run's folder. All calls come from one thread."""
-
-    def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
-        """Bring files into the run's folder, on its disk when this returns; those of ranks that
-        share it are left alone. A checkpoint's folder is removed there.
-
-        Args:
-            written: Rank's name -> its files.
-            below: The folder that the records' paths are relative to, as the controller names it.
-
-        Raises:
-            CheckpointError: A file is not there, is not as it was written, or the disk here is
-                full; names file and host.
-        """
-        ...
-
-    def sweep(self) -> None:
-        """Bring whatever else lies in the run's folder on those hosts, but checkpoints, and is not
-        here yet or has grown.
-
-        Raises:
-            CheckpointError: As ``fetch``.
-        """
-        ...
+__all__ = ["RunCheckpoints"]
 
 
 class RunCheckpoints:
@@ -69,7 +43,7 @@ class RunCheckpoints:
         events: EventLog,
         folder: RunFolder,
         ranks: Mapping[str, int],
-        far: FarFiles | None = None,
+        far: HostFolders | None = None,
         mirror: Mirror | None = None,
     ) -> None:
         """
@@ -258,7 +232,7 @@ class RunCheckpoints:
             self._finishing.append((None, self._thread.submit(self._drop_there, self._far, self._folders[tick])))
         self._note_failure(tick, why)
 
-    def _drop_there(self, far: FarFiles, folder: Path) -> None:
+    def _drop_there(self, far: HostFolders, folder: Path) -> None:
         with contextlib.suppress(CheckpointError):  # a host that is gone ends the job by another way
             far.fetch({}, folder)
 

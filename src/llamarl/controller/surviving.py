@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from llamarl.controller.marking import Firing, Marking
 from llamarl.controller.recovery import Recovery, Redo, Stragglers
@@ -28,23 +28,14 @@ from llamarl.runtime.base import (
     Overdue,
     ProcessesDied,
     Report,
-    RestartingRuntime,
     SetupReport,
 )
 
-__all__ = ["Journal", "SurvivingRuntime"]
+if TYPE_CHECKING:
+    from llamarl.runtime.journal import Journal
+    from llamarl.runtime.processes import ProcessRuntime
 
-
-class Journal(Protocol):
-    """Notes what counts where it outlives the controller."""
-
-    def append(self, report: Report) -> None:
-        """A report that has counted."""
-        ...
-
-    def saved(self, tick: int) -> None:
-        """A checkpoint of the state after ``tick`` is finished."""
-        ...
+__all__ = ["SurvivingRuntime"]
 
 
 class SurvivingRuntime:
@@ -61,7 +52,7 @@ class SurvivingRuntime:
 
     def __init__(
         self,
-        runtime: RestartingRuntime,
+        runtime: ProcessRuntime,
         marking: Marking,
         recovery: Recovery,
         saving: Saving,

@@ -56,7 +56,7 @@ class FarFolder:
 
 
 class HostFolders:
-    """Implements :class:`llamarl.controller.run_checkpoints.FarFiles`.
+    """What ranks write on hosts that do not share the run's folder. ``fetch`` and ``sweep`` are one thread's.
 
     Args:
         run_dir: The controller's.
@@ -151,6 +151,17 @@ class HostFolders:
             folder.gone.set()
 
     def fetch(self, written: Mapping[str, Sequence[FileRecord]], below: Path) -> None:
+        """Bring files into the run's folder, on its disk when this returns; those of ranks that
+        share it are left alone. A checkpoint's folder is removed there.
+
+        Args:
+            written: Rank's name -> its files.
+            below: The folder that the records' paths are relative to, as the controller names it.
+
+        Raises:
+            CheckpointError: A file is not there, is not as it was written, or the disk here is
+                full; names file and host.
+        """
         at = below.relative_to(self._run_dir)
         of_host: dict[int, list[FileRecord]] = {}
         host_of = {
@@ -188,6 +199,9 @@ class HostFolders:
         self._on_all(from_host)
 
     def sweep(self) -> None:
+        """Bring whatever else lies in the run's folder on those hosts, but checkpoints, and is not
+        here yet or has grown. Raises as ``fetch``."""
+
         def from_host(number: int, folder: FarFolder) -> None:
             try:
                 if not folder.gone.is_set():

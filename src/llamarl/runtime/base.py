@@ -17,7 +17,7 @@ from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 
 __all__ = [
-    "Death", "JobStart", "News", "Order", "Overdue", "ProcessesDied", "Report", "RestartingRuntime", "Runtime", "SetupReport",
+    "Death", "JobStart", "News", "Order", "Overdue", "ProcessesDied", "Report", "Runtime", "SetupReport",
 ]  # fmt: skip
 
 
@@ -197,53 +197,4 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Close every executor and leave no process behind, within a bounded time. Safe after a failure; idempotent."""
-        ...
-
-
-class RestartingRuntime(Runtime, Protocol):
-    """A runtime that can bring an executor up again while the others work."""
-
-    def wait(self, limit_s: float, limits_s: Mapping[str, float] = {}) -> Report:
-        """As of ``Runtime``.
-
-        Args:
-            limits_s: Executors that have less time than ``limit_s`` for the tick at which they are.
-
-        Raises:
-            ProcessesDied: Processes of executors have ended by themselves.
-            Overdue: An order has been out for too long.
-        """
-        ...
-
-    def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
-        """What ``start`` returns, after it raised ``ProcessesDied`` and those that died were
-        replaced: the others have gone on. Raises what ``start`` does."""
-        ...
-
-    def replaceable(self) -> Mapping[str, int]:
-        """Executors that can be brought up again -> the first tick that each then does again: its
-        next one, or an earlier one where its state lies in a checkpoint alone and what it has read
-        since is held. Every token that somebody may still read outlives them."""
-        ...
-
-    def stop(self, executor: str) -> frozenset[tuple[str, int]]:
-        """End what is left of it, within seconds.
-
-        Returns:
-            (channel, tick) of its tokens on edges that are not whole: a version of the weights that
-            was still being copied, or that lay on another host.
-        """
-        ...
-
-    def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
-        """Start it anew with the state after ``first_tick - 1``; returns at once, and orders may
-        follow. What its earlier processes still say is ignored."""
-        ...
-
-    def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
-        """In-channel -> handles of what an executor read at a tick that has counted, from ``replaceable`` on."""
-        ...
-
-    def saved(self, tick: int, folder: Path) -> None:
-        """A checkpoint of the state after ``tick`` is finished: what is held to do earlier ticks again may go."""
         ...

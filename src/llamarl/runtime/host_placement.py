@@ -221,7 +221,7 @@ def place_on_hosts(
                 local,
                 cores=machine.cores,
                 cuda_devices=machine.cuda_devices,
-                colocated=_present(colocated, local),
+                colocated=colocated.among(local) if colocated is not None else None,
             )
         except ConfigError as error:
             mistakes += [f"{machine.name}: {line.removeprefix('  - ')}" for line in str(error).splitlines()[1:]]
@@ -263,17 +263,6 @@ def _part(spec: ExecutorSpec, ranks: Sequence[int], host: int) -> ExecutorSpec |
     if len(devices) == spec.num_ranks:  # one a rank
         devices = [devices[rank] for rank in own]
     return replace(spec, num_ranks=len(own), device=",".join(devices))
-
-
-def _present(colocated: ColocatedGroup | None, local: Sequence[ExecutorSpec]) -> ColocatedGroup | None:
-    """Those of the group that are on this machine."""
-    if colocated is None:
-        return None
-    names = {spec.name for spec in local}
-    return ColocatedGroup(
-        members=tuple(name for name in colocated.members if name in names),
-        sharing=tuple(name for name in colocated.sharing if name in names),
-    )
 
 
 def _mixed(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> str:

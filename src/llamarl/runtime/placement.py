@@ -45,6 +45,14 @@ class ColocatedGroup:
     sharing: tuple[str, ...]
     """Those that share devices: each gives back its memory while another works."""
 
+    def among(self, executors: Sequence[ExecutorSpec]) -> ColocatedGroup:
+        """Those of the group that are among some executors."""
+        names = {spec.name for spec in executors}
+        return ColocatedGroup(
+            members=tuple(name for name in self.members if name in names),
+            sharing=tuple(name for name in self.sharing if name in names),
+        )
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -120,17 +128,8 @@ class Placement:
             if own:
                 here = devices[0] if len(devices) == 1 else ",".join(devices[rank] for rank in own)
                 executors.append(replace(spec, num_ranks=len(own), device=here))
-        return Placement(tuple(executors), self.cores_of[name], self.cuda_devices, self._part_of_group(executors))
-
-    def _part_of_group(self, executors: Sequence[ExecutorSpec]) -> ColocatedGroup | None:
-        names = {spec.name for spec in executors}
-        if self.colocated is None or not names & set(self.colocated.members):
-            return None
-        members, sharing = self.colocated.members, self.colocated.sharing
-        return ColocatedGroup(
-            members=tuple(name for name in members if name in names),
-            sharing=tuple(name for name in sharing if name in names),
-        )
+        group = self.colocated.among(executors) if self.colocated is not None else None
+        return Placement(tuple(executors), self.cores_of[name], self.cuda_devices, group)
 
 
 def available_cores() -> int:

@@ -108,7 +108,7 @@ class Places(Protocol):
 
 
 class ProcessRuntime:
-    """The Protocol of ``runtime/base.py`` with processes.
+    """The Protocol of ``runtime/base.py`` with processes, which can be brought up again while the others work.
 
     Args:
         collective_timeout_s: Longest wait of one collective inside an executor's process group.
@@ -202,8 +202,8 @@ class ProcessRuntime:
         return copy_to_controller(report, PULL_DEADLINE_S)
 
     def stand(self, deadline_s: float) -> Mapping[str, SetupReport]:
-        """Wait until all executors stand ready; to be called again when those that died meanwhile
-        have been replaced."""
+        """Wait until all executors stand ready; what ``start`` returns. To be called again when those
+        that died meanwhile have been replaced; the others have gone on."""
         began = self.now()
         while missing := [name for name, ranks in self._plans.items() if len(self._ready[name]) < len(ranks)]:
             answer = self._next_answer(began + deadline_s - self.now())
@@ -289,7 +289,15 @@ class ProcessRuntime:
                 out.num_bytes += num_bytes
 
     def wait(self, limit_s: float, limits_s: Mapping[str, float] = {}) -> Report:
-        """The next report."""
+        """The next report.
+
+        Args:
+            limits_s: Executors that have less time than ``limit_s`` for the tick at which they are.
+
+        Raises:
+            ProcessesDied: Processes of executors have ended by themselves.
+            Overdue: An order has been out for too long.
+        """
         assert self._ranks is not None and self._out, "wait without an order out: it could never end"
         while True:
             limits = {key: min(limit_s, limits_s.get(key[0], limit_s)) for key in self._out}
@@ -334,8 +342,9 @@ class ProcessRuntime:
         return self._resumed.reports
 
     def replaceable(self) -> Mapping[str, int]:
-        """Executors of which everything that others need outlives their processes -> the first tick
-        that they would do again."""
+        """Executors that can be brought up again -> the first tick that each then does again: its
+        next one, or an earlier one where its state lies in a checkpoint alone and what it has read
+        since is held. Every token that somebody may still read outlives them."""
         if not self._restarts:
             return {}
         held = self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
@@ -360,7 +369,12 @@ class ProcessRuntime:
         return self._ranks.stopped([rank for rank in self._ranks.of[executor] if rank.rank not in reported])
 
     def stop(self, executor: str) -> frozenset[tuple[str, int]]:
-        """End what is left of an executor; which of its tokens were not whole."""
+        """End what is left of an executor, within seconds.
+
+        Returns:
+            (channel, tick) of its tokens on edges that are not whole: a version of the weights that
+            was still being copied, or that lay on another host.
+        """
         assert self._ranks is not None, "stop needs a started runtime"
         self._ranks.stop(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
@@ -368,7 +382,8 @@ class ProcessRuntime:
         return self._kept.torn(executor)
 
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
-        """Start an executor anew with the state after ``first_tick - 1``; returns at once."""
+        """Start an executor anew with the state after ``first_tick - 1``; returns at once, and orders
+        may follow. What its earlier processes still say is ignored."""
         assert self._ranks is not None and not self._closed, "replace needs a started runtime"
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._incarnations[executor] = incarnation
@@ -393,7 +408,7 @@ class ProcessRuntime:
         self._failed = not self._standing
 
     def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
-        """What an executor read at a tick that has counted."""
+        """What an executor read at a tick that has counted, from ``replaceable`` on."""
         return self._kept.inputs(executor, tick)
 
     def saved(self, tick: int, folder: Path) -> None:

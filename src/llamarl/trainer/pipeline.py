@@ -29,7 +29,7 @@ with m of equal cost the pipeline stands still for ``(p - 1) / (m + p - 1)`` of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ from llamarl.trainer.batch import Microbatch
 __all__ = [
     "Action",
     "Links",
-    "Neighbours",
     "run_stage",
     "schedule",
 ]
@@ -74,27 +73,8 @@ def schedule(stage: int, num_stages: int, num_microbatches: int) -> list[Action]
     return actions
 
 
-class Neighbours(Protocol):
-    """What a stage says to the stages beside it."""
-
-    is_first: bool
-    is_last: bool
-
-    def send_hidden(self, microbatch: int, hidden: Tensor) -> None: ...
-
-    def receive_hidden(self, microbatch: int) -> Tensor: ...
-
-    def send_gradient(self, microbatch: int, gradient: Tensor) -> None: ...
-
-    def receive_gradient(self, microbatch: int) -> Tensor: ...
-
-    def finish(self) -> None:
-        """Return when everything has been sent."""
-        ...
-
-
 class Links:
-    """Neighbours over ``torch.distributed``; one object lives as long as its mesh.
+    """What a stage says to the stages beside it, over ``torch.distributed``; one object lives as long as its mesh.
 
     Args:
         width: H, features of a hidden state.
@@ -167,7 +147,7 @@ class Links:
         return tensor
 
 
-def run_stage(actions: Sequence[Action], neighbours: Neighbours, forward: Forward) -> int:
+def run_stage(actions: Sequence[Action], neighbours: Links, forward: Forward) -> int:
     """Carry out a stage's passes. Gradients are added to its parameters' own.
 
     Args:

@@ -5,8 +5,9 @@
 
 Only what is registered can be read, by its 16 random bytes, and nothing can be written: a peer
 sends three numbers, or asks who else reads a segment and leaves two words on where its own copy
-lies. Each connection has a thread of its own, so a slow one holds up none but itself. Those that have not proved the key are few: the oldest goes when there are
-too many, so half-open connections cannot shut out who comes after them.
+lies. Each connection has a thread of its own, so a slow one holds up none but itself. Those that
+have not proved the key are few: the oldest goes when there are too many, so half-open connections
+cannot shut out who comes after them.
 
 The owner of a buffer sends one copy however many hosts want it::
 

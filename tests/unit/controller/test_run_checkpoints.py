@@ -16,7 +16,7 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import record_files
 from llamarl.controller import run_checkpoints
-from llamarl.controller.run_checkpoints import FarFiles, RunCheckpoints
+from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.errors import CheckpointError
 from llamarl.runtime.base import Report
 
@@ -42,7 +42,7 @@ class Far:
 WARNINGS: list[tuple[int, str, str]] = []
 
 
-def checkpoints(run_dir: Path, far: FarFiles | None = None, **config: Any) -> RunCheckpoints:
+def checkpoints(run_dir: Path, far: Any = None, **config: Any) -> RunCheckpoints:
     WARNINGS.clear()
     silent = cast("Any", SimpleNamespace(sync=lambda: None, warn=lambda *said: WARNINGS.append(said)))
     folder = cast(
