@@ -65,12 +65,12 @@ def ray_hosts(
     *,
     cores: int = 2,
     environment: dict[str, str] | None = None,
-    of_node: Mapping[int, Mapping[str, str]] | None = None,
+    before: Mapping[int, str] | None = None,
 ) -> Iterator[RayHosts]:
     """A cluster of ``count`` nodes with ``cores`` each; nothing of it is left afterwards.
 
     Args:
-        of_node: Environment of single nodes, by their numbers.
+        before: What the shell of a node does before its Ray starts, by its number.
     """
     token = secrets.token_hex(32)
     given = {
@@ -90,10 +90,10 @@ def ray_hosts(
         start += [f"--node-ip-address={address}", f"--num-cpus={cores}", f"--node-name=n{number}", "--num-gpus=0"]
         start += ["--object-store-memory=200000000"]
         ask = f'until "$0" -m ray.scripts.scripts status --address {net}.1:{_PORT} > /dev/null 2>&1; do sleep 0.5; done'
-        wait = ask if number else ":"
+        wait = f"{(before or {}).get(number, ':')}; {ask if number else ':'}"
         return [
             "env",
-            *(f"{key}={value}" for key, value in {**given, **(of_node or {}).get(number, {})}.items()),
+            *(f"{key}={value}" for key, value in given.items()),
             "bash",
             "-c",
             f'{wait}; exec "$0" "$@"',
