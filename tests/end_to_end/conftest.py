@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ SMALL = {
 
 
 def arguments(run_dir: Path, settings: dict[str, Any]) -> list[str]:
-    merged = {**SMALL, "run.dir": json.dumps(str(run_dir)), **settings}
-    return [part for key, value in merged.items() for part in (f"--{key}", str(value))]
+    return as_flags({**SMALL, "run.dir": json.dumps(str(run_dir)), **settings})
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
 
 
 class CommandLine:
@@ -45,17 +48,32 @@ class CommandLine:
     ) -> subprocess.CompletedProcess[str]:
         return self.run(["train", str(recipe), *flags, *arguments(run_dir, settings or {})], **options)
 
-    def run(
-        self, words: Sequence[str], *, status: int = 0, limit_s: float = 240, stdin: str | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, words: Sequence[str], *, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run to the end, which has to be with this status."""
-        done = run_llamarl(words, limit_s=limit_s, stdin=stdin)
+        done = run_llamarl(words, **options)
         assert done.returncode == status, done.stdout + done.stderr
         return done
 
     def start(self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str) -> Started:
         """A run under way; what it says on either stream is its ``out``."""
         return Started(["train", str(RECIPE), *flags, *arguments(run_dir, settings or {})], together=True)
+
+
+OF_EXAMPLES = {
+    "run.num_ticks": 4,
+    "run.runtime": "inline",
+    "schedule.prompts_per_step": 3,
+    "generator.group_size": 4,
+    "checkpoint.every": 2,
+    "observability.console": "none",
+    "observability.tensorboard": "false",
+    "observability.trace": "false",
+}
+
+
+def train_example(*words: str, status: int = 0, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """Train where the examples lie; the changes are keys."""
+    return CommandLine().run(["train", *words, *as_flags(changes)], status=status, cwd=REPOSITORY, limit_s=280)
 
 
 @pytest.fixture(scope="session")

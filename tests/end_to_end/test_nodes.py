@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, rows
+from conftest import OF_EXAMPLES, REPOSITORY, as_flags, rows
 from same_run import untimed
 from transformers import AutoModelForTokenClassification
 
@@ -18,8 +18,7 @@ from llamarl.controller.resume import resume_run
 from llamarl.controller.run import start_run
 from llamarl.errors import ConfigError
 
-SETTINGS = {
-    "run.runtime": "inline",
+SETTINGS = OF_EXAMPLES | {
     "schedule.prompts_per_step": 4,
     "generator.group_size": 2,
     "generator.sampling.max_new_tokens": 60,
@@ -28,16 +27,11 @@ SETTINGS = {
     "algorithm.kl_estimator": "k1",
     "reference.threads": 1,
     "evaluation.every": 0,
-    "checkpoint.every": 2,
-    "observability.console": "none",
-    "observability.tensorboard": "false",
-    "observability.trace": "false",
 }
 
 
 def _config(run_dir: Path, **more: Any) -> RunConfig:
-    settings = {**SETTINGS, "run.dir": json.dumps(str(run_dir)), **more}
-    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    words = as_flags({**SETTINGS, "run.dir": json.dumps(str(run_dir)), **more})
     return load_config(REPOSITORY / "recipes" / "ppo_critic.toml", words)
 
 

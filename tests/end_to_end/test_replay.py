@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, CommandLine, rows, wait_until
+from conftest import RECIPE, CommandLine, as_flags, rows, wait_until
 from holding_sink import HOLD_AT, hold_at, let_go
 from test_repeatable import assert_same_run
 
@@ -69,8 +69,7 @@ def test_a_version_may_be_gone_when_the_next_tick_starts_with_a_later_one(
     """Two slots hold two versions. Tick 2 is served version 1 to its end, tick 3 begins with version 3: in version 1's slot."""
     source, again = tmp_path / "source", tmp_path / "again"
     settings = {**SETTINGS, "checkpoint.every": 0, "run.dir": source, "run.runtime": "inline"}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    assert main(["train", str(RECIPE), *words]) == 0
+    assert main(["train", str(RECIPE), *as_flags(settings)]) == 0
     served = {0: 0, 1: 0, 2: 1, 3: 3, 4: 4}
     made = read_events(source / "events.jsonl", num_ticks=5)
     (source / "events.jsonl").unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import spaces_job
-from conftest import RECIPE, SMALL, rows
+from conftest import RECIPE, SMALL, as_flags, rows
 from forked_command import SERVER
 from other_space import place
 from same_run import assert_same_run
@@ -34,7 +34,7 @@ def train(run_dir: Path, networks: dict[str, list[Network]] | None, **more: obje
         "generator.oversubscription": 1.5,
         **more,
     }
-    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    words = as_flags(settings)
     failure = run_dir.with_name("failure")
     process = SERVER.Process(target=spaces_job.train, args=(RECIPE, words, networks, failure))
     process.start()

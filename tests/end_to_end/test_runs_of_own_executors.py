@@ -8,40 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, wait_until
-from forked_command import Started, run_llamarl
-from safetensors.torch import load_file
+from conftest import OF_EXAMPLES, REPOSITORY, as_flags, train_example, wait_until
+from forked_command import Started
+from same_run import assert_same_run, untimed
 
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.observability.keys import is_timing_key
-
-SMALL = {
-    "run.num_ticks": 4,
-    "run.runtime": "inline",
-    "schedule.prompts_per_step": 3,
-    "generator.group_size": 4,
-    "checkpoint.every": 2,
-    "observability.console": "none",
-    "observability.tensorboard": "false",
-    "observability.trace": "false",
-}
-
-
-def train(*words: str, **changes: Any) -> None:
-    settings = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    done = run_llamarl(["train", *words, *settings], cwd=REPOSITORY, limit_s=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if not is_timing_key(key)} for line in lines]
-
-
-def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
-    assert rows(whole) == rows(other) and len(rows(whole)) == num_ticks
-    for name, tensor in load_file(whole / "model" / "model.safetensors").items():
-        assert tensor.equal(load_file(other / "model" / "model.safetensors")[name]), name
 
 
 @pytest.mark.parametrize(
@@ -53,15 +24,19 @@ def assert_equal_runs(whole: Path, other: Path, num_ticks: int) -> None:
     ],
 )
 def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_path: Path) -> None:
-    recipe, settings = f"examples/executors/{example}.toml", SMALL
+    recipe, settings = f"examples/executors/{example}.toml", OF_EXAMPLES
     if example == "two_that_follow":  # the second generator takes the trainer's weights, at its own temperature
         recipe = "examples/executors/two_generators.toml"
-        settings = SMALL | {"executors.teacher.reads": "['more']", "executors.trainer.writes": "['weights', 'more']"}
-    train(recipe, **settings, **{"run.dir": tmp_path / "whole"})
-    train(recipe, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
-    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", 4)
-    for row in rows(tmp_path / "whole"):
+        settings = OF_EXAMPLES | {
+            "executors.teacher.reads": "['more']",
+            "executors.trainer.writes": "['weights', 'more']",
+        }
+    train_example(recipe, **settings, **{"run.dir": tmp_path / "whole"})
+    train_example(recipe, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
+    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert len(untimed(tmp_path / "whole")) == 4
+    for row in untimed(tmp_path / "whole"):
         CLAIMS[example](row)
 
 
@@ -104,7 +79,7 @@ CLAIMS = {
 
 def test_two_generators_sample_prompts_of_their_own_and_say_who_sampled(tmp_path: Path) -> None:
     recipe = "examples/executors/two_generators.toml"
-    train(recipe, **{**SMALL, "run.num_ticks": 1}, **{"run.dir": tmp_path / "run"})
+    train_example(recipe, **{**OF_EXAMPLES, "run.num_ticks": 1}, **{"run.dir": tmp_path / "run"})
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/tick_000000.jsonl").read_text().splitlines()]
     of_teacher = {r["prompt_index"] for r in rollouts if r.get("sampled_by") == "teacher"}
     others = {r["prompt_index"] for r in rollouts if "sampled_by" not in r}
@@ -114,11 +89,8 @@ def test_two_generators_sample_prompts_of_their_own_and_say_who_sampled(tmp_path
 @pytest.mark.long
 def test_two_generators_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -> None:
     recipe = "examples/executors/two_generators.toml"
-    settings = SMALL | {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
-    words = [
-        word for key, value in (settings | {"run.dir": tmp_path / "cut"}).items() for word in (f"--{key}", str(value))
-    ]
-    process = Started(["train", recipe, *words], cwd=REPOSITORY)
+    settings = OF_EXAMPLES | {"run.num_ticks": 400, "run.runtime": "local", "checkpoint.every": 1, "checkpoint.keep": 0}
+    process = Started(["train", recipe, *as_flags(settings | {"run.dir": tmp_path / "cut"})], cwd=REPOSITORY)
     try:
         checkpoints = tmp_path / "cut" / "checkpoints"
         wait_until(lambda: any(checkpoints.glob("tick_??????")), limit_s=180, what="a checkpoint")
@@ -126,6 +98,7 @@ def test_two_generators_that_are_killed_go_on_to_the_same_bits(tmp_path: Path) -
         process.kill()
         process.wait(60)
     done = CheckpointStore(checkpoints).load().tick + 1
-    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": done + 2, "run.runtime": "inline"})
-    train(recipe, **{**SMALL, "run.num_ticks": done + 2}, **{"run.dir": tmp_path / "whole"})
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut", done + 2)
+    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": done + 2, "run.runtime": "inline"})
+    train_example(recipe, **{**OF_EXAMPLES, "run.num_ticks": done + 2}, **{"run.dir": tmp_path / "whole"})
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert len(untimed(tmp_path / "whole")) == done + 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
-from forked_command import run_llamarl
+from conftest import OF_EXAMPLES, REPOSITORY, train_example
 from same_run import assert_same_run, untimed
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -23,16 +21,6 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "reward_model"))
 from train_classifier import train_classifier
 
 RECIPE = "examples/reward_model/reward_model.toml"
-SMALL = {
-    "run.num_ticks": 4,
-    "run.runtime": "inline",
-    "schedule.prompts_per_step": 3,
-    "generator.group_size": 4,
-    "checkpoint.every": 2,
-    "observability.console": "none",
-    "observability.tensorboard": "false",
-    "observability.trace": "false",
-}
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +30,11 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*words: str, **changes: Any) -> list[str]:
-    settings = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    return ["train", *words, *settings]
-
-
-def attempt(*words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    return run_llamarl(command(*words, **changes), cwd=REPOSITORY, limit_s=280)
-
-
-def train(*words: str, **changes: Any) -> None:
-    done = attempt(*words, **changes)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_a_run_with_a_trained_classifier_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
-    settings = SMALL | {"reward_model.path": classifier}
-    train(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
-    train(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
-    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
+    settings = OF_EXAMPLES | {"reward_model.path": classifier}
+    train_example(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
+    train_example(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
+    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert len(untimed(tmp_path / "whole")) == 4
     for row in untimed(tmp_path / "whole"):
@@ -99,16 +73,15 @@ def test_two_reward_models_alone_judge_and_their_shares_add_up(classifier: Path,
     train_classifier(other, steps=1, seed=7)
     recipe = tmp_path / "two.toml"
     recipe.write_text((REPOSITORY / RECIPE).read_text() + SECOND.format(path=other))
-    settings = {**SMALL, "run.num_ticks": 2, "run.runtime": "local", "reward_model.path": classifier}
-    train(str(recipe), **settings, **{"run.dir": tmp_path / "run"})
+    settings = {**OF_EXAMPLES, "run.num_ticks": 2, "run.runtime": "local", "reward_model.path": classifier}
+    train_example(str(recipe), **settings, **{"run.dir": tmp_path / "run"})
     for row in untimed(tmp_path / "run"):
         parts = 0.1 * row["reward/parts/adds_up"] - 0.5 * row["reward/parts/brief"]
         assert row["reward/mean"] == pytest.approx(parts)
         assert "reward/parts/task" not in row
         assert row["brief/reward_model/num_scored"] == 12  # of both its ranks
     train_classifier(other, steps=1, seed=8)
-    refused = attempt("--resume", str(tmp_path / "run"), **{"run.num_ticks": 3})
-    assert refused.returncode != 0
+    refused = train_example("--resume", str(tmp_path / "run"), status=2, **{"run.num_ticks": 3})
     assert "executors.brief.settings.reward_model.path" in refused.stderr
     assert "holds another model than" in refused.stderr and "\n  - reward_model.path" not in refused.stderr
 
@@ -127,10 +100,10 @@ OF_ENGINE = {
 
 @pytest.mark.long
 def test_a_run_with_a_judge_on_an_engine_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
-    settings = SMALL | OF_ENGINE | {"reward_model.path": classifier, "reward.max_failed_fraction": 1.0}
-    train(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
-    train(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
-    train("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
+    settings = OF_EXAMPLES | OF_ENGINE | {"reward_model.path": classifier, "reward.max_failed_fraction": 1.0}
+    train_example(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
+    train_example(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
+    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert len(untimed(tmp_path / "whole")) == 4
     for row in untimed(tmp_path / "whole"):
@@ -165,20 +138,20 @@ def test_a_run_judged_by_a_server_repeats_its_ticks_with_what_the_server_said(tm
     server = ThreadingHTTPServer(("127.0.0.1", 0), Whimsical)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     recipe = "examples/executors/filter.toml"
-    settings = SMALL | {
+    settings = OF_EXAMPLES | {
         "judge.url": f"http://127.0.0.1:{server.server_address[1]}/v1",
         "judge.model": "whim",
         "checkpoint.every": 3,
         "run.num_ticks": 5,
     }
     try:
-        train(recipe, **settings, **{"run.dir": tmp_path / "run"})
+        train_example(recipe, **settings, **{"run.dir": tmp_path / "run"})
         before, asked = untimed(tmp_path / "run"), Whimsical.asked
         assert asked == 5 * 12
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "tick_000004", ignore_errors=True)  # as if killed before it
         shutil.rmtree(tmp_path / "run" / "model")
         assert CheckpointStore(tmp_path / "run" / "checkpoints").load().tick == 2
-        train("--resume", str(tmp_path / "run"))
+        train_example("--resume", str(tmp_path / "run"))
         assert Whimsical.asked == asked  # ticks 3 and 4 were done again, and nobody was asked twice
         assert untimed(tmp_path / "run") == before and (tmp_path / "run" / "model").is_dir()
     finally:

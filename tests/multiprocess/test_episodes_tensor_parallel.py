@@ -64,8 +64,8 @@ def main(rank: int, axis: str, folder: Path) -> None:
 
 
 def play(player: EpisodeEngine, stream: PromptStream) -> list[dict[str, Any]]:
-    """Eight episodes to their end."""
-    prompts = [stream.get(index) for index in range(8)]
+    """Six episodes to their end."""
+    prompts = [stream.get(index) for index in range(6)]
     sequences = [
         Sequence(
             prompt_index=prompt.index,
