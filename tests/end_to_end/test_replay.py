@@ -44,7 +44,7 @@ def killed_and_resumed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_run_of_processes_that_was_killed_and_resumed_is_repeated_inline_bit_for_bit(
-    killed_and_resumed: Path, tmp_path: Path
+    killed_and_resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = rows(killed_and_resumed)
     assert [row["step"] for row in table] == list(range(5))
@@ -52,6 +52,8 @@ def test_a_run_of_processes_that_was_killed_and_resumed_is_repeated_inline_bit_f
     again = tmp_path / "again"
     assert main(["train", "--replay", str(killed_and_resumed), "--run.dir", str(again), "--run.runtime", "inline"]) == 0
     assert_same_run(killed_and_resumed, again)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"equal bits: 5 rows but for times, and the policy's weights, as in {killed_and_resumed}"
     assert (killed_and_resumed / "events.jsonl").read_bytes() == (again / "events.jsonl").read_bytes()
 
 

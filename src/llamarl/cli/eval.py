@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.flags import OutputFile
-from llamarl.errors import Mistake, ModelError
+from llamarl.errors import ConfigError, Mistake, ModelError
 
 if TYPE_CHECKING:
     from llamarl.models.exported import NamedModel
@@ -30,7 +30,8 @@ A run brings its own settings: task, prompts, seeds, sampling, engine, precision
 is repeated, to the token. A recipe's (or a run's) other keys are changed by --section.key VALUE, for example
 --generator.engine.dtype bfloat16, --generator.quantization int8, --evaluation.threads 2.
 
-accuracy is the share of scored samples with reward >= 1; pass@k the share of prompts with a right one among k samples.
+accuracy is the share of scored samples with reward >= 1, accuracy_error its standard error over prompts, accuracy_before that
+of the model with which the run began, where it was asked the same; pass@k the share of prompts with a right one among k samples.
 A sample whose judge failed is counted as failed and enters neither. Exit code 1 if every sample failed."""
 
 
@@ -71,6 +72,12 @@ def run(args: argparse.Namespace) -> int:
         checks=[_find_missing],
         section="evaluation",
     )
+    given = any(word.startswith("--task.") for word in args.overrides)
+    if not (args.recipe or named.recipe or given or args.model.startswith("bundled:")):
+        raise ConfigError(
+            f"which task? {args.model} is no run, which would bring its own: name a recipe that has it (--recipe RECIPE), or set "
+            "it by --task.name and the keys beside it"
+        )
     if (note := named.narrowed()) is not None:
         print(note, file=sys.stderr)
     _compute_as_in_a_run(config.evaluation.threads)
@@ -100,7 +107,7 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.environments.episode_pool import EpisodePool
     from llamarl.environments.pool import RewardPool
-    from llamarl.executors.evaluator import evaluate, sample_groups
+    from llamarl.executors.evaluator import evaluate, sample_groups, standard_error
     from llamarl.executors.prompts import make_prompt_stream
     from llamarl.executors.self_check import check_generated
     from llamarl.executors.version_loader import load_adapter
@@ -135,12 +142,30 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
         "samples": len(prompts) * samples,
         "temperature": config.evaluation.temperature,
         "accuracy": scores["accuracy"],
+        "accuracy_error": standard_error(groups),
+        **_before(named, config),
         f"pass@{samples}": scores["pass_at_k"],
         "reward_mean": scores["reward_mean"],
         "length_mean": scores["length_mean"],
         "failed": int(scores["failed"]),
         **{key: value for key, value in scores.items() if key.startswith(("tasks/", "parts/"))},
     }
+
+
+def _before(named: NamedModel, config: Any) -> dict[str, Any]:
+    """What the run's first evaluation found, of the model that it began with; nothing where it asked otherwise."""
+    if named.run is None:
+        return {}
+    from llamarl.config import load_config
+    from llamarl.observability.metrics import read_metrics
+
+    then = load_config(named.run / "config.toml")
+    if (then.evaluation.num_prompts, then.evaluation.samples_per_prompt, then.evaluation.temperature, then.task) != (
+        config.evaluation.num_prompts, config.evaluation.samples_per_prompt, config.evaluation.temperature, config.task
+    ):  # fmt: skip
+        return {}
+    first = next((row for row in read_metrics(named.run) if row.get("eval/policy_version") == 0), {})
+    return {"accuracy_before": first["eval/accuracy"]} if first.get("eval/accuracy") is not None else {}
 
 
 def _line(group: Any, response: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 from llamarl.checkpoint.platform import platform_differences
 from llamarl.config import RunConfig, load_config, to_plain
 from llamarl.controller.fork import FORKED_FROM
-from llamarl.controller.prepare import prepare
+from llamarl.controller.prepare import absolute_dir, prepare
 from llamarl.controller.run import start
 from llamarl.controller.run_folder import CONFIG_FILE
 from llamarl.controller.run_models import refuse_other_models
 from llamarl.controller.settings import differences
 from llamarl.errors import ConfigError
 from llamarl.observability.events import EVENTS_FILE, event_platform, read_events
+from llamarl.observability.keys import is_timing_key
+from llamarl.observability.metrics import read_metrics
+from llamarl.plural import plural
 
-__all__ = ["check_replay", "replay_folder", "replay_run"]
+__all__ = ["check_replay", "compare_runs", "replay_folder", "replay_run"]
 
 
 def replay_run(config: RunConfig, source: Path) -> None:
@@ -44,6 +48,7 @@ def replay_run(config: RunConfig, source: Path) -> None:
         prepared = prepare(config)
         refuse_other_models(prepared.local, source)
         start(prepared, repeats=source)
+        print(compare_runs(source, absolute_dir(prepared.config)))
         return
     settings = to_plain(original), to_plain(config)
     if not config.hosts.wanted:  # else the hosts say what they are when they are asked
@@ -53,6 +58,29 @@ def replay_run(config: RunConfig, source: Path) -> None:
         check_replay(source, *settings, config.run.num_ticks, prepared.hosts.facts)
     refuse_other_models(prepared.local, source)
     start(prepared, repeats=source, by_log=True)
+    print(compare_runs(source, absolute_dir(prepared.config)))
+
+
+def compare_runs(source: Path, again: Path) -> str:
+    """Whether two runs have the same bits, in a line: rows of their metrics but for times, memory and evaluations, and the weights
+    of their policies where both have come to the same end."""
+    here, there = (
+        {int(row["step"]): row for row in read_metrics(run) if row["step"] is not None} for run in (again, source)
+    )
+    for tick in sorted(here.keys() & there.keys()):
+        for key in sorted(here[tick].keys() & there[tick].keys()):
+            timed = is_timing_key(key) or key.startswith(("eval/", "memory/"))
+            if not timed and here[tick][key] != there[tick][key]:
+                return f"OTHER BITS than {source}, from tick {tick} on: {key} is {here[tick][key]}, there {there[tick][key]}"
+    equal = f"equal bits: {plural(len(here.keys() & there.keys()), 'row')} but for times"
+    own = sorted(path.name for path in (again / "model").glob("*.safetensors"))
+    if here.keys() != there.keys() or not own or not all((source / "model" / name).is_file() for name in own):
+        return f"{equal} as in {source}"
+    if wrong := [
+        name for name in own if not filecmp.cmp(again / "model" / name, source / "model" / name, shallow=False)
+    ]:
+        return f"OTHER BITS than {source}: the rows are equal, model/{wrong[0]} differs"
+    return f"{equal}, and the policy's weights, as in {source}"
 
 
 def replay_folder(source: Path) -> str:

@@ -32,7 +32,7 @@ from llamarl.running_time import running_s
 from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
 
-__all__ = ["EvaluatorExecutor", "evaluate", "sample_groups"]
+__all__ = ["EvaluatorExecutor", "evaluate", "sample_groups", "standard_error"]
 
 _EVALUATION_SEED = 2
 
@@ -169,3 +169,10 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
         **part_means([r.outcome for r in responses]),
         **of_tasks,
     }
+
+
+def standard_error(groups: Sequence[Group]) -> float:
+    """Of ``accuracy``: over prompts, since responses to one are alike; NaN below two prompts with a verdict."""
+    scored = [[r.outcome.value >= 1 for r in g.responses if isinstance(r.outcome, Score)] for g in groups]
+    shares = [float(np.mean(one)) for one in scored if one]
+    return float(np.std(shares, ddof=1) / np.sqrt(len(shares))) if len(shares) > 1 else float("nan")

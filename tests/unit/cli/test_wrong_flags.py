@@ -302,3 +302,9 @@ def test_a_reward_without_a_function_is_the_only_mistake(capsys: pytest.CaptureF
     assert refused(capsys, "train", RECIPE, *words)[1:] == [
         "task.reward must be module:function or file.py:function, got 'r.py'"
     ]
+
+
+def test_eval_of_a_model_that_is_no_run_asks_for_its_task(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(Path(RECIPE).parents[1] / "src" / "llamarl" / "assets" / "tiny")
+    (line,) = refused(capsys, "eval", folder)
+    assert "which task?" in line and "--recipe RECIPE" in line

@@ -14,7 +14,7 @@ from llamarl.data.mixture import MixedStream, choose_tasks
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import ConfigError
-from llamarl.executors.evaluator import evaluate
+from llamarl.executors.evaluator import evaluate, standard_error
 from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import reward_metrics
 from llamarl.models.loading import load_tokenizer
@@ -107,6 +107,13 @@ def test_evaluations_tell_the_mean_of_each_part_over_the_samples_that_have_it() 
         "parts/first_try": 1.0,
     }
     assert scores["accuracy"] == 0.5
+
+
+def test_the_standard_error_is_that_of_the_prompts_shares() -> None:
+    """Shares 1, 1/2, 1 and 0: variance 11/48 by hand, over four prompts."""
+    groups = [group("t", 1.0, 1.0), group("t", 1.0, 0.0), group("t", 1.0), group("t", 0.0, 0.0)]
+    assert standard_error(groups) == pytest.approx((11 / 48 / 4) ** 0.5)
+    assert np.isnan(standard_error(groups[:1]))
 
 
 RECIPE = """
