@@ -52,6 +52,11 @@ class TokenBatch:
     """log-probs under the weights before the tick's first update, nats, [T]; None where the tick has one update, which
     makes them the policy's own."""
 
+    entropy: Tensor | None = None
+    """Of the policy at each token, nats, [T]; has a gradient where ``algorithm.entropy_coef`` is not 0."""
+    reference_logprobs: Tensor | None = None
+    """log-probs under the reference model, nats, [T]; None where the job has none."""
+
     @property
     def log_ratio(self) -> Tensor:
         """log pi - log mu, [T], with grad."""
@@ -66,7 +71,7 @@ class TokenLosses:
     """[T], to be minimised, with grad. Not averaged."""
     clipped: Tensor
     """[T] bool: the algorithm's bound, or the cap ``MOST_LOG_RATIO`` where it has none, was active on this token (for
-    ``ratio/clipped_fraction``)."""
+    ``ratio/clipped_fraction``). A loss of the user's own that bounds nothing may give None."""
 
 
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], TokenLosses]

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from llamarl.errors import Mistake
-from llamarl.import_path import why_no_name
+from llamarl.import_path import is_import_path, why_no_name
 from llamarl.strict import STRICT, refuse
 
 __all__ = [
@@ -192,6 +192,9 @@ class AlgorithmConfig:
     policy; ``k3`` is the usual choice and never negative; ``k1`` has no gradient in expectation and
     is here for comparison."""
 
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of a loss of your own, which reads them as ``config.options``."""
+
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per token in nats. 0 is none; negative values sharpen the policy."""
 
@@ -235,6 +238,12 @@ class AlgorithmConfig:
         refuse(self._mistakes())
 
     def _mistakes(self) -> Iterator[Mistake]:
+        if self.options and not is_import_path(self.name):
+            yield Mistake(
+                "options",
+                f"are of a loss of your own, but name is {self.name!r}: leave them out, or name your function",
+                ("name",),
+            )
         if not self.ratio_mask_low < self.ratio_mask_high:
             yield Mistake(
                 "ratio_mask_low",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce
 from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
@@ -47,6 +51,8 @@ def find_loss(name: str) -> LossFunction:
                 f"algorithm.name {name!r} returned a {type(terms).__name__}: a loss returns "
                 f"llamarl.algorithms.base.TokenLosses, one term a token, not averaged"
             )
+        if terms.clipped is None:
+            terms = replace(terms, clipped=torch.zeros_like(terms.losses, dtype=torch.bool))
         shapes = {"losses": tuple(terms.losses.shape), "clipped": tuple(terms.clipped.shape)}
         if set(shapes.values()) != {(expected := tuple(batch.policy_logprobs.shape))}:
             raise ConfigError(

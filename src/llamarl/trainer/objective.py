@@ -47,6 +47,8 @@ def microbatch_loss(
         sequence_ids=microbatch.sequence_ids,
         num_sequences=microbatch.num_sequences,
         proximal_logprobs=microbatch.proximal_logprobs,
+        entropy=entropy,
+        reference_logprobs=microbatch.reference_logprobs,
     )
     terms = loss_of(batch, algorithm)
     losses, sums = terms.losses, {}

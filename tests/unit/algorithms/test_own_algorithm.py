@@ -63,6 +63,25 @@ def test_a_loss_of_a_users_file_is_called_with_the_batch_and_the_section(file: P
     assert tokens.policy_logprobs.grad.tolist() == [-6.0, -2.0]
 
 
+def test_a_loss_of_ones_own_has_options_and_need_not_say_what_it_clipped(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from llamarl.algorithms.base import TokenLosses\n\n\n"
+        "def weighted(batch, config):\n"
+        "    terms = -config.options['weight'] * batch.policy_logprobs * batch.advantages\n"
+        "    return TokenLosses(losses=terms, clipped=None)\n"
+    )
+    words = ["--algorithm.name", f"{tmp_path}/own.py:weighted", "--algorithm.options.weight", "0.5"]
+    config = load_config(None, words).algorithm
+    terms = find_loss(config.name)(batch(), config)
+    assert terms.losses.tolist() == [1.5, 1.0]  # 0.5 * 1 * 3 and 0.5 * 2 * 1
+    assert terms.clipped.tolist() == [False, False]
+
+
+def test_options_without_a_loss_of_ones_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.options are of a loss of your own, but name is 'ppo'"):
+        load_config(None, ["--algorithm.name", "ppo", "--algorithm.options.weight", "0.5"])
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("averaged", r"'losses': \(\)"), ("number", "returned a float"), ("missing", "has no 'missing'")],
