@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from llamarl.checkpoint.config import why_no_storage
 from llamarl.config import RunConfig
 from llamarl.controller.overview import Questions
 from llamarl.controller.run_folder import refuse_a_run, refuse_if_held
+from llamarl.data.chat import uses_chat_template
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
 from llamarl.environments.factory import make_task, task_mistakes
@@ -44,6 +46,8 @@ __all__ = [
 
 _RANKS_PER_CORE = 4
 """Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
+_THOUGHTS = 2048
+"""Tokens that a model which thinks first may need before its answer."""
 _MOST_PROMPTS = 64
 """That are looked at for one of each task with an environment."""
 
@@ -347,6 +351,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         rows = make_demonstrations(config, tokenizer)
         rows.check_training_prompts()
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
+    _tell_of_thinking(config, tokenizer)
     with contextlib.ExitStack() as pools:
         environments = None
         if config.task.has_environment:  # begins an episode or two, so that one that never does is found here
@@ -363,6 +368,19 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         if config.evaluation.every and environments is None and stream.holds_out:
             stream.eval_prompts(config.evaluation.num_prompts)
         return _found(stream, first[0], tokenizer)
+
+
+def _tell_of_thinking(config: RunConfig, tokenizer: Any) -> None:
+    """A model whose template lets it think first needs many tokens before its answer."""
+    limit, set_by_user = config.generator.sampling.max_new_tokens, config.data.chat_template_kwargs
+    thinks = uses_chat_template(tokenizer, config.data) and "enable_thinking" in str(tokenizer.chat_template)
+    if thinks and "enable_thinking" not in set_by_user and limit < _THOUGHTS:
+        print(
+            f"this model thinks before it answers, as its chat template says, and {limit} tokens "
+            f"(generator.sampling.max_new_tokens) may end before its answer: allow some {_THOUGHTS}, or set "
+            "data.chat_template_kwargs = { enable_thinking = false }",
+            file=sys.stderr,
+        )
 
 
 def _found(stream: PromptStream | MixedStream, first: Prompt, tokenizer: Any) -> Questions:

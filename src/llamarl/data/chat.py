@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,11 +59,13 @@ def apply_template(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     reply_follows: bool = True,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
     Args:
         reply_follows: It ends with what the template puts before a reply of the policy.
+        settings: Variables of the template's own, such as ``enable_thinking``.
 
     Raises:
         DataError: The template refuses it, or breaks the limits of time, memory or size.
@@ -77,7 +80,7 @@ def apply_template(
             tokenize=False,
             add_generation_prompt=reply_follows,
         )
-        variables = {**tokenizer.special_tokens_map, **json.loads(prepared)}
+        variables = {**settings, **tokenizer.special_tokens_map, **json.loads(prepared)}
         return render_template(template, variables)
     except TemplateLimitError as error:
         folder = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
@@ -110,8 +113,9 @@ def render_prompt(
         messages = list(item.messages) if item.messages else [{"role": "user", "content": question}]
         if config.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
-        text = apply_template(tokenizer, messages, tools=tools)
-        if tools and text == apply_template(tokenizer, messages):
+        settings = config.chat_template_kwargs
+        text = apply_template(tokenizer, messages, tools=tools, settings=settings)
+        if tools and text == apply_template(tokenizer, messages, settings=settings):
             raise DataError("the chat template " + _NO_TOOLS.format(names=_names(tools)))
         special = False
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.strict import STRICT, holding
@@ -18,6 +18,9 @@ class DataConfig:
 
     chat_template: Literal["auto", "none"] = "auto"
     """auto: the tokenizer's chat template where it has one, else plain text; none: always plain text."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template's own, such as { enable_thinking = false } for models that would think first."""
 
     system_prompt: str = ""
     """Words before the question: a system message in a chat template, a paragraph of its own in plain text. Empty:

@@ -52,7 +52,7 @@ class TurnTemplate:
         self._end: int | None = None
         self._end_text = ""
         if self._chat:
-            text = apply_template(tokenizer, [_USER, _SAID], reply_follows=False)
+            text = apply_template(tokenizer, [_USER, _SAID], reply_follows=False, settings=config.chat_template_kwargs)
             self.closing = _what_follows(text, _REPLY)
             self._end, self._end_text = _first_special(tokenizer, self.closing)
             self.between(None, [_USER])  # what it does with the plainest case, before a run depends on it
@@ -111,7 +111,8 @@ class TurnTemplate:
     def _rendered(self, form: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
         if form is _CALLED:
             messages = [{"tool_call_id": "callid000", **m} if m.get("role") == "tool" else m for m in messages]
-        after = _what_follows(apply_template(self._tokenizer, [_USER, form, *messages]), _REPLY)
+        text = apply_template(self._tokenizer, [_USER, form, *messages], settings=self._config.chat_template_kwargs)
+        after = _what_follows(text, _REPLY)
         if form is _SAID and after.startswith(self.closing):
             return after
         if (

@@ -268,7 +268,10 @@ def _mostly_cut(share: float, of: str, at_first: float) -> str:
     seen = f"{share:.0%} of {of} were cut at the length limit, mostly before their answer"
     if at_first < _CUT / 2:
         return f"{seen}; in the first tick {at_first:.0%} were. If the rewards fell with it, the policy broke: lower optimizer.lr"
-    return f"{seen}. Raise generator.sampling.max_new_tokens, or see to it that the model stops (its chat template, its stop tokens)"
+    return (
+        f"{seen}. Raise generator.sampling.max_new_tokens, or see to it that the model stops (its chat template, its stop "
+        f"tokens; one that thinks first: data.chat_template_kwargs = {{ enable_thinking = false }})"
+    )
 
 
 def _computed(rows: Rows) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llamarl.controller.overview import Questions, overview
 from llamarl.controller.prepare import plan_run, prepare
 from llamarl.controller.run_folder import held, make_folder
 from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.models.folders import resolve_model_path
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 ENDLESS = Questions(num_training=None, num_held_out=None, first_prompt="a1 b2 =\n", first_tokens=8)
@@ -108,3 +110,19 @@ def test_a_rate_far_too_high_is_told_before_the_start(
 ) -> None:
     prepare(load_config(RECIPE, ["--run.dir", str(tmp_path / "run"), "--optimizer.lr", str(rate)]))
     assert ("optimizer.lr 0.02 is far above what trains a language model" in capsys.readouterr().err) is told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [([], True), (["--data.chat_template_kwargs.enable_thinking", "false"], False), (["--data.chat_template", "none"], False)],
+)  # fmt: skip
+def test_a_model_that_thinks_first_is_known_by_its_template(
+    words: list[str], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "thinks"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}{% endif %}"
+    )
+    prepare(load_config(RECIPE, ["--model.path", str(folder), "--run.dir", str(tmp_path / "run"), *words]))
+    assert ("this model thinks before it answers" in capsys.readouterr().err) is told

@@ -184,6 +184,23 @@ def test_its_text_is_that_of_transformers(template: str, reply_follows: bool, to
     assert chat.apply_template(tokenizer, said, tools=tools, reply_follows=reply_follows) == expected
 
 
+THINKS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [({}, "[assistant]"), ({"enable_thinking": False}, "<think></think>"), ({"messages": []}, "[user]1+1=[assistant]")],
+)
+def test_a_templates_own_variables_reach_it_and_hide_nothing(settings: dict[str, Any], end: str) -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = THINKS
+    text, _ = chat.render_prompt(TaskItem(question="1+1="), tokenizer, DataConfig(chat_template_kwargs=settings))
+    assert text.startswith("[user]1+1=") and text.endswith(end)
+
+
 def test_sigterm_ends_a_process_that_waits_for_a_trial() -> None:
     program = (
         "from llamarl.data.template_process import render_template\n"
