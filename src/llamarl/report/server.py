@@ -5,16 +5,20 @@
             ──block/0/metrics──▶ those that changed, when their view is open
 
 Other users of the machine reach the port too: without the token, which is printed once and random,
-they get nothing. A connection that is silent for ``REQUEST_S`` is ended. The folder is read again
-when somebody asks and the last reading is older than ``READ_EVERY_S``; nothing runs otherwise.
+they get nothing. A request has ``REQUEST_S`` to arrive and its answer as long to be taken, and at
+most ``MAX_CONNECTIONS`` are open at a time: for one more, the oldest that has shown no token gives
+way, so nobody keeps the owner out. The folder is read again when somebody asks and the last reading
+is older than ``READ_EVERY_S``; nothing runs otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,10 +33,13 @@ from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.report.page import charting_script, make_page, numbered
 from llamarl.report.run_data import RunReader
 
-__all__ = ["READ_EVERY_S", "REQUEST_S", "WatchServer", "WatchedRuns", "make_server"]
+__all__ = ["MAX_CONNECTIONS", "READ_EVERY_S", "REQUEST_S", "WatchServer", "WatchedRuns", "make_server"]
 
 READ_EVERY_S = 2.0
 REQUEST_S = 10.0
+MAX_CONNECTIONS = 16
+GIVE_WAY_S = 1.0
+"""A connection that was ended may take so long to be gone."""
 _HOST = "127.0.0.1"
 _LOCAL = ("127.0.0.1", "localhost")
 
@@ -72,7 +79,7 @@ class WatchedRuns:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves one page to whoever has its token.
+    """Bounds its connections in number and time. Above the bound the oldest without a token is ended.
 
     Attributes:
         token: What a request must bring.
@@ -83,6 +90,8 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], runs: WatchedRuns) -> None:
         self.runs = runs
         self.token = secrets.token_urlsafe(32)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._unknown: dict[socket.socket, None] = {}  # those that have shown no token, oldest first
         super().__init__(address, handler)
 
     @property
@@ -90,8 +99,44 @@ class WatchServer(ThreadingHTTPServer):
         """The address to open, token included."""
         return f"http://{_HOST}:{self.server_port}/?token={self.token}"
 
+    def recognize(self, connection: socket.socket) -> None:
+        """Let a connection that has shown the token stay."""
+        self._unknown.pop(connection, None)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            for oldest in list(self._unknown)[:1]:
+                _end(oldest)  # its thread wakes up and gives its place back
+            if not self._free.acquire(timeout=GIVE_WAY_S):
+                self.shutdown_request(request)
+                return
+        self._unknown[request] = None
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # there is no thread to be had
+            self._unknown.pop(request, None)
+            self._free.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
+        # One byte now and then would renew a socket's own limit for ever.
+        end = threading.Timer(2 * REQUEST_S, _end, [request])
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._unknown.pop(request, None)
+            self._free.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a connection that broke: the terminal is the user's."""
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,8 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         given = parse_qs(address.query).get("token", [""])[0]
         if address.path == "/" and self._is_token(given):
+            self.server.recognize(self.connection)
             self._let_in(given)
         elif self._is_token(self._cookie()):
+            self.server.recognize(self.connection)
             self._answer_with(address.path)
         else:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "open the address that llamarl watch has printed")

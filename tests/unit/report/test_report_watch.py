@@ -15,8 +15,9 @@ from made_run import MadeRun
 
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
+from llamarl.report import server as server_module
 from llamarl.report.page import decode_block
-from llamarl.report.server import READ_EVERY_S, WatchedRuns, WatchServer, make_server
+from llamarl.report.server import MAX_CONNECTIONS, READ_EVERY_S, WatchedRuns, WatchServer, make_server
 
 Get = Callable[..., tuple[int, str]]
 
@@ -84,20 +85,34 @@ def test_each_server_has_a_token_of_its_own(served: WatchServer, run: Path) -> N
         assert other.token != served.token and len(other.token) >= 32
 
 
-def test_requests_that_never_end_are_ended_and_keep_nobody_out(
+def test_requests_that_never_end_are_ended_and_too_many_are_closed_at_once(
     served: WatchServer, get: Get, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server_module, "REQUEST_S", 0.3)
     monkeypatch.setattr(served.RequestHandlerClass, "timeout", 0.3)
     before = threading.active_count()
-    half = [socket.create_connection(("127.0.0.1", served.server_port), timeout=10) for _ in range(20)]
-    for connection in half[:10]:
+    half = [socket.create_connection(("127.0.0.1", served.server_port), timeout=10) for _ in range(4 * MAX_CONNECTIONS)]
+    for connection in half[:MAX_CONNECTIONS]:
         connection.sendall(b"GET /state HTTP/1.0\r\nX: ")
-    assert get("/state")[0] == 200
     assert all(connection.recv(1) == b"" for connection in half)  # each is closed, and none of them answered
     until = time.monotonic() + 5.0
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert threading.active_count() <= before
+    assert get("/state")[0] == 200
+    for connection in half:
+        connection.close()
+
+
+def test_half_open_connections_do_not_keep_the_owner_out(served: WatchServer, get: Get) -> None:
+    half = [socket.create_connection(("127.0.0.1", served.server_port), timeout=5) for _ in range(MAX_CONNECTIONS)]
+    for connection in half:
+        connection.sendall(b"GET /state HTTP/1.0\r\nX: ")
+    assert [get("/state")[0] for _ in range(3)] == [200] * 3
+    assert half[0].recv(1) == b""  # the oldest has given way, and the newest is still there
+    half[-1].settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        half[-1].recv(1)
     for connection in half:
         connection.close()
 
