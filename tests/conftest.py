@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault(
@@ -16,6 +18,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks anybody but a server of its o
 # Examples that write files take more than hypothesis' 200 ms on a busy machine; slow is not wrong.
 settings.register_profile("llamarl", deadline=None)
 settings.load_profile("llamarl")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Afterwards this process is on no network and offers nothing (``other_space``)."""
+    from other_space import alone_again
+
+    with alone_again():
+        yield
 
 
 def pytest_collection_finish() -> None:

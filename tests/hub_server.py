@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import pytest
+from huggingface_hub import constants
+
 _LFS = (".safetensors", ".bin", ".parquet")
 
 
@@ -60,6 +63,20 @@ def serving() -> Iterator[Hub]:
         yield hub
     finally:
         hub.close()
+
+
+@contextmanager
+def serving_here(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
+    """Serve one that this process asks, and whose answers it keeps, below ``folder``, where it stands."""
+    with serving() as hub:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        yield hub
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

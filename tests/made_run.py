@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class MadeRun:
                 start, end = (at + PERIOD_S * tick for at in TIMES[name])
                 start += self.overhead_s if name == "trainer" else 0.0
                 spans = (("weight_sync: receive weights", start, start + 0.25),) if name == "generator" else ()
-                recorder.on_report(_Report(name, tick, metrics[name], start, end, spans))
+                recorder.on_report(Report(name, tick, metrics[name], start, end, spans))
         recorder.close()
         return folder
 
@@ -176,12 +177,13 @@ def _trained(response: Response) -> TrainedResponse:
 
 
 @dataclass(frozen=True)
-class _Report:
+class Report:
     executor: str
     tick: int
     metrics: dict[str, float]
     started_s: float
     finished_s: float
     spans: tuple[tuple[str, float, float], ...] = ()
-    failures: dict[str, int] = field(default_factory=dict)
     controller_bytes: int = 700
+    failures: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-_COMMON = {
+COMMON = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -100,7 +100,7 @@ _OWN_NAMES = {
 
 def tiny_config(family: str, **traits: object) -> PretrainedConfig:
     names = _OWN_NAMES.get(family, {})
-    common = {names.get(key, key): value for key, value in _COMMON.items()}
+    common = {names.get(key, key): value for key, value in COMMON.items()}
     if family in ("gpt_neox", "gpt2", "opt"):  # every head has its own keys, and nobody says so
         del common["num_key_value_heads"]
     return AutoConfig.for_model(family, **{**common, **_TRAITS[family], **traits})

@@ -8,25 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 VOCABULARY = 61
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_COMMON = {**COMMON, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8}
 _TRAITS: dict[str, dict[str, object]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},

@@ -10,10 +10,12 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from forked_command import run_llamarl
-from hub_server import files_of, serving
+from hub_server import files_of, serving_here
 
 import llamarl
+from llamarl.cli.main import main
 
 TINY = Path(llamarl.__file__).parent / "assets" / "tiny"
 SMALL = [
@@ -52,14 +54,15 @@ def commands(folder: Path, environment: dict[str, str], *all_words: list[str]) -
     return [Done(int(out[-1]), out[:-1], err) for out, err in said]
 
 
-def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_branch_has_moved(tmp_path: Path) -> None:
-    with serving() as hub:
+def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_branch_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving_here(monkeypatch, tmp_path) as hub:
         commit = hub.commit("lab/tiny", files_of(TINY))
         online = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
         words = ["tiny", "--model.path", "lab/tiny", "--run.dir", "run", *SMALL, "--run.num_ticks", "1"]
-        (dry,) = commands(tmp_path, online, ["train", "--dry-run", *words])
-        assert dry.returncode == 0, dry.stderr
-        assert f'path = "lab/tiny@{commit}"' in dry.stdout
+        assert main(["train", "--dry-run", *words]) == 0
+        assert f'path = "lab/tiny@{commit}"' in capsys.readouterr().out
         assert "model.safetensors" not in hub.fetched()
         begun, asked = commands(
             tmp_path,
@@ -83,5 +86,5 @@ def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_b
             for run in ("run", "plain")
         ]
         assert losses[0] == losses[1]  # the bundled model's own folder gives the same bits
-        (planned,) = commands(tmp_path, online, ["plan", "--model", "lab/tiny", "--devices", "2"])
-        assert "config.json" in planned.stderr  # what main is now holds no model
+        assert main(["plan", "--model", "lab/tiny", "--devices", "2"]) == 2
+        assert "config.json" in capsys.readouterr().err  # what main is now holds no model

@@ -22,7 +22,7 @@ from llamarl.checkpoint.snapshot import MANIFEST
 from llamarl.checkpoint.storage import CheckpointStore
 
 SETTINGS = {
-    "run.num_ticks": 10,
+    "run.num_ticks": 8,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,
     "checkpoint.every": 2,
@@ -59,7 +59,7 @@ def test_generator_reward_and_evaluator_die_at_several_moments_and_every_byte_is
 ) -> None:
     run_dir = tmp_path / "run"
     run = llamarl.start(run_dir, SETTINGS)
-    kills = [(1, "reward"), (2, "generator"), (5, "generator reward"), (7, "evaluator")]
+    kills = [(1, "reward"), (2, "generator"), (4, "generator reward"), (6, "evaluator")]
     for number, (num_rows, executors) in enumerate(kills):  # nobody twice at one tick, which ends the run
         wait_for_rows(run, run_dir, num_rows)
         time.sleep(0.05 * number)  # another moment of its tick each time
@@ -72,7 +72,7 @@ def test_generator_reward_and_evaluator_die_at_several_moments_and_every_byte_is
     assert set(restarts) >= {"recovery/generator_restarts", "recovery/reward_restarts"}
 
 
-CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 11, "checkpoint.every": 3}
+CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 9, "checkpoint.every": 3}
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_
 ) -> None:
     run_dir = tmp_path / "run"
     run = llamarl.start(run_dir, {**CRITIC, "deadlines.step_s": 15})
-    wait_for_rows(run, run_dir, 2)
+    wait_for_rows(run, run_dir, 1)
     kill(run, "trainer")  # there is no checkpoint yet
-    wait_for_rows(run, run_dir, 4)
+    wait_for_rows(run, run_dir, 2)
     kill(run, "critic", number=signal.SIGSTOP)
-    wait_for_rows(run, run_dir, 7)  # two more than the critic may have been ahead: it has been brought up again
+    wait_for_rows(run, run_dir, 5)  # two more than the critic may have been ahead: it has been brought up again
     kill(run, "trainer", "critic")  # neither has done its last tick
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
@@ -183,10 +183,10 @@ def test_a_disk_without_room_for_a_checkpoint_and_then_for_a_line_costs_neither_
     ), said
     assert "the disk has only 6." in said, said
     assert_same_run(run_dir, undisturbed)
-    assert CheckpointStore(run_dir / "checkpoints").load().tick == 9
+    assert CheckpointStore(run_dir / "checkpoints").load().tick == 7
     assert (
-        checkpoints(run_dir)["checkpoints/tick_000009/trainer/state/rank_0.safetensors"]
-        == (checkpoints(undisturbed)["checkpoints/tick_000009/trainer/state/rank_0.safetensors"])
+        checkpoints(run_dir)["checkpoints/tick_000007/trainer/state/rank_0.safetensors"]
+        == (checkpoints(undisturbed)["checkpoints/tick_000007/trainer/state/rank_0.safetensors"])
     )
 
 

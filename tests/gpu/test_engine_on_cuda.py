@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import make_sequences, run
 from tiny_models import FAMILIES, tiny_model
 
 from llamarl.engine.config import EngineConfig
@@ -34,31 +35,6 @@ def make_engine(
 ) -> NativeEngine:
     values = {"block_size": 4, "max_sequences": 16, "max_batch_tokens": 64, "kv_cache_bytes": 1 << 20, **changes}
     return NativeEngine(folder, EngineConfig(**values), eos_token_ids=(), device=device, quantization=quantization)
-
-
-def make_sequences(temperature: float = 0.0, **params: Any) -> list[Sequence]:
-    """Five prompts, two responses each, that end after 20, 30, ... 60 tokens."""
-    prompts = [[5 + (7 * i + j) % 90 for j in range(3 + 4 * i)] for i in range(5)]
-    return [
-        Sequence(
-            prompt_index=i,
-            sample_index=j,
-            prompt_tokens=list(p),
-            params=SamplingParams(max_new_tokens=20 + 10 * i, temperature=temperature, **params),
-            seed=100 * i + j,
-        )
-        for i, p in enumerate(prompts)
-        for j in range(2)
-    ]
-
-
-def run(engine: NativeEngine, sequences: list[Sequence]) -> list[Sequence]:
-    engine.add(sequences)
-    for _ in range(2000):
-        if not engine.has_work:
-            return sequences
-        engine.step()
-    raise AssertionError("the engine did not finish")
 
 
 def first_logits(engine: NativeEngine, sequences: list[Sequence]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One rank of a trainer of adapters under test: three ticks, the last after a resume; what it holds, hands over and exports.
+"""One rank of a trainer of adapters under test: two ticks, the last after a resume; what it holds, hands over and exports.
 
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """

@@ -1,5 +1,5 @@
 """Adapters on models that lie over FSDP2 x context- x tensor- x expert-parallel ranks x pipeline stages, over gloo, against one process:
-first values, metrics of three ticks, both ways of hand-over, exports, states in another layout.
+first values, metrics of two ticks, both ways of hand-over, exports, states in another layout.
 
 Tolerances are those of ``test_trainer_meshes``: relative 1e-4 for metrics and gradient norms, absolute 2e-5 for weights.
 """

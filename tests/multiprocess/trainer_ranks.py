@@ -38,10 +38,10 @@ from llamarl.types import Group
 
 AXES = ("pp", "fsdp", "cp", "tp", "ep")
 ALONE = "1x1x1x1x1"
-NUM_TICKS = 3
+NUM_TICKS = 2
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01)
 GAE = AlgorithmConfig(advantage="gae")
-LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 20}
+LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 16}
 
 TEXTS = [
     [[(3 + 5 * g + 7 * t) % VOCABULARY for t in range(4)] + [(1 + r + 3 * t) % VOCABULARY for t in range(2 + 3 * r)]
@@ -137,7 +137,7 @@ def with_reference(groups: list[Group], model: Path) -> list[Group]:
 
 
 def _train(folder: Path, family: str, named: str, out: Path, rank: int) -> None:
-    """Three ticks; the last once more from a state saved before it, and once more from what one process has saved."""
+    """Two ticks; the last once more from a state saved before it, and once more from what one process has saved."""
     trainer = make_trainer(folder, family, named)
     metrics = [train(trainer, folder, family, tick) for tick in range(NUM_TICKS - 1)]
     trainer.save(out / "state")
@@ -164,7 +164,7 @@ def _keep(trainer: Trainer, out: Path, what: str, metrics: Any) -> None:
 
 
 def _critic(folder: Path, family: str, named: str, out: Path) -> dict[str, Any]:
-    """Three ticks of a critic; the last in a fresh one that loaded the state of the one before."""
+    """Two ticks of a critic; the last in a fresh one that loaded the state of the one before."""
     sizes = sizes_of(named)
     config = CriticConfig(fsdp=sizes["fsdp"], tp=sizes["tp"], updates_per_tick=2, value_clip=0.1, lr=1e-3)
     as_trainer = TrainerConfig(max_tokens_per_microbatch=40), OptimizerConfig(weight_decay=0.01)

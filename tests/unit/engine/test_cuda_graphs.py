@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import make_sequences, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import KINDS, tiny_config, tiny_model
@@ -30,7 +31,7 @@ from llamarl.engine.cuda_graphs import (
 )
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
-from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.engine.sequence import Sequence
 from llamarl.errors import ConfigError
 
 
@@ -112,26 +113,6 @@ def _engine(folder: Path, cuda_graphs: str, **changes: Any) -> NativeEngine:
     return NativeEngine(folder, EngineConfig(cuda_graphs=cuda_graphs, **values), eos_token_ids=())  # type: ignore[arg-type]
 
 
-def _sequences(temperature: float = 0.0) -> list[Sequence]:
-    """Five prompts, two responses each, that end after 20, 30, ... 60 tokens."""
-    params = [SamplingParams(max_new_tokens=20 + 10 * i, temperature=temperature) for i in range(5)]
-    prompts = [[5 + (7 * i + j) % 90 for j in range(3 + 4 * i)] for i in range(5)]
-    return [
-        Sequence(prompt_index=i, sample_index=j, prompt_tokens=list(p), params=params[i], seed=100 * i + j)
-        for i, p in enumerate(prompts)
-        for j in range(2)
-    ]
-
-
-def _run(engine: NativeEngine, sequences: list[Sequence]) -> list[Sequence]:
-    engine.add(sequences)
-    for _ in range(2000):
-        if not engine.has_work:
-            return sequences
-        engine.step()
-    raise AssertionError("the engine did not finish")
-
-
 def _count_padded(engine: NativeEngine) -> list[Bucket]:
     """Buckets of the padded steps from now on."""
     decoder = engine._runner.padded_decoder
@@ -150,28 +131,21 @@ def _count_padded(engine: NativeEngine) -> list[Bucket]:
 @pytest.mark.parametrize("family", KINDS)
 def test_padded_steps_give_the_tokens_of_exact_ones(family: str, tmp_path: Path) -> None:
     tiny_model(family, "eager").save_pretrained(tmp_path)
-    exact = _run(_engine(tmp_path, "off"), _sequences())
+    exact = run(_engine(tmp_path, "off"), make_sequences())
     engine = _engine(tmp_path, "padded")
     padded = _count_padded(engine)
-    result = _run(engine, _sequences())
+    result = run(engine, make_sequences())
     assert len(padded) > 30 and len(set(padded)) >= 2  # most steps went this way, in several shapes
     assert [s.tokens for s in result] == [s.tokens for s in exact]
     for one, other in zip(result, exact, strict=True):
         torch.testing.assert_close(torch.tensor(one.raw_logprobs), torch.tensor(other.raw_logprobs), atol=2e-5, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    tiny_model("llama", "sdpa").save_pretrained(path)
-    return path
-
-
 def test_padding_survives_preemption_sampling_and_new_weights(folder: Path) -> None:
     def sampled(cuda_graphs: str) -> list[Sequence]:
         # 52 blocks for sequences that would hold about 130; the scratch block comes out of the same bytes
         engine = _engine(folder, cuda_graphs, kv_cache_bytes=(52 + (cuda_graphs == "padded")) * 4 * 384)
-        sequences = _sequences(temperature=1.0)
+        sequences = make_sequences(temperature=1.0)
         engine.add(sequences)
         for _ in range(12):
             engine.step()
@@ -193,16 +167,16 @@ def test_scratch_block_counts_toward_the_limit_and_is_nobodys(folder: Path) -> N
     engine = _engine(folder, "padded", kv_cache_bytes=100 * 4 * 384)
     runner = engine._runner
     assert runner.num_blocks == 99 and runner._cache.shape[2] == 100
-    _run(engine, _sequences())
+    run(engine, make_sequences())
     assert engine.stats()["kv_bytes_used_max"] <= 99 * 4 * 384
     with pytest.raises(ConfigError, match="less than 2 blocks of 4 tokens"):
         _engine(folder, "padded", kv_cache_bytes=4 * 384)
 
 
 def test_a_sequence_of_nans_harms_nobody_in_its_padded_batch(folder: Path) -> None:
-    exact = _run(_engine(folder, "off"), _sequences())
+    exact = run(_engine(folder, "off"), make_sequences())
     engine = _engine(folder, "padded")
-    sequences = _sequences()
+    sequences = make_sequences()
     victim = sequences[3]
     engine.add(sequences)
     for _ in range(3):
@@ -218,7 +192,7 @@ def test_a_sequence_of_nans_harms_nobody_in_its_padded_batch(folder: Path) -> No
 
 
 def test_the_same_run_takes_the_same_bits_again(folder: Path) -> None:
-    one, two = (_run(_engine(folder, "padded"), _sequences(temperature=1.0)) for _ in range(2))
+    one, two = (run(_engine(folder, "padded"), make_sequences(temperature=1.0)) for _ in range(2))
     assert [(s.tokens, s.logprobs) for s in one] == [(s.tokens, s.logprobs) for s in two]
 
 

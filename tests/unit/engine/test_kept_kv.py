@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
@@ -16,13 +15,6 @@ from llamarl.models.loading import load_model
 from llamarl.seeding import derive_seed
 
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, layers, KV heads, head size, fp32
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    tiny_model("llama", "sdpa").save_pretrained(path)
-    return path
 
 
 def engine_of(folder: Path, *, num_tokens: int = 4096, max_sequences: int = 16) -> NativeEngine:

@@ -18,13 +18,6 @@ SMALL_BLOCKS = {"block_size": 4, "max_sequences": 16, "max_batch_tokens": 64}
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, layers, KV heads, head size, fp32
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    tiny_model("llama", "sdpa").save_pretrained(path)
-    return path
-
-
 def _prompts(n: int, *, lengths: range = range(3, 30)) -> list[list[int]]:
     generator = torch.Generator().manual_seed(7)
     picks = torch.randint(lengths.start, lengths.stop, (n,), generator=generator).tolist()

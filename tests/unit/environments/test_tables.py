@@ -13,7 +13,7 @@ import pytest
 datasets = pytest.importorskip("datasets", reason="tables need the package datasets: pip install 'llamarl[datasets]'")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
-from hub_server import Hub, serving  # noqa: E402
+from hub_server import Hub, serving_here  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
 
 from llamarl.config import RunConfig  # noqa: E402
@@ -147,14 +147,7 @@ def test_a_table_is_opened_only_where_items_are_asked_for(tmp_path: Path) -> Non
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with serving() as hub:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+    with serving_here(monkeypatch, tmp_path) as hub:
         yield hub
 
 

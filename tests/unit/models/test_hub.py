@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import Hub, serving
+from hub_server import Hub, serving_here
 from huggingface_hub import constants
 
 from llamarl.errors import ModelError
@@ -28,14 +28,7 @@ FILES = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with serving() as hub:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+    with serving_here(monkeypatch, tmp_path) as hub:
         yield hub
 
 

@@ -6,11 +6,11 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_run import Report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llamarl.errors import ConfigError
@@ -23,38 +23,24 @@ QUIET = ObservabilityConfig(console="none")
 EXECUTORS = ("generator", "reward", "trainer")
 
 
-@dataclass(frozen=True)
-class _Report:
-    executor: str
-    tick: int
-    metrics: dict[str, float]
-    started_s: float
-    finished_s: float
-    spans: tuple[tuple[str, float, float], ...] = ()
-    controller_bytes: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-    outputs: dict = field(default_factory=dict)
-
-
 def _run(recorder: Recorder, first: int, last: int, slow: float = 1.0, at: float = 100.0) -> None:
     """Generator 0-4, reward 4-5, trainer 5-8 (times ``slow``); the next tick of each begins 5 s later."""
     for tick in range(first, last):
         start = at + 5 * slow * (tick - first)
         recorder.on_report(
-            _Report(
+            Report(
                 "generator",
                 tick,
                 {"tokens/generated": 100.0},
                 start,
                 start + 4 * slow,
                 (("weight_sync/pull", start, start + 0.5 * slow), ("generate", start + 0.5 * slow, start + 4 * slow)),
-                controller_bytes=700,
             )
         )
-        recorder.on_report(_Report("reward", tick, {"reward/failed": 0}, start + 4 * slow, start + 5 * slow))
+        recorder.on_report(Report("reward", tick, {"reward/failed": 0}, start + 4 * slow, start + 5 * slow))
         trained = {"policy_version": tick + 1, "reward/mean": tick / 8, "staleness/mean": 1.0, "staleness/max": 1}
         spans = (("weight_sync/publish", start + 7.75 * slow, start + 8 * slow),)
-        recorder.on_report(_Report("trainer", tick, trained, start + 5 * slow, start + 8 * slow, spans, 300))
+        recorder.on_report(Report("trainer", tick, trained, start + 5 * slow, start + 8 * slow, spans, 300))
 
 
 def test_the_time_between_two_processes_of_a_run_is_no_time_of_a_tick(tmp_path: Path) -> None:
@@ -145,7 +131,7 @@ def test_nothing_is_written_that_is_switched_off(tmp_path: Path) -> None:
 
 def test_not_a_number_in_a_report_leaves_whole_json_everywhere(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, QUIET, ("trainer",), 1)
-    [row] = recorder.on_report(_Report("trainer", 0, {"grad_norm": float("nan"), "lr": 0.5}, 0.0, 1.0))
+    [row] = recorder.on_report(Report("trainer", 0, {"grad_norm": float("nan"), "lr": 0.5}, 0.0, 1.0))
     assert row["grad_norm"] is None and row["lr"] == 0.5
 
     def refuse(word: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from other_space import alone_again, being_at, place
+from other_space import being_at, place
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender
@@ -31,10 +30,7 @@ NUMBERS = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", 
 WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="sink", delay=1)
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone_again():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def a_report(sender: DataSender, tick: int) -> tuple[RankReport, Segment]:

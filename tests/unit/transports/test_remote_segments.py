@@ -8,13 +8,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from certificates import signed
-from other_space import KEY, alone_again, being_at, place
+from other_space import KEY, being_at, place
 
 from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded
 from llamarl.transports.network import TlsFiles
@@ -26,10 +25,7 @@ from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, op
 A, B = place("a"), place("b")
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone_again():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def made(size: int = 1000) -> Segment:

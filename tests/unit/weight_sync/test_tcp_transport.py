@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
-from other_space import alone_again, being_at, place
+from other_space import being_at, place
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.ends import make_receiver, make_sender
@@ -22,10 +21,7 @@ from llamarl.weight_sync.source import Publisher, WeightsPayload
 A, B = place("a"), place("b")
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone_again():
-        yield
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def tensors(seed: int = 0, blocks: float = 5.5) -> dict[str, torch.Tensor]:
