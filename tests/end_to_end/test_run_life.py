@@ -6,11 +6,13 @@ import json
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import RECIPE, CommandLine, arguments, rows, wait_until
 
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import key_effects
@@ -164,6 +166,28 @@ def test_who_stops_a_run_is_told_the_command_that_goes_on_and_it_does(llamarl: C
     saved = CheckpointStore(run_dir / "checkpoints").load().tick + 1
     llamarl.run([*command[1:], "--run.num_ticks", str(saved + 1)])
     assert len(rows(run_dir)) == saved + 1
+
+
+def test_ctrl_c_saves_the_ticks_that_are_done_although_no_checkpoint_was_due(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = arguments(run_dir, STALE | {"run.num_ticks": 500, "checkpoint.every_minutes": 0})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llamarl", "train", str(RECIPE), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also where the tests run in the background
+    )
+    try:
+        wait_until(lambda: len(rows(run_dir)) >= 2, limit_s=180, what="2 rows")
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, text
+    saved = CheckpointStore(run_dir / "checkpoints").load().tick + 1
+    assert saved == len(rows(run_dir)) < 500 and f"saved: {saved} of 500 ticks" in text
+    assert text.count("stopped by the user") == 1 and "Ctrl-C once more stops at once" in text
 
 
 @pytest.mark.long

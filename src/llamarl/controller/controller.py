@@ -40,10 +40,14 @@ from typing import Protocol
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.marking import Marking
 from llamarl.controller.saving import Saving
+from llamarl.controller.stopping import StopRequest
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.runtime.base import JobStart, News, Report, Runtime
 
 __all__ = ["Observer", "run_graph"]
+
+
+_NEVER = StopRequest()
 
 
 class Observer(Protocol):
@@ -62,6 +66,7 @@ def run_graph(
     deadlines: DeadlineConfig | None = None,
     saving: Saving | None = None,
     observers: Sequence[Observer] = (),
+    request: StopRequest = _NEVER,
 ) -> None:
     """Run every executor of the marking's graph to its last tick, then return. The caller closes the runtime.
 
@@ -70,8 +75,10 @@ def run_graph(
         runtime: What its processes' deaths mean is its own affair: see ``controller/surviving.py``.
         load_from: Folder of the checkpoint after the tick before the first; None: there is none.
         saving: None: nothing is saved.
+        request: By which the user asks for the job to end, with a checkpoint.
 
     Raises:
+        KeyboardInterrupt: They did, and everyone has saved the same tick before.
         ExecutorFailed: An executor raised, or its process died and was not brought up again.
         DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
         RunStopped: An executor asked for the job to stop; everyone has saved the same tick before.
@@ -93,8 +100,10 @@ def run_graph(
     for report in runtime.counted():
         for observer in observers:
             observer.on_report(report)
-    stop = ""
+    stop, by_user = "", False
     while not marking.finished:
+        if request.take() and not stop:
+            by_user = saving.end_early(marking)
         saving.heed_the_clock(marking)
         for firing in marking.ready():
             runtime.fire(saving.order(firing, marking.num_ticks))
@@ -114,6 +123,8 @@ def run_graph(
             saving.end_early(marking)
     if stop:
         raise RunStopped(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+    if by_user:
+        raise KeyboardInterrupt
 
 
 def _tell_sinks(runtime: Runtime, marking: Marking, report: Report) -> None:

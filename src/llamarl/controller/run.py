@@ -22,6 +22,7 @@ from llamarl.controller.prepare import Prepared, absolute_dir, prepare
 from llamarl.controller.run_folder import RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.run_models import fetch_weights, record_models
 from llamarl.controller.run_parts import RunParts, save_settings
+from llamarl.controller.stopping import StopRequest
 from llamarl.errors import NothingTrained
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE
 from llamarl.observability.metrics import METRICS_FILE
@@ -85,7 +86,10 @@ def execute(
     Args:
         resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
-    with RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts:
+    with (
+        RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts,
+        StopRequest() as request,
+    ):
         run_graph(
             parts.marking,
             parts.runtime,
@@ -95,6 +99,7 @@ def execute(
             deadlines=prepared.config.deadlines,
             saving=parts.saving,
             observers=[parts],
+            request=request,
         )
         parts.checkpoints.close()
     raise_if_nothing_trained(parts.recorder.summary())

@@ -94,13 +94,14 @@ class Saving:
         if self._checkpoints and self._checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
             self._checkpoints.require(cut)
 
-    def end_early(self, marking: Marking) -> None:
-        """Have the job end with the next tick that all can save, if that is before its end."""
-        last = _next_cut(marking)
-        if last < marking.num_ticks:
+    def end_early(self, marking: Marking) -> bool:
+        """Have the job end with the next tick that all can save; False if that is no sooner than its end."""
+        last, whole = _next_cut(marking), marking.num_ticks
+        if last < whole:
             marking.num_ticks = last + 1
             if self._checkpoints:
                 self._checkpoints.require(last)
+        return marking.num_ticks < whole
 
     def note(self, report: Report) -> None:
         """Tell the checkpoints of each tick that is complete with this report, oldest first."""

@@ -1,0 +1,51 @@
+"""Ctrl-C in two steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from llamarl.controller.stopping import StopRequest
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_ctrl_c_asks_and_the_second_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest() as request:
+        assert not request.take()
+        press()
+        assert request.take() and not request.take()
+        assert "Ctrl-C once more stops at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_a_handler_of_somebody_else_stays() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with StopRequest() as request:
+            press()
+            assert heard == [signal.SIGINT] and not request.take()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_is_handled() -> None:
+    found: list[object] = []
+
+    def run() -> None:
+        with StopRequest():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert found == [signal.default_int_handler]
