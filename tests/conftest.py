@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks anybody but a server of its o
 # Examples that write files take more than hypothesis' 200 ms on a busy machine; slow is not wrong.
 settings.register_profile("llamarl", deadline=None)
 settings.load_profile("llamarl")
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Afterwards SIGTERM does what it did before a command ran in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

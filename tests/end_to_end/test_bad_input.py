@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +34,6 @@ CASES: dict[str, tuple[Any, int, list[str]]] = {
     "run folder below a file": ({"run.dir": '"/dev/null/run"'}, 2, ["/dev/null/run", "run.dir"]),
     "run folder on a read-only system": ({"run.dir": '"/proc/run"'}, 2, ["/proc/run", "run.dir"]),
 }
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -58,7 +58,7 @@ def test_adapters_alone_travel_from_a_mesh_to_stages_of_ranks_and_evaluate_as_on
     settings = {
         "run.num_ticks": 2, "evaluation.every": 2, "evaluation.dp": 2, "evaluation.tp": 2, "evaluation.num_prompts": 5,
         "generator.pp": 2, "generator.tp": 2, "trainer.fsdp": 2, "lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2,
-        "optimizer.warmup_ticks": 0,
+        "optimizer.warmup_ticks": 0, "generator.sampling.max_new_tokens": 40,
     }  # fmt: skip
     llamarl.train(tmp_path / "run", settings)
     found = [row for row in rows(tmp_path / "run") if "eval/policy_version" in row]

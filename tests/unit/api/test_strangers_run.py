@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_command import run_llamarl
 
 from llamarl.api.llm import open_policy
 from llamarl.assets import __file__ as assets
+from llamarl.cli.main import main
 from llamarl.config import load_config, save_config, validate
 from llamarl.controller.resume import refuse_code_of_a_run
 from llamarl.errors import ConfigError
@@ -36,19 +36,20 @@ def describe(run: Path, changes: dict[str, Any]) -> None:
     save_config(load_config(None, words), run / "config.toml")
 
 
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("verb", ["eval", "generate", "doctor"])
 @pytest.mark.parametrize("key", ["task.reward", "generator.engine.name", "model.trust_remote_code"])
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_it(
-    run: Path, verb: str, key: str, place: str
+    run: Path, verb: str, key: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = f"{run if place == 'inside' else run.parent}/evil.py:Thing"
     describe(run, {key: True if key.endswith("code") else code})
     more = ["--prompt", "a"] if verb == "generate" else []
     for model in (run, run / "model"):
-        done = run_llamarl([verb, str(model), *more])
-        assert done.returncode == 2 and key in done.stderr, done.stdout + done.stderr
-        assert "it ran" not in done.stdout + done.stderr
+        assert main([verb, str(model), *more]) == 2
+        told = capsys.readouterr()
+        assert key in told.err and "it ran" not in told.out + told.err
 
 
 def test_what_the_user_names_is_the_users_own(run: Path) -> None:

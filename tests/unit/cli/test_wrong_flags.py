@@ -8,17 +8,16 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llamarl.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("own_signals")
 RECIPE = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml")
 
 
@@ -30,13 +29,6 @@ def test_without_a_folder_for_temporary_files_the_way_out_is_told(
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
     (told,) = refused(capsys, verb, "bundled:tiny")
     assert "no folder for temporary files can be written" in told and "set TMPDIR" in told
-
-
-@pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("hosts", ["", " "])
