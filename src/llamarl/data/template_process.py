@@ -26,8 +26,9 @@ from typing import Any
 
 __all__ = ["MAX_RENDERED_CHARS", "TemplateLimitError", "render_template"]
 
-MAX_RENDERED_CHARS = 16 << 20
-"""Characters that a template may write for one conversation: four for each token of the longest contexts."""
+MAX_RENDERED_CHARS = 1 << 20
+"""Characters that a template may write for one conversation: four for each token of the longest contexts; a tokenizer
+takes seconds and a gigabyte for them."""
 
 _MAX_CPU_S = 2
 """Processor seconds for one conversation; real templates take milliseconds."""

@@ -30,7 +30,7 @@ MAX_ANSWER_CHARS = 2000
 _SIGNS = {
     "−": "-", "–": " - ", "—": " — ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "∕": "/", "⁄": "/",
     "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∩": "\\cap ",
-    "±": "\\pm ", "∈": "\\in ", "θ": "\\theta ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
+    "±": "\\pm ", "≠": "\\neq ", "∉": "\\notin ", "∈": "\\in ", "θ": "\\theta ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}",
     "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "′": "'", "’": "'", "≈": "=", "。": ". ", "、": ", ", "✅": " ", "✔": " ",
     "٫": ".", "٬": ",", "\ufe0f": " ", "👉": " ", "➡": " ", "→": " ", "⇒": " ", "∴": " ", "\u200b": "", "\u2060": "",
 }  # fmt: skip
@@ -60,6 +60,7 @@ _RULES = tuple(
         (r"</?(?:b|i|u|em|strong|p|br|span|div|center|code|mark|sup|h[1-6]|final|final_answer|result|output)\s*/?>", " "),
         (rf"<\s*({_NUMBER}(?:/\d+)?)\s*>", r" \1 "),
         (r"[\"']answer[\"']\s*:\s*(?:[\"']([^\"'\n]{0,300})[\"']|([^\"'{},\n]{1,100}))\s*[,}]", r"\n#### \1\2\n"),  # JSON
+        (r"\b(?:one|two|three)[ -](?:hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?),? \(?(?:i\.e\.|that is|or),? ", ""),
         # Markdown: powers apart, then bold, code, italics; quotes, list items, headings of other depth than GSM8K's mark.
         (r"(?<=[0-9)])\*\*(?=[0-9(])|(?<=\b[a-z])\*\*(?=[0-9(])", "^"),
         (r"\*\*|(?<!\w)__(?=\S)|(?<=\S)__(?!\w)|`+|~~", ""),

@@ -300,6 +300,7 @@ def _play_tests(program: str, tests: Any, options: CodeOptions, entry_point: str
             files={"link.py": _script("link.py")},
             packages=options.packages,
             channel=tests_end.fileno(),
+            may_hide=True,
             limits=BoxLimits(
                 wall_s=options.timeout_s, memory_mb=max(512, options.memory_mb), output_bytes=_TESTER_OUTPUT
             ),

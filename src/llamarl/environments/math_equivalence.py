@@ -73,6 +73,7 @@ _TWO_NUMBERS = re.compile(r"[0-9]\s+\.?[0-9]|[0-9]\.[0-9]+\.|\.\.|[0-9]\.(?![0-9
 _BASE = re.compile(r"[\(\[{]?((?=[A-F]*[0-9])[0-9A-F]+)[)\]}]?_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]+))")
 _REPEATING = re.compile(r"([-+]?)([0-9]{0,20})\.([0-9]{0,20})\\overline\s*\{\s*([0-9]{1,20})\s*\}")
 _CLOCK = re.compile(r"[0-9]{1,2}\s*:\s*[0-5][0-9]")
+_DOTS, _RATIO = re.compile("dots"), re.compile(r"[0-9]\s*:\s*1(?![0-9])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _REFUSED = re.compile(
     r"\\(?:sum|prod|coprod|[io]*int|lim|limsup|liminf|det|max|min|gcd|lcm|partial|nabla|frac\s*\{?d\}?\s*\{d|"
@@ -128,7 +129,7 @@ def equals_reference(given: str, reference: str) -> bool:
     target = _reference(reference)
     try:
         answer, answer_percent = _expression(given)
-        if "dots" in answer and "dots" not in target.text:
+        if any(sign.search(answer) and not sign.search(target.text) for sign in (_DOTS, _RATIO)):
             return False
         if _PAIR.fullmatch(target.text) and "," in answer and not re.search(r"[(\[=]", answer):
             return False  # two numbers are no pair

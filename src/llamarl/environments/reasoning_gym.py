@@ -2,6 +2,7 @@
 
 The library makes item i of seed s from ``s + i`` alone, so neighbouring seeds share almost all
 items: train and eval differ here by the question's hash (see ``base.draw_item``), not by a seed.
+Nine datasets evaluate an answer as Python: only one that is a list, or arithmetic, reaches them.
 The judge makes the entry again from its number instead of carrying it through the run, and checks
 that it got the same question.
 """
@@ -9,8 +10,9 @@ that it got the same question.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, wraps
 from typing import Any
 
 from llamarl.data.items import Split, TaskItem
@@ -19,7 +21,49 @@ from llamarl.environments.base import draw_item
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
-__all__ = ["ReasoningGymTask"]
+__all__ = ["EVALUATING", "ReasoningGymTask"]
+
+_FUNCTIONS = frozenset("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs".split())
+
+
+def _is_list(answer: str) -> bool:
+    """Whether Python can only read it as names, numbers and strings in brackets: nothing is called or looked up."""
+    return re.fullmatch(r"[\w\s\[\],'\"-]*", answer) is not None
+
+
+def _is_arithmetic(answer: str) -> bool:
+    """Whether it holds numbers, operators, letters and functions of mathematics alone."""
+    if not re.fullmatch(r"[\w\s.+\-*/^()]*", answer) or re.search(r"\.\s*[^\W\d]", answer):
+        return False
+    names = re.findall(r"(?<!\w)[^\W\d]\w*", answer)
+    return all(name in _FUNCTIONS or re.fullmatch("[A-Za-z]", name) for name in names)
+
+
+EVALUATING: Mapping[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), _is_list),
+    **dict.fromkeys(
+        ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"),
+        _is_arithmetic,
+    ),
+}
+"""Datasets whose ``score_answer`` calls ``eval`` or sympy's ``parse_expr`` -> which answers it may see."""
+
+
+@lru_cache(maxsize=1)
+def _guard_datasets() -> None:
+    """Let the classes of ``EVALUATING`` see no other answers, wherever they are used (``composite``)."""
+    from reasoning_gym.factory import DATASETS
+
+    for name, is_harmless in EVALUATING.items():
+        DATASETS[name][0].score_answer = _guarded(DATASETS[name][0].score_answer, is_harmless)
+
+
+def _guarded(score: Callable[..., float], is_harmless: Callable[[str], bool]) -> Callable[..., float]:
+    @wraps(score)
+    def score_answer(self: Any, answer: Any, entry: Any) -> float:
+        return score(self, answer if isinstance(answer, str) and is_harmless(answer) else None, entry)
+
+    return score_answer
 
 
 class ReasoningGymTask:
@@ -37,6 +81,7 @@ class ReasoningGymTask:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
+        _guard_datasets()
         self.name = f"reasoning_gym:{dataset}"
         if dataset not in DATASETS:
             near = difflib.get_close_matches(dataset, DATASETS, n=3) or sorted(DATASETS)[:5]

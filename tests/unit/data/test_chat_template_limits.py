@@ -38,7 +38,7 @@ HOSTILE = {
     "marked for training": ("{% generation %}{{ " + FOLDED + " }}{% endgeneration %}", "512 MiB"),
     "of the run's conversation alone": (FOR_THE_RUN + "{{ 'a' * (messages|length * 10**10) }}{% endif %}", "512 MiB"),
     "in one call": ("{{ '%10000000000d' % (messages|length) }}", "512 MiB"),
-    "many small pieces": ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
+    "many small pieces": ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 1,048,576 characters"),
 }
 
 

@@ -239,13 +239,14 @@ def test_memory_of_a_process_that_lets_nobody_look_into_it_counts(monkeypatch: p
     assert child.stdout is not None and child.stdout.readline() == b"ready\n"
 
     def refused(path: str, *how: Any) -> Any:
-        if path.endswith("smaps_rollup"):
+        if path.endswith(("smaps_rollup", "maps")):
             raise PermissionError(path)
         return open(path, *how)
 
     monkeypatch.setattr(inside, "open", refused, raising=False)
     try:
-        assert 64 << 20 <= inside._own_bytes([str(child.pid)]) < 96 << 20
+        for count in (inside._own_bytes, inside._shared_bytes):  # all that it has mapped, for want of better
+            assert 64 << 20 <= count([str(child.pid)]) < 512 << 20
     finally:
         child.kill()
         child.wait()
@@ -271,6 +272,28 @@ def test_memory_that_processes_share_counts_also_where_no_page_table_has_it(
 ) -> None:
     monkeypatch.setattr(run, "make_memory_group", lambda num_bytes: None)
     assert run_in_box(SHARED, limits=BoxLimits(wall_s=15.0, memory_mb=128), kind=kind).limit == "memory"
+
+
+HIDES = """
+import ctypes, os, shutil, subprocess, sys, time
+shutil.copy(os.path.realpath(sys.executable), 'own')
+os.chmod('own', 0o111)
+print(ctypes.CDLL(None).prctl(4, 0, 0, 0, 0), flush=True)
+takes = 'import mmap, time; kept = mmap.mmap(-1, 60 << 20); kept.write(bytes(60 << 20)); time.sleep(20)'
+for _ in range(6):
+    subprocess.Popen(['./own', '-I', '-c', takes], env={**os.environ, 'PYTHONHOME': sys.base_prefix})
+time.sleep(10)
+"""
+
+
+def test_memory_that_processes_of_an_ordinary_user_hide_counts_for_their_box() -> None:
+    said = as_nobody(
+        "from llamarl.environments.sandbox import run\nfrom llamarl.environments.sandbox.limits import BoxLimits\n"
+        "run.make_memory_group = lambda num_bytes: None\n"
+        f"done = run.run_in_box({HIDES!r}, limits=BoxLimits(wall_s=15.0, memory_mb=160, disk_mb=64), kind='bwrap')\n"
+        "print(done.limit, done.stdout)"
+    )
+    assert said.stdout == "memory -1\n\n", said
 
 
 @pytest.mark.parametrize("name", ["sleeps", "sleeps deaf to every signal", "sleeps in a new session of a new group"])

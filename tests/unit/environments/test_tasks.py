@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import reasoning_gym
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_boxed, last_number
@@ -16,6 +18,7 @@ from llamarl.environments.base import Task
 from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
+from llamarl.environments.reasoning_gym import EVALUATING
 from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.errors import DataError
 from llamarl.import_path import check, import_user
@@ -128,6 +131,46 @@ def test_reasoning_gym_text_answers_are_taken_whole() -> None:
     item = task.item("train", 0)
     assert item.answer is not None
     assert _value(task, item, f" {item.answer}\n") == 1.0
+
+
+@pytest.mark.parametrize("name", EVALUATING)
+def test_answers_that_reasoning_gym_evaluates_run_nothing(name: str, tmp_path: Path) -> None:
+    told = tmp_path / "ran"
+    task = make_task(TaskConfig(name=f"reasoning_gym:{name}"), 0)
+    item = task.item("train", 0)
+    hostile = (
+        f"__import__('pathlib').Path('{told}').touch()",
+        f"[__import__('pathlib').Path('{told}').touch()]",
+        f"[f\"{{open('{told}', 'w')}}\"]",
+        f"open('{told}', 'w').fileno()",
+        "().__class__.__base__.__subclasses__()",
+    )
+    for answer in hostile:
+        assert _value(task, item, f"<answer>{answer}</answer>") <= 0.05
+    assert not told.exists()
+    if item.answer is not None:
+        assert _value(task, item, f"<answer>{item.answer}</answer>") == 1.0
+
+
+def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
+    folder = Path(reasoning_gym.__file__).parent
+    evaluates = {
+        path.stem
+        for path in folder.rglob("*.py")
+        if re.search(r"\b(?:eval|exec|parse_expr|sympify)\(", path.read_text())
+    }
+    of_their_own = {"codeio", "generators_00_49", "generators_50_99", "bitwise_arithmetic", "basic_arithmetic"}
+    of_their_own |= {"number_sorting", "propositional_logic"}  # what they made themselves, or a function of that name
+    assert evaluates - of_their_own == set(EVALUATING)
+
+
+def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> None:
+    is_list, is_arithmetic = EVALUATING["spiral_matrix"], EVALUATING["countdown"]
+    assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and not is_list("f(1)")
+    for text in ("(3 + 4)*5 - 2/1.5", "x**3/3 + C", "exp(2*x) - sin(x)", "4*x*y**2 + 5"):
+        assert is_arithmetic(text)
+    for text in ("S('x')", "x.y", "eval(x)", "[1]", "lambda: 1", "(1).real", "__import__", "\U0001d41e\U0001d42f(1)"):
+        assert not is_arithmetic(text)
 
 
 def test_reasoning_gym_datasets_that_prepare_their_items_are_reached_too() -> None:

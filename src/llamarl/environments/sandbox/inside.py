@@ -59,18 +59,19 @@ _SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send": (424, 424),
 }
-_PRLIMIT, _CLONE, _CLONE3, _SOCKET = (302, 261), (56, 220), (435, 435), (41, 198)
+_PRLIMIT, _CLONE, _CLONE3, _SOCKET, _PRCTL = (302, 261), (56, 220), (435, 435), (41, 198), (157, 167)
 _KILL, _TGKILL = (62, 129), (234, 131)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _NEW_NAMESPACES = 0x7E020080
 
 
-def syscall_filter(machine: str, own_pid: int | None) -> bytes | None:
+def syscall_filter(machine: str, own_pid: int | None, *, may_hide: bool = False) -> bytes | None:
     """A seccomp filter, as ``struct sock_filter``s; None for a machine whose numbers of system
     calls are not known here.
 
     Args:
         own_pid: Signals may go to this process alone; None in a box with a pid namespace, where they may go anywhere.
+        may_hide: Whether it may let nobody look into its memory, where it is counted.
     """
     if machine not in _MACHINES:
         return None
@@ -93,6 +94,8 @@ def syscall_filter(machine: str, own_pid: int | None) -> bytes | None:
     ]  # its flags cannot be seen: libc uses clone
     first = 16  # where the first argument lies; all machines here are little-endian
     rules = [(_CLONE, anybits, _NEW_NAMESPACES, True), (_PRLIMIT, equal, 0, False), (_SOCKET, equal, 1, False)]
+    if not may_hide:
+        rules.append((_PRCTL, equal, _PR_SET_DUMPABLE, True))
     if own_pid is not None:
         rules += [(_KILL, equal, own_pid, False), (_TGKILL, equal, own_pid, False)]
     for call, test, value, refused in rules:
@@ -156,7 +159,7 @@ def _become_program(job: dict[str, Any], parent: int, channel: int, say: int) ->
         os._exit(1)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_THP_DISABLE, 1)
-    program = syscall_filter(os.uname().machine, os.getpid() if job["plain"] else None)
+    program = syscall_filter(os.uname().machine, os.getpid() if job["plain"] else None, may_hide=job["may_hide"])
     if program is not None:
         _install(program)
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
@@ -204,7 +207,7 @@ def _own_bytes(numbers: list[str]) -> int:
             with open(f"/proc/{number}/smaps_rollup", "rb") as file:
                 total += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) << 10
         except (OSError, StopIteration, ValueError):
-            total += _unshared_bytes(number)
+            total += _address_space_bytes(number)
     return total
 
 
@@ -221,19 +224,20 @@ def _shared_bytes(numbers: list[str]) -> int:
                         first, last = place.split(b"-")
                         end = int(offset, 16) + int(last, 16) - int(first, 16)
                         found[inode] = max(found.get(inode, 0), end)
+        except PermissionError:
+            found[number.encode()] = _address_space_bytes(number)
         except (OSError, ValueError):  # it has ended
             continue
     return sum(found.values())
 
 
-def _unshared_bytes(number: str) -> int:
-    """What a process holds beside pages of files; also of one that lets nobody look into its memory (PR_SET_DUMPABLE)."""
+def _address_space_bytes(number: str) -> int:
+    """All that a process has mapped: counted of one that lets nobody look into its memory, as a file that cannot be read does."""
     try:
         with open(f"/proc/{number}/statm", "rb") as file:
-            _, resident, of_files = map(int, file.read().split()[:3])
-    except (OSError, ValueError):  # it has ended
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):  # it has ended
         return 0
-    return (resident - of_files) * resource.getpagesize()
 
 
 def _exceeded(job: dict[str, Any]) -> str | None:

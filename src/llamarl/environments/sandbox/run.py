@@ -73,6 +73,8 @@ class Program:
     channel: int = -1
     """A descriptor of this process that becomes the program's descriptor 3; negative is none."""
     limits: BoxLimits = BoxLimits()
+    may_hide: bool = False
+    """Whether it may let nobody look into its memory. All that it has mapped counts then."""
 
 
 def run_in_box(
@@ -372,6 +374,7 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
         "environment": environment,
         "folder": folder,
         "plain": kind == "plain",
+        "may_hide": program.may_hide,
         "uid": user,
         "others": _tasks_of(os.getuid()) if shared_count and user is None else 1,
         "limits": {
