@@ -310,7 +310,7 @@ NO_CODE = {
     "hosts.port_range", "lora.targets.*", "generator.sampling.stop_strings.*", "task.pool.pass_env.*",
     "task.mixture.*.pool.pass_env.*", "executors.*", "executors.*.reads.*", "executors.*.writes.*", "executors.*.delays.*",
     # what an engine, environment or executor of one's own is given, and what built-in ones check
-    "generator.engine.options.*", "executors.*.options.*",
+    "generator.engine.options.*", "executors.*.options.*", "data.chat_template_kwargs.*",
 }  # fmt: skip
 NO_CODE_BY_NAME = {
     "split", "eval_split", "subset", "template", "device", "question_template", "response_prefix",

@@ -113,6 +113,8 @@ def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
         "task.columns",
         "task.environment_options",
         "generator.engine.options",
+        "algorithm.options",
+        "data.chat_template_kwargs",
         "executors",
         "hosts.on",
     }  # empty by default
