@@ -27,12 +27,13 @@ def targets(controller: int) -> list[Target]:
         program = next((name for name in (_WORKER, _RANK) if name in words), "")
         is_guard = program not in commands.get(parents[pid], [])
         if program and not is_guard and _is_below(pid, controller, parents):
-            found.append(Target(name=words[-1] if program == _RANK else "environments", pid=pid))
+            name = " ".join(words[words.index(_RANK) + 3 :]) if program == _RANK else "environments"
+            found.append(Target(name=name, pid=pid))
     return found
 
 
 def ranks(controller: int) -> dict[str, int]:
-    """Name of each of its ranks, such as ``trainer[0]``, and its process."""
+    """Name of each of its ranks, such as ``generator 1``, and its process."""
     return {found.name: found.pid for found in targets(controller)[1:] if found.name != "environments"}
 
 
