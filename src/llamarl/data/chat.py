@@ -39,8 +39,9 @@ _WHAT_TEMPLATES_SEE = (
 """A template in place of the model's, so that transformers prepares conversations and nothing of the model's is run."""
 
 _NO_TOOLS = (
-    "shows the policy no tools ({names}): have the environment describe them in its first observation's text and leave "
-    "Observation.tools empty, or choose a model whose template shows them"
+    "shows the policy no tools ({names}): set task.environment_options = {{ in_text = true }}, which a ToolEnvironment and TRL's "
+    "classes know; have another environment describe them in its first observation's text and leave Observation.tools empty; or "
+    "choose a model whose template shows them"
 )
 
 
