@@ -210,6 +210,8 @@ class RunConfig:
             found.append(("hosts.cluster", self.hosts.cluster, "address"))
         if self.run.mirror:  # it is sent the run, with the user's credentials
             found.append(("run.mirror", self.run.mirror, "address"))
+        if self.observability.wandb:  # rows go to the user's account, into the curves that the folder names
+            found.append(("observability.wandb", "true", "address"))
         if self.judge.url:  # its server is sent the task's data
             found.append(("judge.url", self.judge.url, "address"))
         if self.judge.url and self.judge.api_key_env:  # and what that variable holds

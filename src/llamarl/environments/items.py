@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -35,7 +36,7 @@ from llamarl.data.items import Split, TaskItem, read_messages, split_questions
 from llamarl.environments.config import TaskConfig
 from llamarl.errors import DataError, FileError, Mistake, ModelError
 from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
-from llamarl.reading import parse_json, read_lines, user_path
+from llamarl.reading import parse_json, read_lines, read_text, user_path
 
 __all__ = ["TableItems", "local_data", "question_item", "question_of", "text_field"]
 
@@ -350,12 +351,28 @@ def _record(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> d
     return {**named, **{name: row[name] for name in row if name not in columns.values() and name not in named}}
 
 
+def _refuse_addresses(folder: Path, key: str) -> None:
+    """Refuse a folder whose card sends ``datasets`` elsewhere for its files: it may be a stranger's."""
+    import yaml
+
+    card = folder / "README.md"
+    _, mark, rest = read_text(card).partition("---\n") if card.is_file() else ("", "", "")
+    try:
+        facts = yaml.safe_load(rest.partition("\n---")[0]) if mark else None
+    except yaml.YAMLError as error:
+        raise DataError.at(key, f": the head of {card} is no YAML: {' '.join(str(error).split())}") from error
+    places = json.dumps(facts.get("configs"), default=str) if isinstance(facts, dict) else ""
+    if "://" in places or "::" in places:
+        raise DataError.at(key, f": {card} names files by addresses: fetch them into {folder}, and name them there")
+
+
 def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
     """The splits of a folder or file."""
     import datasets
 
     datasets.disable_progress_bars()
     if path.is_dir():
+        _refuse_addresses(path, key)
         source: tuple[Any, ...] = (str(path), subset or None)
         options: dict[str, Any] = {}
     else:

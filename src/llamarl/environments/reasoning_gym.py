@@ -9,6 +9,7 @@ that it got the same question.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +24,29 @@ from llamarl.types import Prompt, Score
 
 __all__ = ["EVALUATING", "ReasoningGymTask"]
 
+_EXPONENT = re.compile(r"\s*(?:\d{1,2}|[A-Za-z]|\(\s*-?\s*\d{1,2}(?:\s*/\s*\d{1,2})?\s*\))")
 _FUNCTIONS = frozenset("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs".split())
 
 
 def _is_list(answer: str) -> bool:
-    """Whether Python can only read it as names, numbers and strings in brackets: nothing is called or looked up."""
-    return re.fullmatch(r"[\w\s\[\],'\"-]*", answer) is not None
+    """Whether it is a literal, or words and numbers alone: nothing is called, looked up or assigned."""
+    if re.fullmatch(r"[\w\s-]*", answer):
+        return True
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 def _is_arithmetic(answer: str) -> bool:
-    """Whether it holds numbers, operators, letters and functions of mathematics alone."""
+    """Whether it holds numbers, operators, letters and functions of mathematics alone, and no exponent above 99."""
     if not re.fullmatch(r"[\w\s.+\-*/^()]*", answer) or re.search(r"\.\s*[^\W\d]", answer):
         return False
+    for power in re.finditer(r"\*\s*\*|\^", answer):
+        exponent = _EXPONENT.match(answer, power.end())
+        if exponent is None or re.match(r"[\w.(]|\s*(?:\*\s*\*|\^)", answer[exponent.end() :]):
+            return False  # as 9**9**9, which takes for ever
     names = re.findall(r"(?<!\w)[^\W\d]\w*", answer)
     return all(name in _FUNCTIONS or re.fullmatch("[A-Za-z]", name) for name in names)
 

@@ -25,6 +25,7 @@ __all__ = ["TRAINED_FOLDER", "TrainedResponse", "read_trained", "trained_files",
 
 TRAINED_FOLDER = "trained"
 
+_MAX_BYTES = 256 << 20
 _ARRAYS = ("prompt_index", "sample_index", "num_tokens", "advantage", "policy_logprobs", "clipped")
 
 
@@ -84,7 +85,10 @@ def read_trained(run_dir: Path, tick: int) -> list[TrainedResponse]:
     found = []
     for path in trained_files(run_dir, tick):
         try:
-            with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as file:
+            data = read_bytes(path)
+            if sum(member.file_size for member in zipfile.ZipFile(io.BytesIO(data)).infolist()) > _MAX_BYTES:
+                raise ValueError(f"it unpacks to more than {_MAX_BYTES >> 20} MiB")
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in _ARRAYS}
             ends = np.cumsum(arrays["num_tokens"])
             logprobs, clipped = (np.split(arrays[name], ends[:-1]) for name in ("policy_logprobs", "clipped"))

@@ -79,6 +79,7 @@ OWN_JUDGE = {
         ({"task": CODE_TASK}, ["task.options.box"]),
         ({"task": [{**CODE_TASK, "label": "a"}, {"name": "steps"}]}, ["task.mixture.a.options.box"]),
         ({"task": {"name": "episodes", "environment": "gymnasium:this:Env-v0"}}, ["task.environment"]),
+        ({"observability": {"wandb": True}}, ["observability.wandb"]),
         ({"task": {"name": "episodes", "environment": "openenv:ws://somewhere/ws"}}, ["task.environment"]),
         (
             {"executors": {"mine": OWN_JUDGE}},

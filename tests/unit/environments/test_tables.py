@@ -134,6 +134,20 @@ def test_wrong_names_are_told_with_the_nearest_and_all_that_there_are(tmp_path: 
     assert f"task.data: {tmp_path / 'empty.csv'} has no row" in mistakes(name="math", data=str(tmp_path / "empty.csv"))
 
 
+@pytest.mark.parametrize(
+    "path", ["ftp://127.0.0.1/a.jsonl", "[a.jsonl, http://x/b]", "reference://*::file:///x.json", "hf://datasets/a/b/c"]
+)
+def test_a_folder_whose_card_names_addresses_is_refused_before_they_are_asked(path: str, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet")
+    head = f"configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {json.dumps(path)}\n"
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\nsource: https://x\n{head}---\n# Words: see https://y\n")
+    assert "README.md names files by addresses: fetch them into" in mistakes(name="math", data=str(tmp_path))
+    (tmp_path / "README.md").write_text(
+        f"---\nsource: https://x\n{head.replace(json.dumps(path), 'train.parquet')}---\n"
+    )
+    assert "addresses" not in mistakes(name="math", data=str(tmp_path))
+
+
 def test_without_the_package_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     words = mistakes(name="math", data=str(write_parquet(tmp_path / "a.parquet")))

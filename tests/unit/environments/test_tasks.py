@@ -144,10 +144,13 @@ def test_answers_that_reasoning_gym_evaluates_run_nothing(name: str, tmp_path: P
         f"[f\"{{open('{told}', 'w')}}\"]",
         f"open('{told}', 'w').fileno()",
         "().__class__.__base__.__subclasses__()",
+        f"[x for __builtins__['str'] in [__builtins__['exec']] for x in [\"open('{told}', 'w')\"]]",
+        "[0 for __builtins__['abs'] in [__builtins__['eval']]]",
+        "9**9**9",
     )
     for answer in hostile:
         assert _value(task, item, f"<answer>{answer}</answer>") <= 0.05
-    assert not told.exists()
+    assert not told.exists() and abs(-1) == 1
     if item.answer is not None:
         assert _value(task, item, f"<answer>{item.answer}</answer>") == 1.0
 
@@ -167,9 +170,23 @@ def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
 def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> None:
     is_list, is_arithmetic = EVALUATING["spiral_matrix"], EVALUATING["countdown"]
     assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and not is_list("f(1)")
-    for text in ("(3 + 4)*5 - 2/1.5", "x**3/3 + C", "exp(2*x) - sin(x)", "4*x*y**2 + 5"):
+    for text in ("(3 + 4)*5 - 2/1.5", "x**3/3 + C", "exp(2*x) - sin(x)", "4*x*y**2 + 5", "x**(3/2)+x^12*y", "2**x"):
         assert is_arithmetic(text)
-    for text in ("S('x')", "x.y", "eval(x)", "[1]", "lambda: 1", "(1).real", "__import__", "\U0001d41e\U0001d42f(1)"):
+    for text in (
+        "S('x')",
+        "x.y",
+        "eval(x)",
+        "[1]",
+        "lambda: 1",
+        "(1).real",
+        "__import__",
+        "9**9**9",
+        "2^2^9",
+        "x**999",
+        "x**(99+9)",
+        "x**9.5",
+        "\U0001d41e\U0001d42f(1)",
+    ):
         assert not is_arithmetic(text)
 
 

@@ -56,6 +56,15 @@ def test_a_torn_file_and_one_with_objects_are_refused_by_name(tmp_path: Path) ->
         read_trained(tmp_path, 1)
 
 
+def test_a_file_that_unpacks_to_gigabytes_is_refused_before_it_does(tmp_path: Path) -> None:
+    (tmp_path / "trained").mkdir()
+    path = tmp_path / "trained" / "tick_000000.trainer.0.npz"
+    np.savez_compressed(path, clipped=np.zeros(257 << 20, np.uint8))
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(DataError, match=f"{path.name} is not what a trainer wrote: it unpacks to more than 256 MiB"):
+        read_trained(tmp_path, 0)
+
+
 def test_a_resume_cuts_later_ticks_and_nothing_else(tmp_path: Path) -> None:
     for tick in (1, 2, 3):
         write_trained(tmp_path, tick, "trainer", 0, [])

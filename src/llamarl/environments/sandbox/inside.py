@@ -59,7 +59,8 @@ _SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send": (424, 424),
 }
-_PRLIMIT, _CLONE, _CLONE3, _SOCKET, _PRCTL = (302, 261), (56, 220), (435, 435), (41, 198), (157, 167)
+_PRLIMIT, _CLONE, _CLONE3, _SOCKET, _PRCTL, _MMAP = (302, 261), (56, 220), (435, 435), (41, 198), (157, 167), (9, 222)
+_SHARED_ANONYMOUS = 0x21
 _KILL, _TGKILL = (62, 129), (234, 131)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _NEW_NAMESPACES = 0x7E020080
@@ -103,6 +104,9 @@ def syscall_filter(machine: str, own_pid: int | None, *, may_hide: bool = False)
         lines += [(equal, 0, 4, call[column]), (load, 0, 0, first)]
         lines += [(test, 0 if refused else 1, 1 if refused else 0, value), (give, 0, 0, refuse(code))]
         lines += [(give, 0, 0, allow)]
+    both = 0x54  # memory that processes share and no file holds is there while any of it is mapped: nobody can count it
+    lines += [(equal, 0, 5, _MMAP[column]), (load, 0, 0, first + 3 * 8), (both, 0, 0, _SHARED_ANONYMOUS)]
+    lines += [(equal, 0, 1, _SHARED_ANONYMOUS), (give, 0, 0, refuse(errno.EPERM)), (give, 0, 0, allow)]
     lines += [(give, 0, 0, allow)]
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 

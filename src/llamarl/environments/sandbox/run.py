@@ -426,7 +426,7 @@ def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int, int]) -> l
     for path, target in installation.links:
         words += ["--symlink", target, path]
     words += ["--proc", "/proc", "--symlink", "/tmp", "/dev/shm"]
-    for name in ("null", "zero", "full", "random", "urandom"):
+    for name in ("null", "full", "random", "urandom"):  # of zero one can map memory that nobody can count
         words += ["--dev-bind-try", f"/dev/{name}", f"/dev/{name}"]
     words += ["--perms", "1777", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", installation.python, "-I", "-S", "-B", "-c", script.read_text(encoding="utf-8")]
