@@ -40,6 +40,8 @@ MAX_TERMS = 500
 _HIDDEN_POWERS = re.compile(r"(\\rvert|\||\}\s*\{[^{}]*\})\s*\^|\\exp|(?<![a-zA-Z])e\s*\^|\bexp\b")
 MAX_EXPONENT = 1000
 """Product of the exponents that can stand over one another, and of the digits of what they raise, over 10."""
+MAX_STRANGE_EXPONENT = 100
+"""Of an answer whose reference has no number of half that size: comparing ``x^{999}`` with ``\\sin x`` takes seconds."""
 MAX_PARSE_CALLS = 3_000_000
 """Python calls that reading one expression may take; the limits above keep it far below."""
 MAX_COMPARE_CALLS = 600_000
@@ -74,6 +76,7 @@ _BASE = re.compile(r"[\(\[{]?((?=[A-F]*[0-9])[0-9A-F]+)[)\]}]?_\s*(?:\{\s*([0-9]
 _REPEATING = re.compile(r"([-+]?)([0-9]{0,20})\.([0-9]{0,20})\\overline\s*\{\s*([0-9]{1,20})\s*\}")
 _CLOCK = re.compile(r"[0-9]{1,2}\s*:\s*[0-5][0-9]")
 _DOTS, _RATIO = re.compile("dots"), re.compile(r"[0-9]\s*:\s*1(?![0-9])")
+_POWER, _WHOLE_NUMBER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)"), re.compile("[0-9]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _REFUSED = re.compile(
     r"\\(?:sum|prod|coprod|[io]*int|lim|limsup|liminf|det|max|min|gcd|lcm|partial|nabla|frac\s*\{?d\}?\s*\{d|"
@@ -139,12 +142,18 @@ def equals_reference(given: str, reference: str) -> bool:
         if exact is not None:
             return exact
         _check_limits(answer)
+        if _largest(_POWER, answer) > max(MAX_STRANGE_EXPONENT, 2 * _largest(_WHOLE_NUMBER, target.text)):
+            return False
     except _Unreadable:
         return False
     if target.parsed is None:
         raise ValueError(f"reference answer {reference!r:.80} is none that math-verify reads")
     parsed = _within_calls(lambda: _parse(answer), MAX_PARSE_CALLS)
     return parsed is not None and _within_calls(lambda: _verify(target.parsed, parsed), MAX_COMPARE_CALLS) is True
+
+
+def _largest(pattern: re.Pattern[str], text: str) -> int:
+    return max((int(digits) for digits in pattern.findall(text)), default=0)
 
 
 def is_words(reference: str) -> bool:

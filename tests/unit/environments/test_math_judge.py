@@ -106,6 +106,8 @@ def test_the_last_box_that_is_not_empty_counts_and_an_unfinished_one_does_not() 
 @pytest.mark.parametrize(
     "bomb",
     [
+        "x^{999}",
+        "((((((((x))))))))^{999}",
         "10^{10^{10}}",
         "9^{9^{9}}",
         "10^10^10",
