@@ -67,7 +67,7 @@ def decode(views: Sequence[memoryview]) -> Any:
     if not views:
         raise ValueError("there is no text")
     try:
-        return _from_json(json.loads(bytes(views[0])), views[1:])
+        return _from_json(json.loads(bytes(views[0])), dict(enumerate(views[1:])))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except (TypeError, IndexError, KeyError, OverflowError) as error:
@@ -135,7 +135,7 @@ def _to_json(value: Any, buffers: list[memoryview]) -> Any:
     raise TypeError(f"{what} is no plain value")
 
 
-def _from_json(node: Any, buffers: Sequence[memoryview]) -> Any:
+def _from_json(node: Any, buffers: dict[int, memoryview]) -> Any:
     if not isinstance(node, list):
         if isinstance(node, dict):
             raise ValueError("it holds a JSON object")
@@ -163,13 +163,14 @@ def _from_json(node: Any, buffers: Sequence[memoryview]) -> Any:
     return _RECORDS[kind](**values)
 
 
-def _buffer(buffers: Sequence[memoryview], number: int) -> memoryview:
-    if type(number) is not int or not 0 <= number < len(buffers):
-        raise ValueError(f"it names bytes {number!r:.20} of {len(buffers)}")
-    return buffers[number]
+def _buffer(buffers: dict[int, memoryview], number: int) -> memoryview:
+    """Take a piece, which has one place in a value: two would make more of it than came."""
+    if type(number) is not int or number not in buffers:
+        raise ValueError(f"it names bytes {number!r:.20}, which are not there or named twice")
+    return buffers.pop(number)
 
 
-def _array(dtype: str, shape: list[int], number: int, *, buffers: Sequence[memoryview]) -> np.ndarray[Any, Any]:
+def _array(dtype: str, shape: list[int], number: int, *, buffers: dict[int, memoryview]) -> np.ndarray[Any, Any]:
     data, kind = _buffer(buffers, number), _DTYPES[dtype]
     if len(shape) > _MAX_AXES or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"an array has the shape {shape!r:.80}")

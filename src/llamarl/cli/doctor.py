@@ -607,7 +607,7 @@ def _recorded(request: Mapping[str, Any]) -> dict[str, Any]:
         answered = Path(folder, "record.json")
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", "llamarl.cli.doctor", str(answered)],
+                [sys.executable, "-P", "-m", "llamarl.cli.doctor", str(answered)],
                 env=worker_environment(os.environ, (), sys.path),
                 input=json.dumps(request).encode(),
                 stdout=subprocess.DEVNULL,

@@ -354,16 +354,30 @@ def _record(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> d
 def _refuse_addresses(folder: Path, key: str) -> None:
     """Refuse a folder whose card sends ``datasets`` elsewhere for its files: it may be a stranger's."""
     import yaml
+    from huggingface_hub import DatasetCard
 
-    card = folder / "README.md"
-    _, mark, rest = read_text(card).partition("---\n") if card.is_file() else ("", "", "")
-    try:
-        facts = yaml.safe_load(rest.partition("\n---")[0]) if mark else None
-    except yaml.YAMLError as error:
-        raise DataError.at(key, f": the head of {card} is no YAML: {' '.join(str(error).split())}") from error
-    places = json.dumps(facts.get("configs"), default=str) if isinstance(facts, dict) else ""
-    if "://" in places or "::" in places:
-        raise DataError.at(key, f": {card} names files by addresses: fetch them into {folder}, and name them there")
+    for name in ("README.md", ".huggingface.yaml"):
+        if not (card := folder / name).is_file():
+            continue
+        text = read_text(card)
+        try:
+            facts = (
+                DatasetCard(text, ignore_metadata_errors=True).data.to_dict()
+                if name == "README.md"
+                else yaml.safe_load(text)
+            )
+        except (yaml.YAMLError, ValueError, TypeError) as error:
+            raise DataError.at(key, f": the facts in {card} cannot be read: {' '.join(str(error).split())}") from error
+        places = json.dumps(facts.get("configs"), default=str) if isinstance(facts, dict) else ""
+        if "://" in places or "::" in places:
+            raise DataError.at(key, f": {card} names files by addresses: fetch them into {folder}, and name them there")
+
+
+def _is_decoded(feature: Any) -> bool:
+    """Whether ``datasets`` makes a picture, a sound or a film of it, with programs and addresses that the row names."""
+    parts = feature.values() if isinstance(feature, Mapping) else feature if isinstance(feature, list) else ()
+    inner = getattr(feature, "feature", None)
+    return hasattr(feature, "decode") or any(map(_is_decoded, parts)) or inner is not None and _is_decoded(inner)
 
 
 def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
@@ -383,7 +397,11 @@ def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
         reader, options = _READERS[path.suffix]
         source, options = (reader,), {**options, "data_files": str(path)}
     try:
-        return datasets.load_dataset(*source, **options)  # type: ignore[no-any-return]
+        splits = datasets.load_dataset(*source, **options)
+        return {
+            name: rows.remove_columns([column for column, feature in rows.features.items() if _is_decoded(feature)])
+            for name, rows in splits.items()
+        }
     except Exception as error:  # of a dozen readers, each with errors of its own
         innermost: BaseException = error
         while innermost.__cause__ is not None:

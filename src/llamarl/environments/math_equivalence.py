@@ -48,7 +48,7 @@ MAX_COMPARE_CALLS = 600_000
 """Python calls that one comparison may take; a common one takes some ten thousand, a trigonometric identity 200,000."""
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("*", "*"), ('"', '"'), ("“", "”"))
-_WHOLE = re.compile(r"(?:\\(?:boxed|fbox)\s*)?\{((?:[^{}]|\\[{}]|\{[^{}]*\})*)\}")
+_WHOLE = re.compile(r"(?:\\(?:boxed|fbox)\s*)?\{((?:[^{}\\]|\\.|\{(?:[^{}\\]|\\.)*\})*)\}", re.DOTALL)
 _BRACKETED = re.compile(r"[(\[]\s*([-+]?[0-9]+(?:\.[0-9]+)?)\s*[)\]]")
 _CURRENCY = re.compile(
     r"(?:\b(?:USD|US|EUR|GBP|Rs\.?|INR)\s*)?(?:\\?\$|€|£|¥|₹|\\pounds|\\euro)\s*|\b(?:USD|EUR|GBP|Rs\.?|INR)\s+(?=\d)"
@@ -316,8 +316,9 @@ def _value(text: str, reference: str) -> str:
         return text
     if "," in text and len(parts) > 2:  # x = 1, y = 2: the values in order
         named = re.sub(r"\b(?:and|or)\b", ",", text)
-        if re.fullmatch(r"(?:\s*\\?[A-Za-z](?:_\w)?\s*=([^=,]+),?)+", named):
-            return ", ".join(value.strip() for value in re.findall(r"=([^=,]+)", named))
+        found = [re.fullmatch(r"\s*\\?[A-Za-z](?:_\w)?\s*=([^=]+)", part) for part in named.rstrip(", ").split(",")]
+        if all(found):
+            return ", ".join(match[1].strip() for match in found if match)
     value = parts[-1]
     if len(parts) > 6 or not value:
         raise _Unreadable("a chain of equations")

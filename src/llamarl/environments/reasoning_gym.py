@@ -40,13 +40,18 @@ def _is_list(answer: str) -> bool:
 
 
 def _is_arithmetic(answer: str) -> bool:
-    """Whether it holds numbers, operators, letters and functions of mathematics alone, and no exponent above 99."""
+    """Whether it holds numbers, operators, letters and functions of mathematics alone, and no power that takes long."""
     if not re.fullmatch(r"[\w\s.+\-*/^()]*", answer) or re.search(r"\.\s*[^\W\d]", answer):
         return False
+    of_brackets = 1
     for power in re.finditer(r"\*\s*\*|\^", answer):
         exponent = _EXPONENT.match(answer, power.end())
         if exponent is None or re.match(r"[\w.(]|\s*(?:\*\s*\*|\^)", answer[exponent.end() :]):
             return False  # as 9**9**9, which takes for ever
+        if answer[: power.start()].rstrip().endswith(")"):
+            of_brackets *= max(1, int((re.findall(r"\d+", exponent.group()) or ["12"])[0]))
+    if of_brackets > 12 or re.search(r"(?:exp|h)\s*\(.*(?:exp|h)\s*\(", answer):
+        return False
     names = re.findall(r"(?<!\w)[^\W\d]\w*", answer)
     return all(name in _FUNCTIONS or re.fullmatch("[A-Za-z]", name) for name in names)
 

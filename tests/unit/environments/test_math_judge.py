@@ -87,6 +87,8 @@ def test_parts_tell_a_wrong_answer_from_none() -> None:
         "#### " * 6000,
         "answer " * 5000,
         "the answer is " * 3000,
+        r"\boxed{{" + r"\{\}" * 40 + "{{}}}}",
+        r"\boxed{" + r"\x_1=1" * 40 + ",,1}",
     ]
     + ["$" * 28000, "\\(" * 14000, "12 " * 9000, "1," * 14000, "{" * 28000, "**" * 14000, "<<" * 14000, "x = " * 7000],
     ids=lambda text: text[:12],

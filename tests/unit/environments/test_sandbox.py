@@ -284,6 +284,41 @@ def test_memory_that_processes_share_counts_also_where_no_page_table_has_it(
         assert "No such file or directory: '/dev/zero'" in found.stderr
 
 
+WITHOUT_LEADERS = """
+import ctypes, os, threading, time
+def work():
+    time.sleep(0.3)
+    kept = bytearray(60 << 20)
+    time.sleep(20)
+for _ in range(6):
+    if os.fork() == 0:
+        threading.Thread(target=work).start()
+        ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)
+time.sleep(20)
+"""
+
+
+def test_memory_of_processes_whose_first_thread_has_ended_counts(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "make_memory_group", lambda num_bytes: None)
+    found = run_in_box(WITHOUT_LEADERS, limits=BoxLimits(wall_s=15.0, memory_mb=160), kind=kind)
+    assert found.limit == "memory", found
+
+
+REFUSED_CALLS = """
+import ctypes, os, socket
+libc, file = ctypes.CDLL(None, use_errno=True), os.open('main.py', os.O_RDONLY)
+try:
+    os.sendfile(socket.socketpair()[0].fileno(), file, 0, 2)
+except PermissionError:
+    print('sendfile')
+print(libc.inotify_init1(0), ctypes.get_errno())
+"""
+
+
+def test_calls_that_hold_memory_which_no_process_has_are_refused(kind: Kind) -> None:
+    assert run_in_box(REFUSED_CALLS, kind=kind).stdout == "sendfile\n-1 1\n"
+
+
 HIDES = """
 import ctypes, os, shutil, subprocess, sys, time
 shutil.copy(os.path.realpath(sys.executable), 'own')

@@ -148,6 +148,32 @@ def test_a_folder_whose_card_names_addresses_is_refused_before_they_are_asked(pa
     assert "addresses" not in mistakes(name="math", data=str(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "head"), [("README.md", "---\na: 1\n---x: 2\n{}---\n"), (".huggingface.yaml", "{}")])
+def test_cards_are_read_as_the_library_reads_them(name: str, head: str, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet")
+    (tmp_path / name).write_text(
+        head.format("configs:\n- config_name: default\n  data_files: 'ftp://127.0.0.1/a.jsonl'\n")
+    )
+    assert f"{name} names files by addresses" in mistakes(name="math", data=str(tmp_path))
+
+
+def test_pictures_of_a_table_are_neither_opened_nor_fetched(tmp_path: Path) -> None:
+    of_pictures = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    picture = {"bytes": None, "path": "ftp://127.0.0.1:1/a.png"}
+    table = pyarrow.Table.from_pylist(ROWS)
+    features = datasets.Features.from_arrow_schema(table.schema)
+    for name, kind, value, feature in (
+        ("picture", of_pictures, picture, datasets.Image()),
+        ("pages", pyarrow.list_(of_pictures), [picture], [datasets.Image()]),
+    ):
+        table = table.append_column(name, pyarrow.array([value] * len(ROWS), kind))
+        features[name] = feature
+    told = {"huggingface": json.dumps({"info": {"features": features.to_dict()}})}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(told), tmp_path / "a.parquet")
+    task = make_task(TaskConfig(name="math", data=str(tmp_path / "a.parquet")), 0)
+    assert not {"picture", "pages"} & task.item("train", 0).metadata.keys()
+
+
 def test_without_the_package_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     words = mistakes(name="math", data=str(write_parquet(tmp_path / "a.parquet")))

@@ -170,7 +170,15 @@ def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
 def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> None:
     is_list, is_arithmetic = EVALUATING["spiral_matrix"], EVALUATING["countdown"]
     assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and not is_list("f(1)")
-    for text in ("(3 + 4)*5 - 2/1.5", "x**3/3 + C", "exp(2*x) - sin(x)", "4*x*y**2 + 5", "x**(3/2)+x^12*y", "2**x"):
+    for text in (
+        "(3 + 4)*5 - 2/1.5",
+        "x**3/3 + C",
+        "exp(2*x) - sin(x)",
+        "4*x*y**2 + 5",
+        "x**(3/2)+x^12*y",
+        "2**x",
+        "(x+1)**4*(y-2)**3",
+    ):
         assert is_arithmetic(text)
     for text in (
         "S('x')",
@@ -181,6 +189,9 @@ def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> N
         "(1).real",
         "__import__",
         "9**9**9",
+        "((9)**9)**9",
+        "((x+1)^7)^2",
+        "exp(exp(9))",
         "2^2^9",
         "x**999",
         "x**(99+9)",

@@ -33,10 +33,11 @@ _PR_SET_THP_DISABLE = 41
 _STARTED = b"started\n"
 
 # Name -> number on x86_64, on aarch64. Refused: memory that no limit counts (``vmsplice`` lets a pipe hold a whole huge page
-# for each byte of it, ``setsockopt`` gives a socket megabytes), other processes' limits and schedules, new namespaces and mounts, and doors of the kernel that no
+# for each byte of it, ``sendfile`` a socket, ``setsockopt`` gives a socket megabytes, ``inotify`` queues events), other processes' limits and schedules, new namespaces and mounts, and doors of the kernel that no
 # program of a unit test needs.
 _REFUSED = {
-    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "setsockopt": (54, 208),
+    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71), "setsockopt": (54, 208),
+    "inotify_init": (253, 26), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
     "msgget": (68, 186), "mq_open": (240, 180), "userfaultfd": (323, 282), "mlock2": (325, 284),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -191,57 +192,71 @@ def _in_the_box(plain: bool) -> list[str]:
     return found
 
 
-def _resident_bytes(numbers: list[str]) -> int:
-    """That they hold; pages that two share count twice."""
-    pages = 0
+def _pages(place: str) -> tuple[int, int]:
+    """Pages that a process or a thread has mapped, and those in memory; 0 of one that has ended."""
+    try:
+        with open(f"/proc/{place}/statm", "rb") as file:
+            mapped, resident = file.read().split()[:2]
+        return int(mapped), int(resident)
+    except (OSError, ValueError):
+        return 0, 0
+
+
+def _places(numbers: list[str]) -> list[str]:
+    """Where below ``/proc`` the memory of each can be looked at: a process whose first thread has
+    ended tells of it by another thread alone."""
+    found = []
     for number in numbers:
-        try:
-            with open(f"/proc/{number}/statm", "rb") as file:
-                pages += int(file.read().split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-    return pages * resource.getpagesize()
+        threads = []
+        if not _pages(number)[0]:
+            try:
+                threads = [f"{number}/task/{thread}" for thread in os.listdir(f"/proc/{number}/task")]
+            except OSError:  # it has ended
+                continue
+        found += [place for place in threads if _pages(place)[0]][:1] or [number]
+    return found
 
 
-def _own_bytes(numbers: list[str]) -> int:
+def _resident_bytes(places: list[str]) -> int:
+    """That they hold; pages that two share count twice."""
+    return sum(_pages(place)[1] for place in places) * resource.getpagesize()
+
+
+def _own_bytes(places: list[str]) -> int:
     """That they hold, shared pages divided among those that share them; slower to find out."""
     total = 0
-    for number in numbers:
+    for place in places:
         try:
-            with open(f"/proc/{number}/smaps_rollup", "rb") as file:
+            with open(f"/proc/{place}/smaps_rollup", "rb") as file:
                 total += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) << 10
         except (OSError, StopIteration, ValueError):
-            total += _address_space_bytes(number)
+            total += _address_space_bytes(place)
     return total
 
 
-def _shared_bytes(numbers: list[str]) -> int:
+def _shared_bytes(places: list[str]) -> int:
     """Anonymous memory that processes share, as much as they asked for: pages of which none has an
     entry in its page table any more count for nobody else."""
     found: dict[bytes, int] = {}
-    for number in numbers:
+    for place in places:
         try:
-            with open(f"/proc/{number}/maps", "rb") as file:
+            with open(f"/proc/{place}/maps", "rb") as file:
                 for line in file:
                     if line.endswith(b"/dev/zero (deleted)\n"):
-                        place, _, offset, _, inode = line.split()[:5]
-                        first, last = place.split(b"-")
+                        area, _, offset, _, inode = line.split()[:5]
+                        first, last = area.split(b"-")
                         end = int(offset, 16) + int(last, 16) - int(first, 16)
                         found[inode] = max(found.get(inode, 0), end)
         except PermissionError:
-            found[number.encode()] = _address_space_bytes(number)
+            found[place.encode()] = _address_space_bytes(place)
         except (OSError, ValueError):  # it has ended
             continue
     return sum(found.values())
 
 
-def _address_space_bytes(number: str) -> int:
+def _address_space_bytes(place: str) -> int:
     """All that a process has mapped: counted of one that lets nobody look into its memory, as a file that cannot be read does."""
-    try:
-        with open(f"/proc/{number}/statm", "rb") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except (OSError, IndexError, ValueError):  # it has ended
-        return 0
+    return _pages(place)[0] * resource.getpagesize()
 
 
 def _exceeded(job: dict[str, Any]) -> str | None:
@@ -252,9 +267,10 @@ def _exceeded(job: dict[str, Any]) -> str | None:
         if len(numbers) > limits["processes"] + 1:
             return "processes"
         most = limits["memory_mb"] << 20
-        if _resident_bytes(numbers) > most and (len(numbers) == 1 or _own_bytes(numbers) > most):
+        places = _places(numbers)
+        if _resident_bytes(places) > most and (len(places) == 1 or _own_bytes(places) > most):
             return "memory"
-        if _shared_bytes(numbers) > most:
+        if _shared_bytes(places) > most:
             return "memory"
     if not plain:
         folder = os.statvfs(job["folder"])

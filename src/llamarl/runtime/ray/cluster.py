@@ -332,7 +332,7 @@ def why_refused(address: str) -> str:
     Asked by ``ray status`` in a process of its own: inside ``ray.init`` a wrong token is tried for
     20 s and a missing one aborts the process.
     """
-    command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status"]
     try:
         asked = subprocess.run(
             [*command, *(() if address == "auto" else ("--address", address))],
