@@ -32,7 +32,7 @@ from llamarl.controller.preflight import (
 from llamarl.controller.run_models import local, pinned
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
-from llamarl.environments.code import warning_of_no_box
+from llamarl.environments.code import warning_of_boxes
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
@@ -130,7 +130,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     Args:
         begun: Of the run that is gone on with: it may do so without some of its hosts.
     """
-    if warning := warning_of_no_box(config.task):
+    if warning := warning_of_boxes(config.task):
         print(warning, file=sys.stderr)
     config = with_num_ticks(config)
     recorded = pinned(fix_end_of_decay(config, config))

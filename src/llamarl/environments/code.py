@@ -32,6 +32,7 @@ from llamarl.environments.config import MixedTask, RewardPoolConfig, TaskConfig,
 from llamarl.environments.items import TableItems
 from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
+from llamarl.environments.sandbox.memory_group import find_parent_of_groups
 from llamarl.environments.sandbox.run import Kind
 from llamarl.errors import DataError, Mistake
 from llamarl.mistakes import Reader
@@ -39,7 +40,7 @@ from llamarl.process_tree import hide_memory
 from llamarl.strict import STRICT
 from llamarl.types import Prompt, Score
 
-__all__ = ["CodeOptions", "CodeTask", "Verdict", "judge_program", "same_output", "warning_of_no_box"]
+__all__ = ["CodeOptions", "CodeTask", "Verdict", "judge_program", "same_output", "warning_of_boxes"]
 
 _HERE = Path(run.__file__).parent
 _LIMITS = ("time", "memory", "processes", "disk", "output")
@@ -92,10 +93,16 @@ class CodeOptions:
         return made
 
 
-def warning_of_no_box(config: TaskConfig) -> str:
-    """Say what a recipe gives up that runs programs in no box; empty for all others."""
+def warning_of_boxes(config: TaskConfig) -> str:
+    """Say what the boxes of a recipe's programs do not hold; empty where they hold all, or none runs."""
     tasks = list(config.tasks.values()) if isinstance(config, TaskSection) else []
-    if not any(task.name == "code" and task.options.get("box") == "plain" for task in tasks or [config]):
+    boxes = {task.options.get("box") for task in tasks or [config] if task.name == "code"}
+    if boxes and "plain" not in boxes and find_parent_of_groups() is None:
+        return (
+            "no control group can be made here: of programs' memory, what the kernel holds for them (buffers, locks; "
+            "about 100 MiB each) is in no limit (docs/code.md)"
+        )
+    if "plain" not in boxes:
         return ""
     return (
         "task.options.box = 'plain' is NO BOX: programs that the policy writes can read, and send to other processes of this "

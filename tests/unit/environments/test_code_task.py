@@ -10,7 +10,7 @@ import pytest
 from made_responses import made_group, made_response
 
 from llamarl.config import validate
-from llamarl.environments.code import CodeOptions, CodeTask, Verdict, judge_program, same_output, warning_of_no_box
+from llamarl.environments.code import CodeOptions, CodeTask, Verdict, judge_program, same_output, warning_of_boxes
 from llamarl.environments.code_items import code_item, last_program
 from llamarl.environments.config import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.factory import make_task
@@ -122,9 +122,13 @@ def section(**task: Any) -> TaskSection:
     return validate({"task": {"name": "code", "data": "a.jsonl", **task}}).task
 
 
-def test_a_run_without_a_box_says_so_and_no_other_does() -> None:
-    assert "is NO BOX" in warning_of_no_box(section(options={"box": "plain"}))
-    assert warning_of_no_box(section(options={"box": "bwrap"})) == warning_of_no_box(section()) == ""
+@pytest.mark.parametrize("parent", [Path("/group"), None])
+def test_a_run_says_what_its_boxes_do_not_hold(parent: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.environments.code.find_parent_of_groups", lambda: parent)
+    assert "is NO BOX" in warning_of_boxes(section(options={"box": "plain"}))
+    for boxed in (section(options={"box": "bwrap"}), section()):
+        assert ("no control group" in warning_of_boxes(boxed)) == (parent is None)
+    assert warning_of_boxes(validate({}).task) == ""
 
 
 def test_packages_that_only_root_may_enter_are_told_to_be_missing_in_a_plain_box(
@@ -140,7 +144,7 @@ def test_packages_that_only_root_may_enter_are_told_to_be_missing_in_a_plain_box
         found = Installation("/usr/bin/python", ("/no/such/folder", folder), (), ())
         monkeypatch.setattr("llamarl.environments.sandbox.run.find_installation", lambda found=found: found)
         monkeypatch.setattr("os.geteuid", lambda user=user: user)
-        text = warning_of_no_box(section(options={"box": "plain"}))
+        text = warning_of_boxes(section(options={"box": "plain"}))
         assert (f"may not enter {folder}: what is installed there cannot be imported" in text) == told
 
 

@@ -15,7 +15,7 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["MemoryGroup", "make_memory_group", "parent_of_groups"]
+__all__ = ["MemoryGroup", "find_parent_of_groups", "make_memory_group", "parent_of_groups"]
 
 _NAME = "llamarl-box-"
 _REMOVE_S = 2.0
@@ -50,11 +50,7 @@ class MemoryGroup:
 def make_memory_group(num_bytes: int) -> MemoryGroup | None:
     """Make a group whose processes may hold so much together; None where that cannot be had."""
     try:
-        parent = parent_of_groups(
-            Path("/proc/self/cgroup").read_text(encoding="utf-8"),
-            Path("/proc/self/mountinfo").read_text(encoding="utf-8"),
-        )
-        if parent is None:
+        if (parent := find_parent_of_groups()) is None:
             return None
         _remove_left(parent)
         folder = parent / f"{_NAME}{os.getpid()}-{next(_numbers)}"
@@ -73,6 +69,17 @@ def make_memory_group(num_bytes: int) -> MemoryGroup | None:
             folder.rmdir()
         return None
     return MemoryGroup(folder)
+
+
+def find_parent_of_groups() -> Path | None:
+    """Find the folder in which this process may make a group that counts memory; None without one."""
+    try:
+        return parent_of_groups(
+            Path("/proc/self/cgroup").read_text(encoding="utf-8"),
+            Path("/proc/self/mountinfo").read_text(encoding="utf-8"),
+        )
+    except OSError:
+        return None
 
 
 def parent_of_groups(cgroup: str, mountinfo: str) -> Path | None:
