@@ -18,6 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree"}
         | {
+            "bounded_server",
             "plural",
             "progress",
             "reading",

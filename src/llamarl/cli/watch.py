@@ -12,7 +12,8 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
 Serves the page of llamarl report at 127.0.0.1, and keeps it up to date while the run goes on. Only this machine reaches it, and only
 who has the address that it prints: a random token in it keeps out other users. To look from another machine, forward the port:
-ssh -L 8765:127.0.0.1:8765 HOST. The run itself is only read, never touched.
+ssh -L 8765:127.0.0.1:8765 HOST; or, on a network whose users may read along (there is no TLS), --bind 0.0.0.0. The run itself is
+only read, never touched.
 
   llamarl watch runs/tiny                  prints the address to open; Ctrl-C ends it
   llamarl watch runs/a runs/b --port 8765  runs side by side, at a port that stays
@@ -31,7 +32,10 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     if not full:
         return
     add_runs(parser)
-    parser.add_argument("--port", type=int, default=0, help="port of 127.0.0.1 (default: a free one)")
+    parser.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
+    parser.add_argument(
+        "--bind", metavar="ADDRESS", default="127.0.0.1", help="of this machine; 0.0.0.0: all (default 127.0.0.1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     charting_script()  # fails now, not at the first request
     runs = WatchedRuns(open_runs(args.runs), max_bytes_of(args))
     runs.blocks()
-    with make_server(runs, args.port) as server:
+    with make_server(runs, args.port, args.bind) as server:
         print(f"{runs.title}: {server.url}  (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()

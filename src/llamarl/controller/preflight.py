@@ -481,6 +481,11 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "observability.wandb", "needs the package wandb: pip install 'llamarl[wandb]', or set it to false"
         )
+    if config.observability.prometheus_port and importlib.util.find_spec("prometheus_client") is None:
+        yield Mistake(
+            "observability.prometheus_port",
+            "needs the package prometheus_client: pip install 'llamarl[prometheus]', or leave it out",
+        )
     variable = config.judge.api_key_env
     if variable and not os.environ.get(variable):
         yield Mistake("judge.api_key_env", f"names {variable}, which is not set here: export it, or leave the key out")

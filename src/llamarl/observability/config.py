@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.import_path import is_import_path
@@ -34,6 +35,10 @@ class ObservabilityConfig:
     wandb: Annotated[bool, NO_BITS] = False
     """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own
     environment variables apply: the project is WANDB_PROJECT, or llamarl."""
+
+    prometheus_port: Annotated[int, Field(ge=0, le=65535), NO_BITS] = 0
+    """Serve the numbers of the last row at http://THIS_MACHINE:PORT/metrics, to whoever reaches it,
+    for Prometheus; needs the extra ``llamarl[prometheus]``. 0: no."""
 
     sinks: Annotated[ListOf[_Class], NO_BITS] = ()
     """Where each row goes besides: classes of your own as package.module:Class or file.py:Class

@@ -28,7 +28,7 @@ from llamarl.observability.job_description import JobDescription, Lane, write_jo
 from llamarl.observability.ledger import check_ledger
 from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, cut_after
-from llamarl.observability.sinks import RowSink, TensorBoardSink, UserSink, WandbSink
+from llamarl.observability.sinks import PrometheusSink, RowSink, TensorBoardSink, UserSink, WandbSink
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import TRAINED_FOLDER
@@ -113,6 +113,8 @@ class Recorder:
             self._sinks.append(TensorBoardSink(folder, resume_after_tick=resume_after_tick))
         if config.wandb:
             self._sinks.append(WandbSink(self.run_dir, run_config))
+        if config.prometheus_port:
+            self._sinks.append(PrometheusSink(config.prometheus_port, self.run_dir.name))
         self._sinks += [
             UserSink(path, self.run_dir, run_config or {}, resume_after_tick, partial(self.warn, kind="sink"))
             for path in config.sinks

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +18,13 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from llamarl.bounded_server import REQUEST_S, BoundedServer
 from llamarl.errors import ConfigError, DataError
 from llamarl.import_path import import_user
 from llamarl.observability.writing import append_all, replace_file, writes
 from llamarl.reading import read_text
 
-__all__ = ["RowSink", "TensorBoardSink", "UserSink", "WandbSink"]
+__all__ = ["PrometheusSink", "RowSink", "TensorBoardSink", "UserSink", "WandbSink"]
 
 
 class RowSink(Protocol):
@@ -151,6 +157,61 @@ class _Unbuffered:
 
     def write(self, data: bytes) -> None:
         append_all(self._descriptor, data)
+
+
+class PrometheusSink:
+    """Serves the last row to Prometheus: a gauge a key, ``reward/mean`` as ``llamarl_reward_mean{run="NAME"}``."""
+
+    def __init__(self, port: int, run: str) -> None:
+        """
+        Raises:
+            ConfigError: The extra is not installed, or the port is taken.
+        """
+        try:
+            library: Any = importlib.import_module("prometheus_client")
+        except ImportError as error:
+            raise ConfigError(
+                "observability.prometheus_port needs the package prometheus_client: pip install 'llamarl[prometheus]'"
+            ) from error
+        self._gauge, self._run = library.Gauge, run
+        self._registry = library.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_S
+
+            def do_GET(handler) -> None:
+                page = library.generate_latest(self._registry)
+                handler.send_response(HTTPStatus.OK)
+                handler.send_header("Content-Type", library.CONTENT_TYPE_LATEST)
+                handler.send_header("Content-Length", str(len(page)))
+                handler.end_headers()
+                handler.wfile.write(page)
+
+            def log_message(handler, format: str, *args: object) -> None:
+                """Say nothing: the terminal is the user's."""
+
+        try:
+            self._server = BoundedServer(("0.0.0.0", port), Handler)
+        except OSError as error:
+            raise ConfigError(f"observability.prometheus_port: {port}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Set every gauge; what the row does not say, or is not finite, is NaN."""
+        values = {"llamarl_" + re.sub(r"\W", "_", key, flags=re.ASCII): value for key, value in row.items()}
+        for name in values.keys() - self._gauges.keys():
+            self._gauges[name] = self._gauge(name, "of the last row", ["run"], registry=self._registry)
+        for name, gauge in self._gauges.items():
+            value = values.get(name)
+            gauge.labels(self._run).set(math.nan if value is None else float(value))
+
+    def close(self) -> None:
+        """End the server; idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 class WandbSink:

@@ -5,15 +5,13 @@
             ──block/0/metrics──▶ those that changed, when their view is open
 
 Other users of the machine reach the port too: without the token, which is printed once and random,
-they get nothing. A request has ``REQUEST_S`` to arrive and its answer as long to be taken, and at
-most ``MAX_CONNECTIONS`` are open at a time: for one more, the oldest that has shown no token gives
-way, so nobody keeps the owner out. The folder is read again when somebody asks and the last reading
-is older than ``READ_EVERY_S``; nothing runs otherwise.
+they get nothing. Connections are bounded in number and time, and those that have shown no token give
+way first, so nobody keeps the owner out. The folder is read again when somebody asks and the last
+reading is older than ``READ_EVERY_S``; nothing runs otherwise.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -24,22 +22,18 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from llamarl.bounded_server import REQUEST_S, BoundedServer
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.report.page import charting_script, make_page, numbered
 from llamarl.report.run_data import RunReader
 
-__all__ = ["MAX_CONNECTIONS", "READ_EVERY_S", "REQUEST_S", "WatchServer", "WatchedRuns", "make_server"]
+__all__ = ["READ_EVERY_S", "WatchServer", "WatchedRuns", "make_server"]
 
 READ_EVERY_S = 2.0
-REQUEST_S = 10.0
-MAX_CONNECTIONS = 16
-GIVE_WAY_S = 1.0
-"""A connection that was ended may take so long to be gone."""
 _HOST = "127.0.0.1"
 _LOCAL = ("127.0.0.1", "localhost")
 
@@ -78,65 +72,28 @@ class WatchedRuns:
         }
 
 
-class WatchServer(ThreadingHTTPServer):
-    """Bounds its connections in number and time. Above the bound the oldest without a token is ended.
+class WatchServer(BoundedServer):
+    """Shows the page to who has the token.
 
     Attributes:
         token: What a request must bring.
     """
 
-    request_queue_size = 128
-
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], runs: WatchedRuns) -> None:
         self.runs = runs
         self.token = secrets.token_urlsafe(32)
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._unknown: dict[socket.socket, None] = {}  # those that have shown no token, oldest first
         super().__init__(address, handler)
 
     @property
     def url(self) -> str:
         """The address to open, token included."""
-        return f"http://{_HOST}:{self.server_port}/?token={self.token}"
+        address = str(self.server_address[0])
+        name = socket.gethostname() if address == "0.0.0.0" else address
+        return f"http://{name}:{self.server_port}/?token={self.token}"
 
-    def recognize(self, connection: socket.socket) -> None:
-        """Let a connection that has shown the token stay."""
-        self._unknown.pop(connection, None)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            for oldest in list(self._unknown)[:1]:
-                _end(oldest)  # its thread wakes up and gives its place back
-            if not self._free.acquire(timeout=GIVE_WAY_S):
-                self.shutdown_request(request)
-                return
-        self._unknown[request] = None
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # there is no thread to be had
-            self._unknown.pop(request, None)
-            self._free.release()
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
-        # One byte now and then would renew a socket's own limit for ever.
-        end = threading.Timer(2 * REQUEST_S, _end, [request])
-        end.daemon = True
-        end.start()
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            end.cancel()
-            self._unknown.pop(request, None)
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that broke: the terminal is the user's."""
-
-
-def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    def is_own_name(self, name: str) -> bool:
+        """Whether a browser may call it so: on the loopback another site's name could be made to point here."""
+        return self.server_address[0] != _HOST or name in _LOCAL
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -147,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rsplit(":", 1)[0]
-        if host not in _LOCAL:  # another site's name that was made to point here
+        if not self.server.is_own_name(host):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to 127.0.0.1 alone")
             return
         address = urlsplit(self.path)
@@ -215,18 +172,19 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: the terminal is the user's."""
 
 
-def make_server(runs: WatchedRuns, port: int) -> WatchServer:
-    """A server on 127.0.0.1, bound and not yet serving.
+def make_server(runs: WatchedRuns, port: int, bind: str = _HOST) -> WatchServer:
+    """A server, bound and not yet serving.
 
     Args:
         port: 0 takes a free one.
+        bind: Address of this machine that it listens on; 0.0.0.0: all.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or the address is not this machine's.
     """
 
     try:
-        return WatchServer((_HOST, port), _Handler, runs)
+        return WatchServer((bind, port), _Handler, runs)
     except OSError as error:
         raise ConfigError(
             f"--port {port}: cannot be listened on ({error.strerror}); leave it out for a free one"

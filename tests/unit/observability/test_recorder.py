@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from made_run import Report
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.errors import ConfigError
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.metrics import read_metrics, strip_timing
@@ -195,6 +199,35 @@ def test_wandb_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'llamarl\[wandb\]'"):
         Recorder(tmp_path, ObservabilityConfig(console="none", wandb=True), EXECUTORS, 1)
+
+
+def test_prometheus_finds_the_last_row_until_the_run_ends(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = ObservabilityConfig(console="none", prometheus_port=port)
+        with pytest.raises(ConfigError, match=f"observability.prometheus_port: {port}: .*in use"):
+            Recorder(tmp_path / "other", config, EXECUTORS, 2)
+    recorder = Recorder(tmp_path, config, EXECUTORS, 2)
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(MAX_CONNECTIONS)]
+    for tick in range(2):
+        _run(recorder, tick, tick + 1)
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+        found = {sample.name: sample for family in text_string_to_metric_families(page) for sample in family.samples}
+        assert found["llamarl_step"].value == tick and found["llamarl_step"].labels == {"run": tmp_path.name}
+        assert found["llamarl_reward_mean"].value == 0.125 * tick
+    recorder.close()
+    for connection in silent:
+        connection.close()
+    with socket.create_server(("0.0.0.0", port)):
+        pass
+
+
+def test_prometheus_without_its_package_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llamarl\[prometheus\]'"):
+        Recorder(tmp_path, ObservabilityConfig(console="none", prometheus_port=1), EXECUTORS, 1)
 
 
 @pytest.mark.parametrize("what", ["trace", "tensorboard", "warnings"])

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from made_run import MadeRun
 
+from llamarl import bounded_server
+from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
-from llamarl.report import server as server_module
 from llamarl.report.page import decode_block
-from llamarl.report.server import MAX_CONNECTIONS, READ_EVERY_S, WatchedRuns, WatchServer, make_server
+from llamarl.report.server import READ_EVERY_S, WatchedRuns, WatchServer, make_server
 
 Get = Callable[..., tuple[int, str]]
 
@@ -80,6 +81,24 @@ def test_who_does_not_have_the_printed_address_is_shown_nothing(served: WatchSer
     assert (answer.status, text) == (403, "open the address that llamarl watch has printed")
 
 
+def test_on_another_address_it_is_reached_by_any_name_and_wants_the_token_all_the_same(run: Path) -> None:
+    server = make_server(WatchedRuns([run], 5_000_000), 0, "0.0.0.0")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        assert server.url.startswith(f"http://{socket.gethostname()}:{server.server_port}/?token=")
+        host = {"Host": f"gpu-1.example:{server.server_port}"}
+        assert answer_to(server, "/state", host)[0].status == 403
+        answer, _ = answer_to(server, f"/?token={server.token}", host)
+        assert answer.status == 303
+        cookie = (answer.getheader("Set-Cookie") or "").partition(";")[0]
+        assert answer_to(server, "/state", {**host, "Cookie": cookie})[0].status == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+
+
 def test_each_server_has_a_token_of_its_own(served: WatchServer, run: Path) -> None:
     with make_server(WatchedRuns([run], 5_000_000), 0) as other:
         assert other.token != served.token and len(other.token) >= 32
@@ -88,7 +107,7 @@ def test_each_server_has_a_token_of_its_own(served: WatchServer, run: Path) -> N
 def test_requests_that_never_end_are_ended_and_too_many_are_closed_at_once(
     served: WatchServer, get: Get, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "REQUEST_S", 0.3)
+    monkeypatch.setattr(bounded_server, "REQUEST_S", 0.3)
     monkeypatch.setattr(served.RequestHandlerClass, "timeout", 0.3)
     before = threading.active_count()
     half = [socket.create_connection(("127.0.0.1", served.server_port), timeout=10) for _ in range(4 * MAX_CONNECTIONS)]
