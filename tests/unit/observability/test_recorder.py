@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from made_run import Report
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llamarl.bounded_server import MAX_CONNECTIONS
@@ -202,6 +201,7 @@ def test_wandb_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, mo
 
 
 def test_prometheus_finds_the_last_row_until_the_run_ends(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = ObservabilityConfig(console="none", prometheus_port=port)
@@ -212,7 +212,9 @@ def test_prometheus_finds_the_last_row_until_the_run_ends(tmp_path: Path) -> Non
     for tick in range(2):
         _run(recorder, tick, tick + 1)
         page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
-        found = {sample.name: sample for family in text_string_to_metric_families(page) for sample in family.samples}
+        found = {
+            sample.name: sample for family in parser.text_string_to_metric_families(page) for sample in family.samples
+        }
         assert found["llamarl_step"].value == tick and found["llamarl_step"].labels == {"run": tmp_path.name}
         assert found["llamarl_reward_mean"].value == 0.125 * tick
     recorder.close()
