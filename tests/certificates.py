@@ -1,7 +1,5 @@
 """Certificates made by the ``openssl`` program: an authority, and what it has signed."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

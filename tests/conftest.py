@@ -1,7 +1,5 @@
 """For all tests: how hypothesis runs, that no model hub is asked, and one thread for each of the processes that share the cores."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

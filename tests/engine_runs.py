@@ -1,7 +1,5 @@
 """Ten sequences for an engine, and a run to their end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llamarl.engine.engine import NativeEngine

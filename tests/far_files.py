@@ -1,7 +1,5 @@
 """A host's files in this process: the client asks the agent's own method, without Ray between them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator

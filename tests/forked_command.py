@@ -4,8 +4,6 @@ What a test of the command line asks of it is the same: arguments, streams that 
 its own. Tests of signals, of import-time variables, of a terminal or of the interpreter itself start a Python of their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A run on a quick machine ends before a test has killed it. One that is held up at a row does not: ``hold_at`` writes which.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Short jobs of the tiny model on a cluster, by the command line, and what must not be left of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -5,8 +5,6 @@
 A commit's id is made of its files. Files of ``_LFS`` come by a redirect to another path, as large files of the Hub do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Responses and groups of which a test says what it looks at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

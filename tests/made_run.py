@@ -3,8 +3,6 @@
 Times are those of ``TIMES``: the generator works 4 s of every 5, the reward 1 s after it, the trainer 3 s after that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

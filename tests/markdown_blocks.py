@@ -10,8 +10,6 @@ never changes what the block does::
     <!-- output -->          lines that the block run last must print, numbers apart
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A job on several hosts, on one machine and without rights: processes, or moments of one process, in spaces of different names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

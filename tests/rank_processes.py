@@ -1,7 +1,5 @@
 """Processes that are the ranks of one mesh: how a test starts them, and how they meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path

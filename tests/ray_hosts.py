@@ -1,7 +1,5 @@
 """A Ray cluster on hosts that share nothing but the kernel (``namespace_hosts``): the first is its head, a token is asked for."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The handle is the payload itself, unless the job asks for blobs: then payloads go through files and handles name them.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

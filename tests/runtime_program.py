@@ -1,7 +1,5 @@
 """A controller as a program of its own, for tests that kill it: runs the fake job and prints what happened."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether two runs are one: model, rollouts and every number that is no time, byte for byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Everything that it writes lies in one folder, or in the hosts' own /tmp; it is ended, and nothing of it is left. Linux, as root.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Environments for tests, named by path: ``tests/small_environments.py:Ledgers``. They know the bundled model's characters."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

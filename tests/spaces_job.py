@@ -1,7 +1,5 @@
 """A run whose ranks are put into spaces, in a process that has imported torch: ranks are its forks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Nothing is read from or written to the true home folder: a copy of /etc/passwd w
 hosts and for the user's commands alone.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

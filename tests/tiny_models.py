@@ -1,7 +1,5 @@
 """Tiny random models of every supported family, with the traits that make their attention differ."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 

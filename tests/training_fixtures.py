@@ -1,7 +1,5 @@
 """Tiny random model folders and scored groups for the trainer's tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A version as plain tensors, for tests."""
 
-from __future__ import annotations
-
 import torch
 
 from llamarl.weight_sync.sink import WeightVersion

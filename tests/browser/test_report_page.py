@@ -1,7 +1,5 @@
 """Each view of the page in a real browser, its numbers held against the run's files."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

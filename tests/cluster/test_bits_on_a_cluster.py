@@ -1,7 +1,5 @@
 """The same recipe and the same bits on a Ray cluster whose nodes share nothing (``make test-cluster``)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """``llamarl cluster up`` on machines that ssh reaches, by Ray's own launcher; then a job, then ``down``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nodes, ranks and controllers of a job on a Ray cluster die; what is told, when, and with which bits it ends (``make test-cluster``)."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Who does not hold the cluster's token is told so at once, in a line, and disturbs nobody (``make test-cluster``)."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Runs of the real command line on the bundled model, small enough for a test."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

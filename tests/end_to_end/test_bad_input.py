@@ -1,7 +1,5 @@
 """Bad input ends in the stated outcome, with a message that says what, where, got, expected, what to do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The runs go on in this process, one executor after the other; ``test_repeatable`` shows that processes give the same bits.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

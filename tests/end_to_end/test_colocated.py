@@ -1,7 +1,5 @@
 """The co-located job: generator and trainer share a device in turn, and the run's bits do not know it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The verbs as a user types them, and the examples as they ship."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Generator replicas are another number after a resume, and every byte is that of a run with one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Episodes of several turns repeat bit for bit, and so does a run of them that is killed, its environments too."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 The model is the bundled one, stored in bfloat16 as published models are, so that a cast back to it would show.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose model is named by its id on the Hub, by the real command line and the real client, against a hub on loopback."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every token of a run is accounted for, over all ranks, with all that can happen to one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

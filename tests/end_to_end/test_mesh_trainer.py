@@ -1,8 +1,6 @@
 """The whole job with a trainer of four ranks, as processes. That such a trainer goes on bit for bit is shown rank by rank in
 ``tests/multiprocess``; here with all that is around it, at length in ``make test-long``."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

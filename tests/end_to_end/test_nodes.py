@@ -1,7 +1,5 @@
 """A job with a reference model and a critic: PPO with KL as token rewards, run, cut and gone on with in this process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

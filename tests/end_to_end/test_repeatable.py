@@ -1,7 +1,5 @@
 """The promise that sets llamarl apart: an asynchronous run repeats, and a killed one resumes, bit for bit."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

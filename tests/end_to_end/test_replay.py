@@ -1,7 +1,5 @@
 """``schedule.weights = "latest"``: timing decides, and its log repeats the run bit for bit, killed and resumed or not."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that is stopped, gone on with, prolonged and forked; and what may change meanwhile without changing a bit."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

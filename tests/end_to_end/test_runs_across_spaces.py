@@ -1,7 +1,5 @@
 """The tiny job with its ranks in spaces that see nothing of one another's memory: the same run, read over sockets."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

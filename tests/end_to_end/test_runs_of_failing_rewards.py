@@ -1,7 +1,5 @@
 """Runs whose rewards fail do not end as if they had learned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from conftest import CommandLine, rows

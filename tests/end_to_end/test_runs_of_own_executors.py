@@ -1,8 +1,6 @@
 """The examples with executors of a user's own: they run in one process and in several, to the same bits, and a run that is
 resumed, or killed and resumed, gives the bits of one that was not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs with an engine and sinks from a user's file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run whose questions are a data set of the Hub, in processes that the Hub is not asked from."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run whose folder is copied to a storage, and that goes on from there where nothing else of it is left."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs with reward models and judges: in one process and in several, killed and resumed to the same bits, and never with another model."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

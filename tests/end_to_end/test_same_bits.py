@@ -9,8 +9,6 @@ that of its own processor where there is one; elsewhere, and under another torch
     PYTHONPATH=tests python tests/end_to_end/test_same_bits.py [CASE..]    # records anew: only where a change of bits is meant, and said
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

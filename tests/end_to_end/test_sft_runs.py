@@ -1,7 +1,5 @@
 """``llamarl sft`` from rows to a model: it learns, repeats, survives, and its model goes on into reinforcement learning."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

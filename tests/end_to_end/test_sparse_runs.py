@@ -1,7 +1,5 @@
 """The recipe with experts, whose trainer replays the generator's choices: it repeats and resumes bit for bit like any other."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

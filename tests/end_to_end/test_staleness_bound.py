@@ -1,7 +1,5 @@
 """Runs whose generator keeps, or breaks, the promise that no token is older than the printed bound; all in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

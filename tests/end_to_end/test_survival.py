@@ -1,7 +1,5 @@
 """Processes of a run die, are brought up again, and the run ends with the bits of one that nobody disturbed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -3,8 +3,6 @@
 What a replica samples is shown rank by rank in ``tests/unit/executors/test_unlike_replicas.py``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

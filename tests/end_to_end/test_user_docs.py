@@ -1,7 +1,5 @@
 """The user's pages, executed: each in an empty folder, its marked blocks in order, every word as its reader sees it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The built wheel, with nothing of this checkout beside it, in an empty folder."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig

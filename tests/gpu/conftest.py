@@ -3,8 +3,6 @@
 The suites before it have tested the same arithmetic on the CPU; here only what a device can change is asked.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

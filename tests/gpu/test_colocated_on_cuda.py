@@ -1,7 +1,5 @@
 """Trainer and generator in turn on one GPU: what waits holds nothing there, and no bit changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

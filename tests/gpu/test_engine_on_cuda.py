@@ -1,7 +1,5 @@
 """The native engine on a GPU: the library's tokens, the trainer's log-probs, fp8, new weights, nothing that waits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step replayed from a CUDA graph against the same step launched kernel by kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

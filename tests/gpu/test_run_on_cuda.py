@@ -1,7 +1,5 @@
 """Whole jobs of three ticks on one GPU, by the command line, repeated bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A training step on a GPU against the CPU's, against itself, and in bfloat16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

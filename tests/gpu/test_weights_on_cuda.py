@@ -1,7 +1,5 @@
 """Weight versions from one process's device memory into another's, on the same GPU, and within one process."""
 
-from __future__ import annotations
-
 import threading
 from multiprocessing.connection import Connection
 from typing import Any

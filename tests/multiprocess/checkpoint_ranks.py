@@ -1,7 +1,5 @@
 """One rank of a trainer executor under test; ``main`` runs in processes forked from a server that has imported this."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

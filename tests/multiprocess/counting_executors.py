@@ -1,7 +1,5 @@
 """Executors that count, and say what they carry. Where their processes are forks, what these need is imported once, here."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

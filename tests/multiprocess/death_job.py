@@ -3,8 +3,6 @@
 source ─▶ two doublers ─▶ sink ─▶ (two ticks later) source. ``play`` runs in a process that has imported torch, of which ranks are forks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

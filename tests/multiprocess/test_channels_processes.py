@@ -1,7 +1,5 @@
 """Data channels across real processes: groups arrive whole; a source that was killed is named."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import signal

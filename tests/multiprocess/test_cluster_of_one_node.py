@@ -1,7 +1,5 @@
 """A job on a Ray cluster of one node, which is this machine: the bits of one machine, and who may use it (more: ``make test-cluster``)."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

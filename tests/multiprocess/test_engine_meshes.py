@@ -1,8 +1,6 @@
 """An engine in pipeline stages and on tensor-parallel ranks over gloo against one rank: same tokens, through interruptions, preemption
 and new weights."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

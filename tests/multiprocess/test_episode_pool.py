@@ -1,7 +1,5 @@
 """The pool of environments, with environments that misbehave in every way."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Episodes on two ranks, of whichever kind: one has the environments, both play the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

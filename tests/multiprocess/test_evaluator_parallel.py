@@ -1,7 +1,5 @@
 """An evaluator of several replicas, each on tensor-parallel ranks, against one process: the same tokens, the same verdicts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

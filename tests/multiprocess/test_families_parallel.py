@@ -1,7 +1,5 @@
 """Every family in two parts, by FSDP2 and, where it can be cut, by tensor parallelism: the log-probs and gradients of one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import family_ranks

@@ -1,7 +1,5 @@
 """A command that forks its own fork server: the fork is like a new process, and imports nothing a second time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks that are forks of one process: as good as processes of their own, and nothing left of them however they end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

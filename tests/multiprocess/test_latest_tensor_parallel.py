@@ -1,7 +1,5 @@
 """``schedule.weights = "latest"`` on two ranks, of whichever kind: both swap before the same step, once both have the version."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

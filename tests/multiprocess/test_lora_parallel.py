@@ -4,8 +4,6 @@ first values, metrics of two ticks, both ways of hand-over, exports, states in a
 Tolerances are those of ``test_trainer_meshes``: relative 1e-4 for metrics and gradient norms, absolute 2e-5 for weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

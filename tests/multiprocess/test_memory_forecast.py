@@ -1,7 +1,5 @@
 """Tensors counted in real trainer ranks against the planner's forecast; benchmarks/memory_forecast.py has twenty layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Runs of a small job whose processes are killed at random moments, two at a time now and then, six in the suite and twenty at length;
 ``make chaos`` kills real ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reward functions that fork, close, print, detach and hoard: what they can reach, and what outlives them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

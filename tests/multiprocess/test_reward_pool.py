@@ -1,7 +1,5 @@
 """The reward pool against reward functions that misbehave in every way."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

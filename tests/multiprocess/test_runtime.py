@@ -1,7 +1,5 @@
 """Both runtimes on a tiny job: equal results; every way to fail ends in time, tells its cause once, leaves nobody behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What a job opens to others, and what it leaves behind: nothing that another user can use, no process, no file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

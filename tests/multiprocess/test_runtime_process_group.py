@@ -1,7 +1,5 @@
 """The shell joins the ranks of an executor by torch.distributed and pins torch, before the factory is called."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

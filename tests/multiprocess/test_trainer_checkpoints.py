@@ -3,8 +3,6 @@
 A kill in the middle of a write is a real SIGKILL: the child blocks in the library's writer until it comes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

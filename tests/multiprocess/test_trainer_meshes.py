@@ -6,8 +6,6 @@ Tolerance: relative 1e-4 for gradient norms and metrics, absolute 2e-5 for weigh
 divide by the root of the second moment and so turn a rounding difference in a tiny gradient into one of the step's size.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

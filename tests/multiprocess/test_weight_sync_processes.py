@@ -1,7 +1,5 @@
 """Weights across real processes: pulled bit for bit, refused when the source has died, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

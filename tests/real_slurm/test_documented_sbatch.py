@@ -1,7 +1,5 @@
 """The batch script of examples/cluster, word for word, on a Slurm cluster that is made for it (``make test-slurm``)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run's mirror on an S3 server that runs here (moto): real requests over HTTP, credentials by the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Writes docs/metric_keys.md from the table of keys: ``python tests/tools/metric_keys.py``."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib import resources
 from pathlib import Path

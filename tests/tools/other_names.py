@@ -1,7 +1,5 @@
 """Writes the tables of names on docs/from_trl.md and docs/from_verl.md: ``python tests/tools/other_names.py``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The statistics that benchmarks claim with, against values from a table."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/cluster, as far as it can be judged without Kubernetes: what its parts say of each other."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """A recipe, overrides and their mistakes."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Keys, flags, verbs, links and TOML that the documentation names exist."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re

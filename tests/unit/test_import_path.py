@@ -1,7 +1,5 @@
 """Import paths of installed code and of a user's own files."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Imports point one way, and what must stay light stays light."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -5,8 +5,6 @@ pipe), what breaks parsers (depth, digits, halves of pairs), and valid syntax wi
 ``LLAMARL_FUZZ_ROUNDS=5000 pytest tests/unit/test_malformed_files.py`` looks for longer.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

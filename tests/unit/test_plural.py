@@ -1,7 +1,5 @@
 """Counts with their nouns, and where they are said."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.config import validate

@@ -1,7 +1,5 @@
 """A process that ends at once leaves out only what nobody sees: what was registered and written is done, and its code is told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """How far a tick has come, in words, and when those who wait are told."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterator, Mapping

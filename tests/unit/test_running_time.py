@@ -1,7 +1,5 @@
 """Deadlines of a process that was stopped do not count the stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Who leaves at the end of a tick: hand-worked ticks, a slow copy of the rule, no deadline missed in any order."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

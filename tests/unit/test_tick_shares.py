@@ -1,7 +1,5 @@
 """Who gets which prompts: ticks worked by hand, the present dealing for equal shares, shares that hold in the long run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Credit over turns against hand-worked numbers and the exact values of a small game."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where what can be made again is kept."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An OpenEnv server with a small game of its own: find a number below ten; played by ``test_real_environments.py``."""
 
-from __future__ import annotations
-
 import random
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Agent programs with real clients: OpenAI's, in a loop over two tools."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real libraries on the other side of the adapters: an openenv-core server on the loopback, TextArena's offline games."""
 
-from __future__ import annotations
-
 import random
 import re
 import socket

@@ -1,7 +1,5 @@
 """A verifiers 0.4 agent (its null harness, a subprocess that uv starts) as an agent program: its calls are the episode's turns."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What runs against a real vLLM, on a CPU: ``make test-vllm`` makes its environment. Elsewhere these tests are skipped."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["VLLM_NO_USAGE_STATS"] = "1"

@@ -1,7 +1,5 @@
 """What the tests of engines on a real vLLM share: engines, sequences, and the library's own forward to compare with."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import random

@@ -3,8 +3,6 @@
 Without a compiled graph, so that a model stands in seconds; ``test_training_on_vllm.py`` runs vLLM as users do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

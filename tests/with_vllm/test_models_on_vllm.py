@@ -1,7 +1,5 @@
 """Models on a real vLLM: every family, float32 and bfloat16, before and after a hand-over of weights. One engine at a time."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs of the command line that sample with a real vLLM: weights handed over tick by tick, repeated, stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What of two runs differs, byte for byte: weights, rollouts, metrics without times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """When a run is struck, and how: a pure function of a seed. Who is struck follows from who is there at that moment."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

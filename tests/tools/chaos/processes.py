@@ -1,7 +1,5 @@
 """The processes of a run on this machine, found below its controller, and struck. Linux (``/proc``)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

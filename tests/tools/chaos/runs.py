@@ -1,7 +1,5 @@
 """A run of the command line to its end, left alone or under blows; what ends it is answered as a person would: by ``--resume``."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One trial: the struck run, and its comparison with the undisturbed one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``trl_fixture.json`` holds what TRL computed; scripts/make_trl_fixture.py makes it anew.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every registered loss: its gradient is that of the written objective in float64, and hand-worked cases."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

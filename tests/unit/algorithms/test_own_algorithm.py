@@ -1,7 +1,5 @@
 """A loss and an advantage from a user's file, beside the built-in names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A function of a script or notebook becomes a module that other processes can import."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

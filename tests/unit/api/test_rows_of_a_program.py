@@ -1,7 +1,5 @@
 """``data`` may be rows of the program: a list, a Dataset or a frame; they become a file with the same items."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run's folder tells through ``llamarl.Run``."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Words, sections and dotted keys of ``llamarl.train`` become a recipe's settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run's folder names is not run by ``eval``, ``generate`` and ``doctor`` either, and no secret is sent where it says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The bundled tiny model: what ships with the package loads, fits its task, and leaves something to learn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

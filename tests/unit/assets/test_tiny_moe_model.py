@@ -1,7 +1,5 @@
 """The bundled model with experts: it loads, reads the other one's text, and leaves something to learn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Data channels: items arrive whole, in order, at the right rank, or an error says why not."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What plain values become, and what bytes that nobody encoded are refused."""
 
-from __future__ import annotations
-
 import enum
 import json
 from typing import Any

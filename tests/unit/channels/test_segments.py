@@ -1,7 +1,5 @@
 """Shared memory segments: what a reader sees, and how a wrong segment is told from the right one."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When a run is struck is a function of the seed; who is, of those that are there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

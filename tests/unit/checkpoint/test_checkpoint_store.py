@@ -1,7 +1,5 @@
 """A checkpoint is all or nothing, whatever ends the process and whatever happens to its bytes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

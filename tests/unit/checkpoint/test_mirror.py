@@ -1,7 +1,5 @@
 """The copy of a run's folder in a storage: what is sent and deleted and in which order, and what a storage that fails does to it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

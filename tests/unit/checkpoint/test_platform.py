@@ -1,7 +1,5 @@
 """What of the machine decides bits."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.checkpoint import platform

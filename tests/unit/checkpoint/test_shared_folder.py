@@ -1,7 +1,5 @@
 """The proof that a host sees the controller's run folder holds in both directions or not at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A checkpoint counts by what was written: each reported file must be there, byte for byte, and none besides."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A program goes on when nobody reads it any more."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import struct

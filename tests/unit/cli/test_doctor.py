@@ -1,7 +1,5 @@
 """``llamarl doctor``: environments that repeat, do not, or break; the names that a recipe may write."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import random

@@ -1,7 +1,5 @@
 """Which modules a fork server imports for a run's model, by its folder alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from llamarl.cli.train import modules_of_model

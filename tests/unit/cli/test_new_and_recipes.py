@@ -1,7 +1,5 @@
 """``llamarl new``, ``recipes`` and ``completion``: what a newcomer types first."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 In this process, and before any model is loaded; ``tests/end_to_end`` has the same verbs as processes.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Whether a replay has the bits of its source, as it is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop against a runtime made of plain values: order, checkpoints, deadlines, stopping together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

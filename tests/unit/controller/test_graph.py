@@ -1,7 +1,5 @@
 """What the graph checks refuse, and what they let pass."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec

@@ -1,7 +1,5 @@
 """A host that is gone: all its ranks, and whatever is asked of the job's hosts, are with another one from then on."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

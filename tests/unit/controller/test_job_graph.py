@@ -1,7 +1,5 @@
 """Which executors a recipe asks for, and how samples travel between them."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.channels.base import ChannelKind

@@ -1,7 +1,5 @@
 """Where a run goes on beyond its checkpoint: as far as the journal holds what this job does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

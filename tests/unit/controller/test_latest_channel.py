@@ -1,7 +1,5 @@
 """Channels whose sink may take later tokens: what an order carries, who is told, what a replay waits for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from llamarl.channels.base import ChannelKind, ChannelSpec

@@ -1,7 +1,5 @@
 """The schedule that follows from delays and capacities, against hand-worked orders."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

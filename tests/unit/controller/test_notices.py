@@ -1,7 +1,5 @@
 """What a user is told of checkpoints, word for word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from llamarl.config import load_config

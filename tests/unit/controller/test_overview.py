@@ -1,7 +1,5 @@
 """What a user checks before a run starts, line for line, and what a dry-run refuses as a start would."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recipe brings executors and rewires the standard ones; what does not fit together is refused with its key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

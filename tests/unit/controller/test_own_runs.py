@@ -1,7 +1,5 @@
 """Code outside of a run's folder, which the folder names, is run for the user who began that run, and for nobody else."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """What a recipe asks of model, machine and files is refused before any process starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

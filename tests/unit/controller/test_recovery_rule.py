@@ -1,7 +1,5 @@
 """What the rule decides on given deaths, and when it gives up."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec

@@ -1,7 +1,5 @@
 """A role is one entry of a table; whoever must know of it reads it there."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint waits for every rank's word and every rank's file; what else a tick wrote is proved too, and fetched where it must."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path

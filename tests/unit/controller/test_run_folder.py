@@ -1,7 +1,5 @@
 """The folder of a run: refused if it holds something, held by one process at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -1,7 +1,5 @@
 """What a run that has begun may be given other values for: each key says it, and the refusal says the way out."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs on data too small for a tenth of it to be anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

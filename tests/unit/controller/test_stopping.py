@@ -1,7 +1,5 @@
 """Ctrl-C in two steps."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

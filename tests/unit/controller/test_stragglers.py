@@ -1,7 +1,5 @@
 """When a tick takes too long."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.config import validate

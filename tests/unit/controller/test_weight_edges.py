@@ -1,7 +1,5 @@
 """Transport and memory of the weights edges, settled before a run."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

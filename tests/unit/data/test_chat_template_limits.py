@@ -1,7 +1,5 @@
 """A chat template is a program of the model's author: it may neither run for ever nor take the machine's memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

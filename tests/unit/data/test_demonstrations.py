@@ -1,7 +1,5 @@
 """Tokens to imitate, and which of them the assistant wrote; expected texts are written out by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

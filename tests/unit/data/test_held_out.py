@@ -1,7 +1,5 @@
 """Which questions of a data set are held out: a share by their hash, and of a few at least one on each side."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.data.items import held_out, split_questions

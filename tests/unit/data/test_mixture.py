@@ -1,7 +1,5 @@
 """Mixtures: which task a prompt comes from, what each task's own stream gives, and how each is judged and told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The prompt stream is a pure function of (configuration, seed, index)."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

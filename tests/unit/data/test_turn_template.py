@@ -1,7 +1,5 @@
 """What stands between two turns, for four shapes of chat template; expected texts are written out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Decode steps by bucket, without a GPU: which bucket, what the padding holds, and that it changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Draws over a vocabulary that lies in slices on several ranks, here threads, against draws from whole rows."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

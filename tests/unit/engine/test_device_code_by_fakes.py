@@ -4,8 +4,6 @@ A step runs on that device from the plan to the draws. A tensor that was left on
 not take, or a value that the host would have to wait for ends the test.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Episodes around an engine whose tokens depend on everything that is in its batch: whatever joins at another step shows."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

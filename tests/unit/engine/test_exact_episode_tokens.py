@@ -3,8 +3,6 @@
 A slice of ``benchmarks/exact_episode_tokens.py``, which plays 1,000 of every environment.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the engine writes down of its routers, against the library's forward pass of each sequence alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """KV kept over a change of weights: what is sampled then, and that a saved cache goes on bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How much KV memory a run holds beyond its tokens, step by step, by the real scheduler; and what a block's size changes."""
 
-from __future__ import annotations
-
 import math
 import random
 

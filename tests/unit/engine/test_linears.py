@@ -3,8 +3,6 @@
 ``test_older_processors.py`` runs this file again with instruction sets masked.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -3,8 +3,6 @@
 What a run computes with is chosen by the processor, when torch is loaded; so each is a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An engine of a user's own by import path: it samples for the generator, or is refused with what it lacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

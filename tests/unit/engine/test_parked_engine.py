@@ -1,7 +1,5 @@
 """An engine that gives its memory back between ticks: nothing stays, and what it samples afterwards is unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the engine refuses before it computes anything, so that neighbours never pay for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The scheduler against a cache that stores, instead of keys and values, the tokens themselves."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import deque

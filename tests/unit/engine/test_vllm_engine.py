@@ -1,7 +1,5 @@
 """The adapter to vLLM against a stand-in with its interface: requests, deltas, aborts, weights; and what is said without it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Name -> (program, what holds of its result). The limits that they run under are 
 ``SHORT``. A program prints what it got hold of: ``caught`` is an attempt that failed, anything else is a hole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from llamarl.environments.sandbox.limits import BoxLimits, BoxResult

@@ -1,7 +1,5 @@
 """Programs of the user's that ask an OpenAI-compatible endpoint, played as environments; they speak plain HTTP here."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """The rules of the games that come with llamarl and of those in ``examples/games``, against episodes worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import random
 import string

@@ -1,7 +1,5 @@
 """Programs as answers: finding them, judging them, and what a program does that wants a pass without an answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

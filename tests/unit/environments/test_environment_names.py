@@ -1,7 +1,5 @@
 """From ``task.environment`` and its options to an environment, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

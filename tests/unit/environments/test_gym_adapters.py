@@ -1,7 +1,5 @@
 """Other libraries' environments by shape: gymnasium as text, gyms over strings, an OpenEnv server."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """The math judge: right answers as people and models write them, wrong ones that look right, and ones meant to hurt."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

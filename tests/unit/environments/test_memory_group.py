@@ -1,7 +1,5 @@
 """A control group holds what the processes of a box have together."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Several rewards that are added up, and rewards written for TRL."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path

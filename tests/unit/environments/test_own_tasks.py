@@ -1,7 +1,5 @@
 """A task by import path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

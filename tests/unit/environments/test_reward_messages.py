@@ -1,7 +1,5 @@
 """What a pool believes of a worker, how a user's function is called, and what workers are given: all without processes."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import math

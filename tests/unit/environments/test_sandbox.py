@@ -1,7 +1,5 @@
 """Hostile programs in every kind of box that this machine has: each ends, and nothing else notices."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Items from tables: every kind of file gives the same items, columns and splits go by name, and mistakes name what there is."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tasks: items by random access, disjoint splits, and verdicts."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

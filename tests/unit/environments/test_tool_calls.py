@@ -1,7 +1,5 @@
 """Calls of tools in the formats that chat templates teach, whole and broken."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Schemas from methods, calls answered, errors shown or raised, results cut; the calculator; classes in TRL's shape."""
 
-from __future__ import annotations
-
 import enum
 import json
 import subprocess

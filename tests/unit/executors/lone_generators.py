@@ -1,7 +1,5 @@
 """Generators driven alone, and versions of weights for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The state that dynamic sampling keeps between ticks, and the numbers that a recipe gives it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

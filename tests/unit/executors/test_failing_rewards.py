@@ -1,7 +1,5 @@
 """The reward executor ends a run in which nearly everything fails, and says why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The generator under ``schedule.weights = "latest"``, driven alone: versions arrive at scripted engine steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A generator whose model lies on several ranks, as a job: ranks, groups, parts of the weights, and what is refused before a process starts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

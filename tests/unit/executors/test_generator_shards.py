@@ -1,7 +1,5 @@
 """A generator whose work is cut into shards: its ranks driven alone, one, two, three and four of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

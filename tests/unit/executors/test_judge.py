@@ -1,7 +1,5 @@
 """A language model as judge: what it is asked, what its words become, and what becomes of a server that does not behave."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

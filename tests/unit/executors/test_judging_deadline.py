@@ -1,7 +1,5 @@
 """Judging ends before the tick's deadline does, so that a judge that hangs costs samples and not the run."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``schedule.weights = "latest"``: which groups may be sampled under which version, so that no token gets too old."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

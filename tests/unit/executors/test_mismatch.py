@@ -1,7 +1,5 @@
 """The mismatch doctor: its numbers by hand, its verdicts, and the command on a real model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

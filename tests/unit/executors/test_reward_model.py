@@ -1,7 +1,5 @@
 """A reward model's scores: whose they are, what becomes of them, and what is refused before a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

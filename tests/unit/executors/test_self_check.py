@@ -1,7 +1,5 @@
 """The check of an architecture before a run: what it passes, what it finds, and where."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A version that an engine computes with where it lies: the same bits, nothing copied, and never a torn one."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors that are being copied into a slot are not written: the trainer's update waits, within a limit."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field

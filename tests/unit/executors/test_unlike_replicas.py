@@ -1,7 +1,5 @@
 """Unlike replicas in one generator: what each samples is what a generator of its kind samples, by shares that the recipe gives."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

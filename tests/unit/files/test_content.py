@@ -1,7 +1,5 @@
 """What a plan names reaches a host that lacks it, by content: once, proved, and under a path of the host's own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

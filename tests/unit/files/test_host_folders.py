@@ -1,7 +1,5 @@
 """Run folders of hosts that share nothing: what ranks wrote is brought, what they need is sent, and nothing is lost or mixed up."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files on their way between controller and host: in pieces, each proved, and nothing is left where a job has ended."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """A generator whose times can be worked by hand: straight lines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

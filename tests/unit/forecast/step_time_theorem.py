@@ -5,8 +5,6 @@ split of the devices is a real number, hand-over and rewards cost nothing. ``sea
 integers and rooflines; here one sees why memory decoupling helps, and that rounding can undo it.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

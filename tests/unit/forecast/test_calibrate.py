@@ -1,7 +1,5 @@
 """Four constants fitted to a finished run: made from known ones, they come back; and a run that cannot be fitted says why."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``llamarl plan`` and ``llamarl simulate`` as a user meets them: tables, JSON, recipes, and every nonsense input."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Rooflines against hand-worked numbers, and consistency with published measurements (docs/planner.md: not blind forecasts)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Length distributions: exact sums against hand-worked values and against sampling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

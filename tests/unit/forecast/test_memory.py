@@ -1,7 +1,5 @@
 """128k tokens: what a forecast says fits, against the bytes that the trainer's own layers keep on tensors without storage."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

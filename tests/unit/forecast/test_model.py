@@ -1,7 +1,5 @@
 """Parameter counts against transformers' own modules and published totals."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

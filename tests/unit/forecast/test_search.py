@@ -1,7 +1,5 @@
 """The search: layouts it returns fit, add up and are not beaten by others it could have taken."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A group's prompt computed once: what a forecast counts, against the trainer's own batches, products and attention calls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulator: theory where nothing varies, the real controller's rules, and tick by tick against a slow loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Maximum cycle mean: against the closed form, against brute force, and against firing the graph."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The theorem: asynchronous beats synchronous in the continuous model; ties and rounding as docs/forecast.md says."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Experts over ranks, in one process: what the ranks compute adds up to what one computes."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

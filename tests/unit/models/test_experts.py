@@ -1,7 +1,5 @@
 """What a pass chose of the experts, against the library's own record of its routers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import BY_LOGITS, FAMILIES, SPARSE, tiny_config, tiny_model

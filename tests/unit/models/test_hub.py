@@ -1,7 +1,5 @@
 """Models of the Hub: which files come, which commit they are of, and what is said where they do not come."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Prompts whose chunks attend to a long past, a few queries at a time, against attention written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a user may name as a model, and what is taken from the run that made it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What "auto" means for a precision."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.config import validate

@@ -1,7 +1,5 @@
 """Code in a model folder never runs, whatever is typed or piped in, unless the user's key says so for the tokenizer."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Routers that choose what they are told, against the formula of each family and against themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import BY_LOGITS, SPARSE, tiny_config, tiny_model

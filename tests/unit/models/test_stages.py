@@ -1,7 +1,5 @@
 """A decoder cut into stages: who holds what, under which names, and that nothing is computed otherwise."""
 
-from __future__ import annotations
-
 from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The table of what is supported, against planner, preflight, engine, trainer and critic: none may disagree with another."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

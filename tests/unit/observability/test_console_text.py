@@ -1,7 +1,5 @@
 """The words of the console, and the two displays."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

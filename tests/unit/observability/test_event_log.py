@@ -1,7 +1,5 @@
 """The event log: what is written is read, and what is torn, altered or missing is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

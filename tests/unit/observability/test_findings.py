@@ -5,8 +5,6 @@ with 8 prompts a step and a reward that is always 0.1 (``constant``), ``max_new_
 high (``rate``), or a reward function that always raises (``fails``).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """metrics.jsonl: rows in order, one spelling, cut and continued on resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """How the metrics of an executor's ranks become the executor's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

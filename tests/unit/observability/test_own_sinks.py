@@ -1,7 +1,5 @@
 """Sinks of a user's own: they get every row, and one that fails is left out and named, and ends no run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

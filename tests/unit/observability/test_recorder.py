@@ -1,7 +1,5 @@
 """The hub: from reports to rows, curves and trace, with times and idle shares worked by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """rollouts/*.jsonl: what the trainer saw, exactly, in deterministic bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

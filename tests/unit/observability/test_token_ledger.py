@@ -1,7 +1,5 @@
 """The law of the ``tokens/*`` keys, against a bookkeeping of single tokens."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from contextlib import nullcontext

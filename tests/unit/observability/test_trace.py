@@ -1,7 +1,5 @@
 """trace.json: whole JSON after every event, bubbles where nobody works, cut and continued on resume."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

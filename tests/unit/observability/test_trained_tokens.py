@@ -1,7 +1,5 @@
 """trained/*.npz: what the trainer made of each token, in arrays that read back exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

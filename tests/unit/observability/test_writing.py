@@ -1,7 +1,5 @@
 """A disk that refuses is waited for, each byte is written once, and what does not pass is an error at once."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """What the page says is wrong with three broken runs, and that a healthy one is left alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

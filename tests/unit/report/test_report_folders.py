@@ -1,7 +1,5 @@
 """Whatever lies in a run's folder, a page comes of it, or one message."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The index of all responses, the choice of those that the page carries, and their detail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Idle gaps, what ended them, and the forecast: worked by hand from the times of a made job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

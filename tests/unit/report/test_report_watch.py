@@ -1,7 +1,5 @@
 """``llamarl watch``: what is served, to whom, and that a run which goes on is seen."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

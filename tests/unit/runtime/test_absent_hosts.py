@@ -1,7 +1,5 @@
 """Nodes that a run was given and that are gone when it is gone on with: where their ranks go, what is said; by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from llamarl.executors.base import ExecutorSpec

@@ -1,7 +1,5 @@
 """What is held of ranks on other hosts: copies of data and states, nothing of the weights, which are made again."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Where ranks go when a job has hosts, by hand; and what a user may write of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec

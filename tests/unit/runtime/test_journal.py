@@ -1,7 +1,5 @@
 """What is written of ticks that counted, and what of it is read again after tears, holes and strangers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

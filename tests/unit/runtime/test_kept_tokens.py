@@ -1,7 +1,5 @@
 """What is held of an executor, for how long, and what happens where it cannot be."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Placement on machines worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a rank writes is reported when it is on the disk, with size and checksum, also what was written beside the ticks."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from concurrent.futures import Future

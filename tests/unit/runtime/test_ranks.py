@@ -1,7 +1,5 @@
 """Ranks that are not wanted any more before they have begun."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import threading

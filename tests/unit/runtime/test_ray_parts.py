@@ -1,7 +1,5 @@
 """Small parts of the runtime on a cluster: whose clock is ahead, where ranks meet, what a node says of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Names of runtimes, output of workers, deaths of processes, thread environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The shell around one rank: order of calls, checks, failures as values, combined reports."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

@@ -1,7 +1,5 @@
 """What a context-parallel rank computes of a row, by hand, and which architectures may be cut so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

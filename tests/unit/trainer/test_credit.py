@@ -1,7 +1,5 @@
 """Rewards and advantages of tokens, worked by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

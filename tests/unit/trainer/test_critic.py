@@ -1,7 +1,5 @@
 """The critic against the written objective, its state, and the folder that it leaves."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

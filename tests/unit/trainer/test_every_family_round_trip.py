@@ -1,7 +1,5 @@
 """A tick of every family, and its weights on all their ways out: to the engine, to a checkpoint, to a Hugging Face folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is exported is what was served; fewer bits are asked for, and say what they cost; what is copied beside is known."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Adapters: version 0 is the base, only adapters learn, and what is handed over computes what the trainer computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer moved out between its ticks. Moved here from host memory to host memory, which takes the way of a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

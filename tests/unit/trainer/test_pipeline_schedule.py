@@ -1,7 +1,5 @@
 """One forward, one backward: against tables worked by hand, and carried out by threads."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Log-probs of a frozen model: equal to the library's own forward, whatever the packing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

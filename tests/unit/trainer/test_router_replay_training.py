@@ -1,7 +1,5 @@
 """``trainer.router``: what the engine sampled, trained on with its own experts and with the router's."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

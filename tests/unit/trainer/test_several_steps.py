@@ -1,7 +1,5 @@
 """Several optimizer steps a tick, against trainers that make one and are fed the parts by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

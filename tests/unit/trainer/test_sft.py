@@ -1,7 +1,5 @@
 """Supervised fine-tuning is the library's cross-entropy on completions, whatever the packing; held-out loss is the same sum."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer's state on disk: any layout reads what another wrote; a stranger's is read, or refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Micro-batches that are computed at the same time: who computes how many, and that order is all that counts."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Training a model with experts: neither what shares a micro-batch nor how it is computed changes what comes out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

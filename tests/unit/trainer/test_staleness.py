@@ -1,7 +1,5 @@
 """The trainer's check of token versions, without a model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a tick's forward passes said of each token is kept response by response, as the first pass saw it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

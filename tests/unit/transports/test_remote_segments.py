@@ -1,7 +1,5 @@
 """Segments of another space, read over a socket: the bytes, who is let in, and what a dead or slow owner looks like."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import socket

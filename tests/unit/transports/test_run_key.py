@@ -1,7 +1,5 @@
 """Connections that must prove the run's key: every wrong peer is refused, and nothing of it is parsed."""
 
-from __future__ import annotations
-
 import hmac
 import os
 import socket

@@ -1,7 +1,5 @@
 """A version that is announced before it is written: sinks follow block by block, and never past what is proved."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One hand-over inside one process: bits, casts, slots, and every fault that must never be served."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Layouts of whole models with more tensor-parallel ranks than key-value heads and a vocabulary that does not divide: who holds
 what, and what is handed over."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

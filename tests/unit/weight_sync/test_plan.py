@@ -1,7 +1,5 @@
 """The transfer plan: by hand on small layouts, and random ones against the plain properties that make it right."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Random layouts on both sides: the plan, and the real hand-over, against gather-then-slice."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hosts that pass weights on: equal bytes, one copy from the source, and what happens when a host in between fails."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Weights over the tcp transport: equal bytes from another space, mapped in the same one, and every fault told as elsewhere."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Choice of transport, and what of the GPU path runs without a GPU: its checksum, and the protocol around it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
