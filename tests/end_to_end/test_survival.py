@@ -102,14 +102,18 @@ def test_trainer_and_critic_that_die_or_hang_repeat_their_ticks_alone_and_every_
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_controller_that_dies_goes_on_from_its_journal_and_nothing_is_generated_anew(
-    llamarl: CommandLine, tmp_path: Path, undisturbed: Path
+    llamarl: CommandLine, tmp_path: Path, undisturbed: Path, number: signal.Signals
 ) -> None:
     run_dir = tmp_path / "run"
     run = llamarl.start(run_dir, {**SETTINGS, "checkpoint.every": 0})
     wait_for_rows(run, run_dir, 5)
-    os.kill(run.pid, signal.SIGKILL)
-    run.communicate(timeout=60)
+    os.kill(run.pid, number)
+    said, _ = run.communicate(timeout=60)
+    if number is signal.SIGTERM:
+        assert re.search(r"no checkpoint .* was finished, the journal holds the samples and rewards of \d+ ticks", said)
+        assert said.rstrip().endswith(f"llamarl train --resume {run_dir}"), said
     written = rollouts(run_dir)
     done = llamarl.run(["train", "--resume", str(run_dir)])
     said = done.stdout + done.stderr

@@ -101,23 +101,29 @@ def reached_policy(run_dir: Path) -> str:
     return f"model.path = DIR (first: {shlex.join(['llamarl', 'export', str(run_dir), '--out', 'DIR'])})"
 
 
-def what_is_saved(run_dir: Path, last: Path | None, num_rows: int, num_ticks: int) -> str:
+def what_is_saved(run_dir: Path, last: Path | None, num_rows: int, num_ticks: int, *, journaled: bool = False) -> str:
     """Of a run that has ended early: what its last checkpoint holds, and the command that goes on.
 
     Args:
         last: The newest finished checkpoint, ``tick_<n>``; None if there is none.
         num_rows: Ticks that are done, by the metrics.
+        journaled: Whether the journal holds those since.
     """
     if last is None:
-        ticks = f"{plural(num_rows, 'tick')} that are done" if num_rows else "anything"
-        return (
-            f"no checkpoint of this run was finished, so nothing holds {ticks}; again from tick 0: "
-            f"{resume_command(run_dir)}"
-        )
+        nothing = f"nothing holds {plural(num_rows, 'tick')} that are done" if num_rows else "nothing holds anything"
+        held = _in_journal(plural(num_rows, "tick")) if journaled and num_rows else f"so {nothing}; again from tick 0"
+        return f"no checkpoint of this run was finished, {held}: {resume_command(run_dir)}"
     saved = int(last.name.removeprefix("tick_")) + 1
-    again = max(0, num_rows - saved)
-    beyond = f"; {plural(again, 'tick')} beyond will be done again" if again else ""
-    return f"saved: {saved} of {plural(num_ticks, 'tick')}, in {last}{beyond}\nto go on: {resume_command(run_dir)}"
+    beyond = ""
+    if again := max(0, num_rows - saved):
+        ticks = f"{plural(again, 'tick')} beyond"
+        beyond = f"; {_in_journal(ticks) if journaled else f'{ticks} will be done again'}"
+    where = f"{saved} of {plural(num_ticks, 'tick')} (0 to {saved - 1}), in {last}{beyond}"
+    return f"saved: {where}\nto go on: {resume_command(run_dir)}"
+
+
+def _in_journal(ticks: str) -> str:
+    return f"the journal holds the samples and rewards of {ticks}"
 
 
 def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -> str:
@@ -130,7 +136,7 @@ def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -
     """
     again = max(0, num_rows - first_tick)
     if first_tick:
-        head, which = f"{run_dir} goes on after {plural(first_tick, 'tick')}", f"{plural(again, 'tick')} beyond"
+        head, which = f"{run_dir} goes on at tick {first_tick}", f"{plural(again, 'tick')} beyond"
     else:
         head, which = f"{run_dir} has no checkpoint: it begins again at tick 0", f"all of its {plural(again, 'tick')}"
     if not again:

@@ -139,7 +139,9 @@ class RunParts:
         self.recorder.close(stopped, clocks=hosts.clocks() if hosts is not None else None)
         if stopped and not self._folder.identity.change():
             last = next(reversed(self._store.list()), None)
-            print(f"\n{what_is_saved(run_dir, last, num_rows(run_dir), num_ticks)}", file=sys.stderr)
+            journaled = self._journal is not None and any((run_dir / "journal").glob("*"))
+            said = what_is_saved(run_dir, last, num_rows(run_dir), num_ticks, journaled=journaled)
+            print(f"\n{said}", file=sys.stderr)
 
     def _facts(self) -> dict[str, Any]:
         """What the console says of the run before its first tick."""

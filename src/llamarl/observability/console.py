@@ -102,8 +102,8 @@ class ConsoleReporter:
             self._panel.add(row)
             return
         self._window.append(row)
-        done = int(row["step"]) + 1
-        if done % self._every == 0 or done == self._num_ticks:
+        tick = int(row["step"])
+        if tick % self._every == 0 or tick == self._num_ticks - 1:
             self._say_window()
 
     def message(self, line: str) -> None:
@@ -144,7 +144,7 @@ class _Panel:
         self._num_failed = 0
         self._step_s: list[float] = []
         self._progress = Progress(
-            TextColumn("[bold]tick"),
+            TextColumn("[bold]ticks done"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[left]} left ·"),

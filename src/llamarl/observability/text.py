@@ -186,7 +186,7 @@ class RowTable:
         last = rows[-1]
         self._step_s += [float(row["time/step_s"]) for row in rows if row.get("time/step_s") is not None]
         num_left = self._num_ticks - int(last["step"]) - 1
-        cells = [("tick", whole(last["step"] + 1), 6), *columns(rows)]
+        cells = [("tick", whole(last["step"]), 6), *columns(rows)]
         idle = [(name, percent(_mean(rows, f"idle/{name}")), max(len(name), 5) + 2) for name in self._executors]
         left = duration(time_left(self._step_s, num_left))
         cells += [*idle, ("left", left, 8)]

@@ -17,10 +17,16 @@ RUN = Path("/runs/my run")
 
 def test_who_stops_a_run_is_told_what_is_saved_and_the_command_that_goes_on() -> None:
     assert what_is_saved(RUN, RUN / "checkpoints" / "tick_000039", 43, 100) == (
-        "saved: 40 of 100 ticks, in /runs/my run/checkpoints/tick_000039; 3 ticks beyond will be done again\n"
+        "saved: 40 of 100 ticks (0 to 39), in /runs/my run/checkpoints/tick_000039; 3 ticks beyond will be done again\n"
         "to go on: llamarl train --resume '/runs/my run'"
     )
     assert "beyond" not in what_is_saved(RUN, RUN / "checkpoints" / "tick_000039", 40, 100)
+    journaled = what_is_saved(RUN, RUN / "checkpoints" / "tick_000039", 43, 100, journaled=True)
+    assert "tick_000039; the journal holds the samples and rewards of 3 ticks beyond\n" in journaled
+    assert what_is_saved(RUN, None, 7, 100, journaled=True) == (
+        "no checkpoint of this run was finished, the journal holds the samples and rewards of 7 ticks: "
+        "llamarl train --resume '/runs/my run'"
+    )
     nothing = what_is_saved(RUN, None, 1, 100)
     assert "no checkpoint of this run was finished" in nothing and "1 tick that" in nothing and "--resume" in nothing
 
@@ -35,10 +41,10 @@ def test_a_new_run_is_told_to_begin_with_a_policy_that_is_there(tmp_path: Path) 
 
 def test_who_resumes_is_told_what_is_done_again() -> None:
     assert done_again(RUN, 40, 43, latest=False) == (
-        "/runs/my run goes on after 40 ticks; 3 ticks beyond are done again: their rows, rollouts and trace give way to the "
+        "/runs/my run goes on at tick 40; 3 ticks beyond are done again: their rows, rollouts and trace give way to the "
         "same ones"
     )
-    assert done_again(RUN, 40, 40, latest=False) == "/runs/my run goes on after 40 ticks"
+    assert done_again(RUN, 40, 40, latest=False) == "/runs/my run goes on at tick 40"
     assert "all of its 7 ticks are done again" in done_again(RUN, 0, 7, latest=False)
     assert "other ones" in done_again(RUN, 40, 41, latest=True)
 

@@ -69,7 +69,7 @@ def test_a_line_sums_up_its_rows() -> None:
     names = "tick reward stale no-signal ratio-clip length cut tokens/s s/tick failed generator trainer left"
     assert heading == names.split()
     assert [v.strip() for v in values if v.strip()] == [
-        "4", "0.625", "1.0 / 3", "50 %", "–", "–", "75 %", "1,234", "2.00", "2", "10 %", "50 %", "0:12",
+        "3", "0.625", "1.0 / 3", "50 %", "–", "–", "75 %", "1,234", "2.00", "2", "10 %", "50 %", "0:12",
     ]  # fmt: skip
     assert len(lines[-1]) == len(lines[-2])
 
@@ -200,8 +200,8 @@ def test_a_plain_run_reads_from_head_to_end() -> None:
     assert "  generator   1 rank × 1 thread on cpu      8 x 8 samples" in lines
     assert "  trainer     2 ranks × 4 threads on cuda" in lines
     assert "  trainer ══weights, 2 ticks later══▶ generator" in lines
-    rows = [line.split()[0] for line in lines if line.split() and line.split()[0] in ("2", "4")]
-    assert rows == ["2", "4"]
+    rows = [line.split()[0] for line in lines if line.split() and line.split()[0] in ("0", "1", "2", "3")]
+    assert rows == ["0", "2", "3"]  # each sums up what came since the one before
     assert "  a remark" in lines
     assert "done · 4 ticks in 0:08" in lines
     assert any(line.split() == ["accuracy", "0.400", "→", "0.700,", "held", "out"] for line in lines)
@@ -219,7 +219,7 @@ def test_rows_that_await_their_line_are_shown_when_a_run_stops_early() -> None:
     summary.stopped = "by an error"
     reporter.finish(summary)
     assert "stopped by an error · 1 tick in 0:02" in out.getvalue()
-    assert any(line.split()[:2] == ["1", "0.000"] for line in out.getvalue().splitlines())
+    assert any(line.split()[:2] == ["0", "0.000"] for line in out.getvalue().splitlines())
 
 
 def test_the_live_display_shows_lanes_and_keeps_evaluations() -> None:
