@@ -114,8 +114,9 @@ def launch(config: RunConfig, *, dry_run: bool, every_key: bool) -> None:
     """Start a new run, or print what it would be."""
     if not dry_run:
         start_fork_servers(config)
-    from llamarl.controller.prepare import plan_run, with_num_ticks
+    from llamarl.controller.prepare import plan_run
     from llamarl.controller.run import start_run
+    from llamarl.controller.settle import with_num_ticks
 
     if dry_run:
         config = with_num_ticks(config)

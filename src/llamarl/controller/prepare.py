@@ -7,13 +7,12 @@ recipe ─▶ preflight (paths, data, first prompts) ─▶ graph ─▶ placeme
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, changed_keys, to_plain, validate
+from llamarl.config import RunConfig, changed_keys, to_plain
 from llamarl.controller.graph import Graph
 from llamarl.controller.job_hosts import JobHosts, open_hosts
 from llamarl.controller.notices import replica_table
@@ -29,17 +28,15 @@ from llamarl.controller.preflight import (
     check_reward,
     check_reward_models,
 )
-from llamarl.controller.run_models import local, pinned
+from llamarl.controller.run_models import local
+from llamarl.controller.settle import Machine, settle_on, settle_recipe
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.environments.code import warning_of_boxes
-from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.precision import resolved_precisions
-from llamarl.plural import plural
 from llamarl.reading import user_path
-from llamarl.roles import present_roles, with_settings
+from llamarl.roles import present_roles
 from llamarl.runtime.host_placement import why_no_room
 from llamarl.runtime.placement import Placement, place
 from llamarl.trainer.config import TrainerConfig
@@ -50,11 +47,9 @@ __all__ = [
     "absolute_dir",
     "describe_plan",
     "description",
-    "fix_end_of_decay",
     "join_network",
     "plan_run",
     "prepare",
-    "with_num_ticks",
 ]
 
 
@@ -132,8 +127,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     """
     if warning := warning_of_boxes(config.task):
         print(warning, file=sys.stderr)
-    config = with_num_ticks(config)
-    recorded = pinned(fix_end_of_decay(config, config))
+    recorded = settle_recipe(config)
     config = local(recorded)
     check_models(config)
     check_reward_models(config)
@@ -146,10 +140,8 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
             "give task.eval_data",
             file=sys.stderr,
         )
-        config, recorded = (
-            dataclasses.replace(one, evaluation=dataclasses.replace(one.evaluation, every=0))
-            for one in (config, recorded)
-        )
+        recorded = dataclasses.replace(recorded, evaluation=dataclasses.replace(recorded.evaluation, every=0))
+        config = local(recorded)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
     hosts = open_hosts(config, begun)
@@ -174,21 +166,8 @@ def _place_executors(
         placement = place(graph.executors, cores=config.run.cores or None, colocated=colocated)
     else:
         placement = hosts.place(graph.executors, colocated)
-    settled = {spec.name: spec for spec in placement.executors}
-    used = {
-        role.name: {"threads": settled[role.name].threads, "device": _device_kind(settled[role.name].device)}
-        for role in present_roles(config)
-        if role.section
-    }
-    config, recorded = with_settings(config, used), with_settings(recorded, used)
-    processor = hosts.facts["processor"] if hosts is not None else ""
-    precisions = resolved_precisions(config, processor)
-    config, recorded = with_settings(config, precisions), with_settings(recorded, precisions)
-    if config.lora.rank and not config.lora.targets:
-        from llamarl.models.adapters import with_targets
-
-        lora = with_targets(config.lora, folder)
-        config, recorded = dataclasses.replace(config, lora=lora), dataclasses.replace(recorded, lora=lora)
+    recorded = settle_on(recorded, Machine(placement.executors, hosts.facts["processor"] if hosts is not None else ""))
+    config = local(recorded)
     try:
         _raise_all(
             lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
@@ -241,46 +220,6 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
                     f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
                     "both must read the same tokens"
                 )
-
-
-def _device_kind(device: str) -> str:
-    return "cuda" if device.startswith("cuda") else "cpu"
-
-
-def with_num_ticks(config: RunConfig) -> RunConfig:
-    """``run.epochs`` as ``run.num_ticks``.
-
-    Raises:
-        ConfigError: The task makes its questions itself, so that no pass over them ends.
-    """
-    if not config.run.epochs:
-        return config
-    tasks = list(config.task.tasks.values()) or [config.task]
-    sizes = [make_task(task, config.run.seed).num_items("train") for task in tasks]
-    if None in sizes:
-        raise ConfigError.at(
-            "run.epochs", "has no meaning for a task that makes its questions itself: set run.num_ticks"
-        )
-    items = sum(size or 0 for size in sizes)
-    num_ticks = math.ceil(config.run.epochs * items / config.groups_per_tick)
-    print(
-        f"run.epochs {config.run.epochs:g} over {plural(items, 'question')}, {config.groups_per_tick} a tick: "
-        f"{plural(num_ticks, 'tick')}",
-        file=sys.stderr,
-    )
-    plain = to_plain(config)
-    plain["run"] |= {"num_ticks": num_ticks, "epochs": 0}
-    return validate(plain)
-
-
-def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
-    """A falling rate whose end ``config`` leaves open ends where that of ``begun`` does, or with
-    the run that it describes."""
-    optimizer = config.optimizer
-    if optimizer.schedule == "constant" or optimizer.decay_ticks:
-        return config
-    ends = begun.optimizer.decay_ticks or begun.run.num_ticks
-    return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, decay_ticks=ends))
 
 
 def _tell_of_micro_batches(config: RunConfig, folder: Path) -> None:

@@ -29,7 +29,6 @@ from llamarl.controller.prepare import (
     Prepared,
     absolute_dir,
     describe_plan,
-    fix_end_of_decay,
     join_network,
     prepare,
 )
@@ -38,6 +37,7 @@ from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_i
 from llamarl.controller.run_models import fetch_weights, refuse_other_models
 from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
+from llamarl.controller.settle import fix_end_of_decay
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve, source_file
 from llamarl.models.exported import why_incomplete

@@ -30,7 +30,6 @@ __all__ = [
     "num_parameters",
     "resolve_precision",
     "resolve_dtype",
-    "resolved_precisions",
     "torch_dtype",
 ]
 
@@ -46,17 +45,12 @@ def resolve_precision(config: RunConfig, processor: str = "") -> RunConfig:
         config: With models as folders, or with names that can be resolved to such.
         processor: As for ``resolve_dtype``.
     """
-    return with_settings(config, resolved_precisions(config, processor))
-
-
-def resolved_precisions(config: RunConfig, processor: str = "") -> dict[str, dict[str, Any]]:
-    """Role -> what ``resolve_precision`` changes in its section."""
     changes = {
         role.name: _resolved(role, config, processor)
         for role in present_roles(config)
         if role.model is not None and role.model.uses(config)
     }
-    return {name: change for name, change in changes.items() if change}
+    return with_settings(config, {name: change for name, change in changes.items() if change})
 
 
 def _resolved(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:

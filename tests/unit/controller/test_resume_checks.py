@@ -18,6 +18,7 @@ from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config
 from llamarl.controller import prepare, resume, run
 from llamarl.controller.preflight import find_without_effect
+from llamarl.controller.settle import fix_end_of_decay
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.runtime.journal import Resumed
@@ -184,10 +185,10 @@ def test_what_several_checks_find_is_told_at_once() -> None:
 
 def test_a_falling_rate_keeps_its_end_through_a_second_prolonging() -> None:
     asked = config(Path("run"), lr=1e-4)
-    begun = prepare.fix_end_of_decay(asked, asked)
+    begun = fix_end_of_decay(asked, asked)
     for num_ticks in (200, 300):
         longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
-        begun = prepare.fix_end_of_decay(longer, begun)
+        begun = fix_end_of_decay(longer, begun)
         assert begun.optimizer.decay_ticks == 100
 
 

@@ -8,8 +8,9 @@ from llamarl import roles
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config, validate
 from llamarl.controller.preflight import check_models, find_missing
-from llamarl.controller.prepare import fix_end_of_decay, prepare
+from llamarl.controller.prepare import prepare
 from llamarl.controller.settings import RESHARDABLE
+from llamarl.controller.settle import fix_end_of_decay
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.errors import ModelError
 from llamarl.executors.base import BaseExecutor, ExecutorContext

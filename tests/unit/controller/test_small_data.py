@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import load_config
-from llamarl.controller.prepare import prepare, with_num_ticks
+from llamarl.controller.prepare import prepare
+from llamarl.controller.settle import with_num_ticks
 from llamarl.errors import ConfigError
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
