@@ -43,7 +43,7 @@ from llamarl.other_names import our_name
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
 from llamarl.runtime.config import HostsConfig
-from llamarl.shipped import find_recipe, shipped_recipes
+from llamarl.shipped import find_recipe, shipped_recipes, with_paths_from
 from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
 from llamarl.tick_shares import Dealing, smallest_quota
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
@@ -69,6 +69,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 """Words of the command line, ``--a.b value``, or dotted key -> value."""
 
 _MAX_TICKS = 1_000_000
+_RUN_ID = ".run_id"
+"""Lies beside the recipe of a run (``checkpoint.run_identity``)."""
 """Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
 
 
@@ -595,6 +597,10 @@ def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[
             if str(path).endswith((".yaml", ".yml", ".json")):
                 own = "; a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one"
             raise ConfigError(f"recipe {error}{own}") from error
+        if (
+            path.parent != Path() and not (path.parent / _RUN_ID).exists()
+        ):  # a run's own says them as seen from where it was started
+            raw = with_paths_from(path.parent, raw)
     return _merge(_one_task_section(raw), given)
 
 

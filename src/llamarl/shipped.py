@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llamarl.errors import ConfigError
 
-__all__ = ["find_recipe", "shipped_or_path", "shipped_recipes"]
+__all__ = ["find_recipe", "shipped_or_path", "shipped_recipes", "with_paths_from"]
 
 _FOLDER = Path(__file__).resolve().parent / "recipes"
+_MAY_BE_FOLDERS = ("path", "data", "eval_data")
 
 
 def shipped_recipes() -> dict[str, str]:
@@ -43,6 +47,24 @@ def shipped_or_path(text: str) -> str:
     """What a command takes that reads other things than recipes too: the name of one that ships is
     its file, the rest stays."""
     return os.fspath(find_recipe(text)) if text in shipped_recipes() else text
+
+
+def with_paths_from(folder: Path, settings: Any, key: str = "") -> Any:
+    """Settings of a recipe in ``folder``, with the files that they name beside it (``FILE`` or ``FILE.py:NAME``; of
+    models and data also folders) as seen from the working directory. What is not there stays: the name of
+    something else, or a path that counts from the working directory."""
+    if isinstance(settings, Mapping):
+        return {name: with_paths_from(folder, value, name) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [with_paths_from(folder, value, key) for value in settings]
+    if not isinstance(settings, str) or not settings:
+        return settings
+    kind, file, name = "", settings, ""
+    if found := re.fullmatch(r"(\w+:)?(.+\.py)(:[\w.]+)", settings):
+        kind, file, name = found[1] or "", found[2], found[3]
+    beside = os.path.join(folder, file)
+    is_meant = "." in file and os.path.isfile(beside) or key in _MAY_BE_FOLDERS and os.path.isdir(beside)
+    return f"{kind}{beside}{name}" if is_meant else settings
 
 
 def _first_comment(path: Path) -> str:

@@ -15,6 +15,7 @@ from llamarl.config import (
     field_help,
     known_keys,
     load_config,
+    read_settings,
     save_config,
     validate,
 )
@@ -369,3 +370,38 @@ def test_changed_keys_are_those_that_are_not_at_their_defaults() -> None:
     assert num_default > 100 and {} not in changed.values()
     flat = {f"{section}.{key}": value for section, table in changed.items() for key, value in table.items()}
     assert load_config(None, flat) == config  # nothing that says something else was left out
+
+
+def test_files_that_a_recipe_names_lie_beside_it_and_those_of_the_command_line_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my task")
+    (folder / "model").mkdir(parents=True)
+    for name in ("q.jsonl", "r.py", "tools.py", "steps", "recipe.toml"):
+        (folder / name).touch()
+    (tmp_path / "here.jsonl").touch()
+    text = """
+        model.path = "model"
+        algorithm.name = "r.py:loss"
+        observability.sinks = ["r.py:Sink", "package.module:Sink"]
+        task = [
+            { name = "function", data = "q.jsonl", rewards = [{ function = "r.py:score" }, { function = "s.py:score" }] },
+            { name = "steps", environment = "in_text:tools.py:tools" },
+            { name = "math", data = "org/name", eval_data = "here.jsonl" },
+        ]
+    """
+    (folder / "recipe.toml").write_text(text)
+    found = read_settings(folder / "recipe.toml")
+    assert found["model"]["path"] == "my task/model" and found["algorithm"]["name"] == "my task/r.py:loss"
+    assert found["observability"]["sinks"] == ["my task/r.py:Sink", "package.module:Sink"]
+    first, second, third = found["task"]["mixture"]
+    assert first["data"] == "my task/q.jsonl"
+    assert first["rewards"] == [{"function": "my task/r.py:score"}, {"function": "s.py:score"}]
+    assert (second["name"], second["environment"]) == ("steps", "in_text:my task/tools.py:tools")
+    assert (third["data"], third["eval_data"]) == ("org/name", "here.jsonl")
+    assert read_settings(folder / "recipe.toml", ["--model.path", "model"])["model"]["path"] == "model"
+    monkeypatch.chdir(folder)
+    assert read_settings("recipe.toml")["model"]["path"] == "model"
+    Path(".run_id").touch()  # what a run has written down counts from where it was started
+    assert read_settings(Path.cwd() / "recipe.toml")["model"]["path"] == "model"

@@ -24,7 +24,7 @@ _NUM_QUESTIONS = 400
 
 _RECIPE = """\
 # A task of your own: questions in {folder}/questions.jsonl, judged by {folder}/reward.py.
-# Paths are as seen from the folder where you run: llamarl train {folder}/recipe.toml
+# Paths are as seen from this file; on the command line, from where you are: llamarl train {folder}/recipe.toml
 # Every key: llamarl --help keys
 
 [run]
@@ -36,8 +36,8 @@ path = "bundled:tiny"  # your own: the folder of a Hugging Face model, or an id 
 
 [task]
 name = "function"
-data = {data}  # a share of its questions is held out for evaluation
-reward = {reward}
+data = "questions.jsonl"  # a share of its questions is held out for evaluation
+reward = "reward.py:score"
 
 [schedule]
 prompts_per_step = 16  # prompts a tick
@@ -117,8 +117,6 @@ def run(args: argparse.Namespace) -> int:
         "recipe.toml": _RECIPE.format(
             folder=folder,
             run_dir=json.dumps(f"runs/{folder.resolve().name}", ensure_ascii=False),
-            data=json.dumps(str(folder / "questions.jsonl"), ensure_ascii=False),
-            reward=json.dumps(f"{folder / 'reward.py'}:score", ensure_ascii=False),
         ),
         "questions.jsonl": "".join(json.dumps(question) + "\n" for question in _questions()),
         "reward.py": _REWARD,
