@@ -56,6 +56,11 @@ class TokenBatch:
     """Of the policy at each token, nats, [T]; has a gradient where ``algorithm.entropy_coef`` is not 0."""
     reference_logprobs: Tensor | None = None
     """log-probs under the reference model, nats, [T]; None where the job has none."""
+    rewards: Tensor | None = None
+    """Of each response, as its group's baseline sees it, [S]."""
+    group_ids: Tensor | None = None
+    """Of each response, [S] int64: those with one number answer one prompt. A group may lie in several micro-batches,
+    of which a loss sees one at a time: what needs the whole group is an advantage (``algorithm.advantage``)."""
 
     @property
     def log_ratio(self) -> Tensor:

@@ -83,5 +83,5 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the environment holds; called once, also after a failure."""
+        """Give back what the environment holds; called once, also after a failure. One of your own may do without."""
         ...

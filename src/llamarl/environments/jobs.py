@@ -156,9 +156,10 @@ class Player:
 
 
 def close_quietly(environment: Environment) -> None:
-    """Close; what that raises is printed, and fails nothing, since every answer has been had."""
+    """Close what can be; what that raises is printed, and fails nothing, since every answer has been had."""
     try:
-        environment.close()
+        if callable(close := getattr(environment, "close", None)):
+            close()
     except Exception:  # the user's code may raise anything
         traceback.print_exc()
 

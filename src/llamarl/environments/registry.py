@@ -133,13 +133,13 @@ def _own(name: str, make: Callable[..., Any], /, **options: Any) -> Environment:
     made = make(**options)
     try:
         inspect.signature(made.reset).bind(item=None, seed=0)
-        complete = callable(made.step) and callable(made.close)
+        complete = callable(made.step)
     except (TypeError, ValueError, AttributeError):
         complete = False
     if not complete:
         shapes = ", ".join(KINDS[kind].written for kind in OWN_CODE)
         raise TypeError(
-            f"{name} is no environment: it needs reset(item, seed), step(reply) and close(). One of another shape is named "
+            f"{name} is no environment: it needs reset(item, seed) and step(reply), and may have close(). One of another shape is named "
             f"with its kind: {shapes}"
         )
     return cast(Environment, made)

@@ -58,6 +58,8 @@ class TrainingSequence:
     policy_versions: npt.NDArray[np.int64]
     """[T]; empty where no version of the policy sampled them, but another model."""
     advantage: float
+    reward: float = 0.0
+    """Of the response, as its group's baseline sees it."""
     group: int
     """Index of its group among this rank's."""
     sample: int = 0
@@ -136,6 +138,10 @@ class Microbatch:
     sequence_ids: Tensor
     """[T] int64, 0 .. S - 1."""
     num_sequences: int
+    rewards: Tensor | None = None
+    """[S] float32."""
+    group_ids: Tensor | None = None
+    """[S] int64: the group of each sequence, among this rank's."""
     reference_logprobs: Tensor | None = None
     """[T] float32; None where there is no reference."""
     experts: Tensor | None = None
@@ -171,10 +177,11 @@ def make_sequences(
     sequences = []
     for index, advantages in enumerate(compute_advantages(rewards, config, sum_over_ranks)):
         group = groups[index]
-        for response, advantage in zip(group.responses, advantages, strict=True):
+        for response, advantage, reward in zip(group.responses, advantages, rewards[index], strict=True):
             if trainable(response, config):
                 of_tokens = token_advantages(response, float(advantage), config)
-                sequences.append(training_sequence(group, response, float(advantage), index, of_tokens))
+                one = training_sequence(group, response, float(advantage), index, of_tokens)
+                sequences.append(dataclasses.replace(one, reward=float(reward)))
     if config.has_critic and config.gae_normalize:
         normal = standardize([s.token_advantages for s in sequences if s.token_advantages is not None], sum_over_ranks)
         sequences = [
@@ -258,6 +265,8 @@ def make_microbatch(
         weights=tensor(per_token(weights), torch.float32),
         sequence_ids=tensor(per_token(range(len(sequences))), torch.int64),
         num_sequences=len(sequences),
+        rewards=tensor([np.array([s.reward for s in sequences])], torch.float32),
+        group_ids=tensor([np.array([s.group for s in sequences])], torch.int64),
         reference_logprobs=_reference_logprobs(sequences, device),
         experts=tensor(of_rows, torch.int16) if of_rows else None,
     )

@@ -49,6 +49,8 @@ def microbatch_loss(
         proximal_logprobs=microbatch.proximal_logprobs,
         entropy=entropy,
         reference_logprobs=microbatch.reference_logprobs,
+        rewards=microbatch.rewards,
+        group_ids=microbatch.group_ids,
     )
     terms = loss_of(batch, algorithm)
     losses, sums = terms.losses, {}

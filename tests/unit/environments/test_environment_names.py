@@ -9,6 +9,7 @@ from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.games.second_try import SecondTry
+from llamarl.environments.jobs import close_quietly
 from llamarl.environments.registry import BUILT_IN, KINDS, check_environment, make_environment
 from llamarl.errors import DataError
 
@@ -131,12 +132,19 @@ def test_checking_does_not_run_the_users_file(tmp_path: Path) -> None:
     check_environment(f"{file}:Game", {})
 
 
+def test_an_environment_of_ones_own_needs_no_close(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "game.py"
+    file.write_text("class Game:\n    def reset(self, item, seed): ...\n    def step(self, reply): ...\n")
+    close_quietly(make_environment(f"{file}:Game", {}))
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", ["Nothing", "Tools"])
 def test_a_class_of_another_shape_is_refused_with_the_kinds_that_there_are(own: str, name: str) -> None:
     with pytest.raises(DataError) as caught:
         make_environment(f"{own}:{name}", {})
     told = str(caught.value)
-    assert "needs reset(item, seed), step(reply) and close()" in told
+    assert "needs reset(item, seed) and step(reply), and may have close()" in told
     assert "agent:my_agent.py:function, trl:my_shop.py:Class, gem:my_gym.py:Class" in told
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from training_fixtures import make_response
 
+from llamarl.algorithms.base import TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences, token_weight
+from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Failure, Group, Prompt, Score
 
@@ -79,6 +81,28 @@ def test_a_microbatch_lays_sequences_end_to_end() -> None:
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5]
     assert batch.weights.tolist() == [0.25, 0.25, 0.5]
     assert batch.sequence_ids.tolist() == [0, 0, 1]
+
+
+def test_a_loss_sees_reward_and_group_of_each_response() -> None:
+    first = _group(make_response(0, 0, [20, 21], Score(value=2.0)), make_response(0, 1, [30], Score(value=0.5)))
+    failed = _group(
+        make_response(1, 0, [40], Failure(kind="x", detail="")), make_response(1, 1, [50], Score(value=3.0))
+    )
+    sequences = make_sequences([first, failed], AlgorithmConfig(overlong_buffer=1, overlong_limit=2))
+    microbatch = make_microbatch(sequences, [1.0] * 3, torch.device("cpu"))
+    seen: list[TokenBatch] = []
+
+    def loss(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+        seen.append(batch)
+        return TokenLosses(losses=batch.policy_logprobs, clipped=torch.zeros(4, dtype=torch.bool))
+
+    zeros = torch.zeros(4)
+    microbatch_loss(loss, zeros, zeros, microbatch, AlgorithmConfig(), has_reference=False)
+    (batch,) = seen
+    assert batch.rewards is not None and batch.group_ids is not None
+    assert batch.rewards.tolist() == [1.0, 0.5, 3.0]  # the first is as long as may be, and fined 1
+    assert batch.rewards[batch.sequence_ids].tolist() == [1.0, 1.0, 0.5, 3.0]
+    assert batch.group_ids.tolist() == [0, 0, 1]
 
 
 def test_an_empty_microbatch_still_runs_and_trains_nothing() -> None:
