@@ -40,7 +40,7 @@ JOB = JobDescription(
             version_bytes=2_500_000.0,
         ),
     ),
-    facts={"model": "made"},
+    facts={"model": "made, 7 million parameters", "learning rate": "0.0002, constant"},
 )
 
 Outcome = float | Failure
@@ -61,6 +61,8 @@ class MadeRun:
     """Of an episode; the tokens between them are the environment's."""
     prompt: Callable[[int, int], str] = lambda tick, group: f"question {tick * 10 + group}"
     answer: str | None = "42"
+    accuracy: Callable[[int], float | None] = lambda tick: None
+    """What the evaluation that ended in a tick found; None: none did."""
     settings: dict[str, str] = field(default_factory=dict)
     job: JobDescription | None = JOB
     overhead_s: float = 0.0
@@ -134,6 +136,8 @@ class MadeRun:
         failed = sum(r.num_sampled for r in responses if isinstance(r.outcome, Failure))
         late = [tick - int(v) for r in responses if isinstance(r.outcome, Score) for v in r.policy_versions if v >= 0]
         silent = sum(len({r.outcome.value for r in g.responses if isinstance(r.outcome, Score)}) <= 1 for g in groups)
+        accuracy = self.accuracy(tick)
+        evaluated = {} if accuracy is None else {"eval/accuracy": accuracy, "eval/policy_version": tick}
         return {
             "generator": {
                 "samples/delivered": len(responses),
@@ -159,6 +163,7 @@ class MadeRun:
                 "mismatch/kl": 0.001,
                 "ratio/clipped_fraction": 0.01,
                 "grad_norm": float(silent < len(groups)),
+                **evaluated,
             },
         }
 

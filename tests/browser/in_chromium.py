@@ -27,6 +27,27 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+CUT = r"""() => {
+  const said = (e) => `${e.tagName} ${e.getAttribute("class") || ""} “${e.textContent.trim().slice(0, 60)}”`, cut = [];
+  for (const e of document.body.querySelectorAll("*")) {
+    if (e.closest("script, style, select, svg, .skip") || !e.textContent.trim() || !e.clientWidth) continue;
+    if (e.scrollWidth > e.clientWidth + 1) cut.push(`${said(e)}: ${e.scrollWidth} px in ${e.clientWidth}`);
+  }
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), range = document.createRange();
+  while (texts.nextNode()) {
+    const e = texts.currentNode.parentElement;
+    if (!texts.currentNode.data.trim() || e.closest("script, style, select, .skip")) continue;
+    const room = (e.closest(".chart") || document.documentElement).getBoundingClientRect();
+    range.selectNodeContents(texts.currentNode);
+    for (const at of range.getClientRects())
+      if (at.width && (at.left < room.left - 1 || at.right > room.right + 1))
+        cut.push(`${said(e)}: ${at.left} to ${at.right} in ${room.left} to ${room.right}`);
+  }
+  return cut;
+}"""
+"""Elements that are wider than their room, and text of the page or of a chart that reaches out of it."""
+
+
 class Page:
     """One open page, whose errors fail the test."""
 
@@ -48,6 +69,18 @@ class Page:
 
     def text(self, selector: str = "main") -> str:
         return " ".join(self.page.inner_text(selector).replace("\u202f", " ").split())
+
+    def cut_text(self) -> list[str]:
+        """Text of this view that is not seen whole at the page's width, every chart drawn."""
+        size = self.page.viewport_size
+        for _ in range(2):  # charts are drawn once they are in sight, and bring their legends
+            height = self.page.evaluate("document.documentElement.scrollHeight")
+            self.page.set_viewport_size({**size, "height": height})
+            for chart in self.page.locator(".chart").all():
+                chart.and_(self.page.locator("[data-drawn]")).wait_for(timeout=30_000)
+        cut: list[str] = self.page.evaluate(CUT)
+        self.page.set_viewport_size(size)
+        return cut
 
     def rows(self, heading: str) -> list[list[str]]:
         """Cells of the table in the panel of that heading."""

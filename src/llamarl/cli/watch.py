@@ -16,6 +16,7 @@ ssh -L 8765:127.0.0.1:8765 HOST; or, on a network whose users may read along (th
 only read, never touched.
 
   llamarl watch runs/tiny                  prints the address to open; Ctrl-C ends it
+  llamarl watch runs                       the runs in a folder, also those that begin later
   llamarl watch runs/a runs/b --port 8765  runs side by side, at a port that stays
 
 The page looks for news every few seconds, and keeps the view, the scroll position and what you are typing."""

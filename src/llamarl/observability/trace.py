@@ -206,8 +206,6 @@ class Trace:
     """Executor -> its ticks, in order."""
     spans: dict[str, list[Slice]] = field(default_factory=dict)
     """Executor -> what its ticks spent their time on."""
-    controller_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Executor -> tick -> bytes that went through the controller."""
     resumed: tuple[tuple[int, float], ...] = ()
     """(last tick kept, second) of each resume."""
 
@@ -217,7 +215,6 @@ def read_trace(path: Path) -> Trace:
     names: dict[int, str] = {}
     ticks: dict[int, dict[int, Slice]] = {}
     spans: dict[int, list[Slice]] = {}
-    through: dict[int, dict[int, float]] = {}
     resumed: list[tuple[int, float]] = []
     for event in _events(path):
         try:
@@ -229,8 +226,6 @@ def read_trace(path: Path) -> Trace:
                 found = Slice(int(args["tick"]), start_s, start_s + event["dur"] / 1e6, str(event["name"]))
                 if event.get("cat") == "tick":
                     ticks.setdefault(lane, {})[found.tick] = found
-                    if "controller/bytes" in args:
-                        through.setdefault(lane, {})[found.tick] = float(args["controller/bytes"])
                 else:
                     spans.setdefault(lane, []).append(found)
             elif kind == "i" and str(event["name"]).startswith("resumed"):
@@ -241,6 +236,5 @@ def read_trace(path: Path) -> Trace:
         lanes=tuple(names[lane] for lane in sorted(names)),
         ticks={names[lane]: [found[t] for t in sorted(found)] for lane, found in ticks.items() if lane in names},
         spans={names[lane]: found for lane, found in spans.items() if lane in names},
-        controller_bytes={names[lane]: found for lane, found in through.items() if lane in names},
         resumed=tuple(resumed),
     )

@@ -29,6 +29,7 @@ _SCRIPTS = (
     "dom.js",
     "data.js",
     "charts.js",
+    "views/runs.js",
     "views/summary.js",
     "views/timeline.js",
     "views/curves.js",
@@ -39,7 +40,6 @@ _SCRIPTS = (
     "views/prompts.js",
     "views/staleness.js",
     "views/ledger.js",
-    "views/handover.js",
     "views/config.js",
     "app.js",
 )

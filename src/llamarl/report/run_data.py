@@ -47,11 +47,6 @@ _FACTS = {
     "task": "task.name",
     "algorithm": "algorithm.name",
     "max_staleness": "schedule.max_staleness",
-    "group_size": "generator.group_size",
-    "prompts_per_step": "schedule.prompts_per_step",
-    "rho": "algorithm.rho",
-    "max_new_tokens": "generator.sampling.max_new_tokens",
-    "temperature": "generator.sampling.temperature",
 }
 """Name on the page -> key of the configuration."""
 
@@ -76,9 +71,7 @@ class RunReader:
         blocks = {
             "metrics": encode_block(metrics_columns(files.rows)),
             "timeline": encode_block(timeline_columns(files.trace, channels_of(files.job))),
-            "config": encode_block(
-                {"config": files.config, "job": files.job, "through_controller": files.trace.controller_bytes}
-            ),
+            "config": encode_block({"config": files.config, "job": files.job}),
         }
         numbers = encode_block(index_columns(indexes, {}))
         room = max_bytes - len(numbers) - sum(map(len, blocks.values()))
@@ -153,6 +146,7 @@ class RunReader:
             max_new_tokens=files.setting("generator.sampling.max_new_tokens"),
             reward=str(files.setting("task.reward") or ""),
         )
+        held_out = _held_out(totals)
         responses = sum(len(index.reward) for index in indexes)
         with_text = 0
         for index in indexes:
@@ -166,13 +160,15 @@ class RunReader:
             "num_ticks": files.num_ticks,
             "missing": list(files.missing),
             "window": WINDOW,
+            "got_worse": totals.got_worse,
             "findings": [{**asdict(f), "title": f.title, "view": f.view} for f in findings],
             "totals": {
                 "wall_s": totals.wall_s,
                 "first_reward": totals.first.get("reward/mean"),
                 "last_reward": totals.last.get("reward/mean"),
-                "first_accuracy": totals.first.get("eval/accuracy"),
-                "last_accuracy": totals.last.get("eval/accuracy"),
+                "held_out": held_out,
+                "first_held_out": totals.first.get(held_out),
+                "last_held_out": totals.last.get(held_out),
                 "tokens_generated": totals.tokens_generated,
                 "staleness_mean": totals.staleness_mean,
                 "staleness_max": totals.staleness_max,
@@ -181,7 +177,15 @@ class RunReader:
             "facts": {name: files.setting(key) for name, key in _FACTS.items()},
             "responses": responses,
             "responses_with_text": with_text,
+            "last_tick_with_text": max(chosen, default=None),
         }
+
+
+def _held_out(totals: RunSummary) -> str:
+    """The key that says how good the policy is on what it was not trained on."""
+    if "eval/loss" in totals.last:
+        return "eval/loss"
+    return "eval/reward_mean" if totals.is_graded else "eval/accuracy"
 
 
 def _trained(run_dir: Path, tick: int) -> dict[tuple[int, int], TrainedResponse]:

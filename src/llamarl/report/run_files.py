@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.job_description import JOB_FILE
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
@@ -21,7 +22,10 @@ from llamarl.observability.trace import TRACE_FILE, Trace, read_trace
 from llamarl.observability.warning_log import read_warnings
 from llamarl.reading import read_object, read_toml, refuse_pipes, user_path
 
-__all__ = ["RunFiles", "open_run", "read_run"]
+__all__ = ["MAX_RUNS", "RunFiles", "open_run", "read_run", "runs_of", "title_of"]
+
+MAX_RUNS = 16
+"""On one page."""
 
 _CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
@@ -61,23 +65,59 @@ class RunFiles:
 
 
 def open_run(named: str) -> Path:
-    """The folder that a user named.
+    """The folder that a user named: of a run, or of runs.
 
     Raises:
-        ConfigError: It is not there, or holds no run.
+        ConfigError: It is not there, or holds neither.
         FileError: A pipe or a device in it.
     """
     path = user_path(named, "RUN")
     if not path.exists():
-        raise ConfigError(f"no folder {path}: give the folder of a run (its run.dir)")
+        raise ConfigError(f"no folder {path}: give the folder of a run (its run.dir), or of runs")
     if not path.is_dir():
-        raise ConfigError(f"{path} is a file, expected the folder of a run (its run.dir)")
-    if not any((path / mark).exists() for mark in _MARKS):
-        inside = sorted(child.parent for child in path.glob(f"*/{_CONFIG_FILE}"))
-        hint = f"; it has runs inside: {', '.join(map(str, inside[:4]))}" if inside else ""
-        raise ConfigError(f"{path} holds no run (none of {', '.join(_MARKS)}){hint}: give the folder of a run")
-    refuse_pipes(path)
+        raise ConfigError(f"{path} is a file, expected the folder of a run (its run.dir), or of runs")
+    found = runs_of([path])
+    if not found:
+        raise ConfigError(f"{path} holds no run (none of {', '.join(_MARKS)}), and no folder in it does")
+    for run in found:
+        refuse_pipes(run)
     return path
+
+
+def runs_of(opened: Sequence[Path]) -> list[Path]:
+    """The runs on a page: those opened, and of each folder of runs the newest ``MAX_RUNS``, the oldest first."""
+    return [run for path in opened for run in ([path] if _is_run(path) else _runs_inside(path)[-MAX_RUNS:])]
+
+
+def title_of(opened: Sequence[Path]) -> str:
+    """Names of what was opened, for people; says where runs of a folder are left out."""
+    names = []
+    for path in opened:
+        inside = 0 if _is_run(path) else len(_runs_inside(path))
+        left_out = f" (the newest {MAX_RUNS} of {inside} runs)" if inside > MAX_RUNS else ""
+        names.append(path.resolve().name + left_out)
+    return ", ".join(names)
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / mark).exists() for mark in _MARKS)
+
+
+def _runs_inside(path: Path) -> list[Path]:
+    """By when they began.
+
+    Raises:
+        FileError: The folder cannot be read.
+    """
+
+    def began(run: Path) -> tuple[float, str]:
+        config = run / _CONFIG_FILE
+        return config.stat().st_mtime if config.exists() else 0.0, run.name
+
+    try:
+        return sorted((child for child in path.iterdir() if child.is_dir() and _is_run(child)), key=began)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def read_run(path: Path) -> RunFiles:

@@ -30,6 +30,7 @@ from llamarl.bounded_server import REQUEST_S, BoundedServer
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.report.page import charting_script, make_page, numbered
 from llamarl.report.run_data import RunReader
+from llamarl.report.run_files import MAX_RUNS, runs_of, title_of
 
 __all__ = ["READ_EVERY_S", "WatchServer", "WatchedRuns", "make_server"]
 
@@ -39,11 +40,13 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 class WatchedRuns:
-    """Blocks of some runs, at most ``READ_EVERY_S`` old. Used by several threads."""
+    """Blocks of some runs, and of those that begin in a folder of runs, at most ``READ_EVERY_S`` old.
+    Used by several threads."""
 
     def __init__(self, paths: Sequence[Path], max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.title = ", ".join(path.resolve().name for path in paths)
-        self._readers = [RunReader(path) for path in paths]
+        self.title = title_of(paths)
+        self._paths = paths
+        self._readers = {path: RunReader(path) for path in runs_of(paths)}
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -59,9 +62,10 @@ class WatchedRuns:
         with self._lock:
             now = self._clock()
             if self._read_at_s is None or now - self._read_at_s >= READ_EVERY_S:
-                self._blocks = numbered(
-                    [reader.blocks(self._max_bytes // len(self._readers)) for reader in self._readers]
-                )
+                runs = runs_of(self._paths)[-MAX_RUNS:] or list(self._readers)  # what was removed is said by its files
+                self._readers = {run: self._readers.get(run) or RunReader(run) for run in runs}
+                room = self._max_bytes // len(runs)
+                self._blocks = numbered([reader.blocks(room) for reader in self._readers.values()])
                 self._read_at_s = self._clock()
             return self._blocks
 

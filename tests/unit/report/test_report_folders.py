@@ -9,10 +9,10 @@ import pytest
 from made_run import MadeRun
 
 from llamarl.cli.main import main
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, FileError
 from llamarl.report.page import decode_block, make_page, numbered
 from llamarl.report.run_data import RunReader, metrics_columns
-from llamarl.report.run_files import open_run, read_run
+from llamarl.report.run_files import MAX_RUNS, open_run, read_run, runs_of, title_of
 
 
 def _run_block(run: Path) -> dict[str, object]:
@@ -59,11 +59,32 @@ def test_a_run_that_goes_on_is_told_by_its_lock_and_the_lock_is_left_alone(tmp_p
 
 
 def test_what_is_no_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    MadeRun(ticks=1).write(tmp_path / "runs" / "inner")
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
     (tmp_path / "file").touch()
-    for named, words in (("gone", "no folder"), ("file", "is a file"), ("runs", "it has runs inside")):
+    for named, words in (("gone", "no folder"), ("file", "is a file"), ("runs", "no folder in it does")):
         with pytest.raises(ConfigError, match=words):
             open_run(str(tmp_path / named))
+
+
+def test_a_folder_of_runs_stands_for_the_newest_in_it(tmp_path: Path) -> None:
+    folder, one = tmp_path / "runs", MadeRun(ticks=1).write(tmp_path / "one")
+    (folder / "no run").mkdir(parents=True)
+    for number in range(MAX_RUNS + 2):
+        run = folder / f"run{(7 * number) % 18}"  # began in another order than that of their names
+        run.mkdir()
+        (run / "config.toml").write_text("")
+        os.utime(run / "config.toml", (1000 + number, 1000 + number))
+    opened = [open_run(str(folder)), open_run(str(one))]
+    expected = [folder / f"run{(7 * number) % 18}" for number in range(2, MAX_RUNS + 2)]
+    assert runs_of(opened) == [*expected, one]
+    assert title_of(opened) == "runs (the newest 16 of 18 runs), one"
+
+
+def test_a_pipe_in_a_run_of_a_folder_is_refused(tmp_path: Path) -> None:
+    run = MadeRun(ticks=1).write(tmp_path / "run")
+    os.mkfifo(run / "rollouts" / "pipe")
+    with pytest.raises(FileError, match="is a pipe"):
+        open_run(str(tmp_path))
 
 
 def test_columns_keep_every_value_and_say_which_rows_do_not_add_up() -> None:
@@ -126,7 +147,9 @@ def test_the_command_writes_one_file_and_says_its_size(tmp_path: Path, capsys: p
     page = (run / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and "{{" not in page.split("<script")[0]
     assert main(["report", str(run), str(run)]) != 0 and "named twice" in capsys.readouterr().err
-    assert main(["report", str(tmp_path)]) != 0 and "holds no run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), str(run)]) != 0 and "named twice" in capsys.readouterr().err
+    assert main(["report", str(run / "rollouts")]) != 0 and "holds no run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").is_file()
     assert main(["report", str(run), "--out", str(tmp_path / "no" / "x.html")]) != 0
     assert "cannot be written" in capsys.readouterr().err
     assert main(["report", str(run), "--max-mb", "nan"]) != 0

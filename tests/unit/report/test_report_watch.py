@@ -181,7 +181,19 @@ def test_new_ticks_are_read_when_the_last_reading_is_old(run: Path, tmp_path: Pa
     after = runs.state()["blocks"]
     assert decode_block(runs.blocks()["0/run"])["ticks"] == 4
     changed = {name for name in after if after[name] != before.get(name)}
-    assert changed == {"0/run", "0/metrics", "0/timeline", "0/index", "0/config", "0/detail/3"}
+    assert changed == {"0/run", "0/metrics", "0/timeline", "0/index", "0/detail/3"}
+
+
+def test_a_run_that_begins_in_a_watched_folder_is_shown_beside_the_others(run: Path, tmp_path: Path) -> None:
+    clock = Clock()
+    runs = WatchedRuns([tmp_path], 5_000_000, clock)
+    before = runs.blocks()
+    assert {name.split("/")[0] for name in before} == {"0"}
+    MadeRun(ticks=1).write(tmp_path / "a later one")
+    clock.now_s += 1.1 * READ_EVERY_S
+    after = runs.blocks()
+    assert [decode_block(after[f"{number}/run"])["name"] for number in range(2)] == ["run", "a later one"]
+    assert after["0/metrics"] == before["0/metrics"]
 
 
 def test_a_port_that_is_taken_and_one_that_is_none_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

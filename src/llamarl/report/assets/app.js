@@ -25,15 +25,14 @@ async function render({ keepScroll = false } = {}) {
 
 function showNavigation(name, run) {
   const current = VIEWS.get(name).parent || name;
+  const several = RUNS.length > 1, here = ([key, definition]) => key !== "runs" || several ? definition.section : null;
   document.getElementById("nav").replaceChildren(...SECTIONS.flatMap((section) => [
     section && h("h3", {}, section),
-    ...[...VIEWS].filter(([, definition]) => definition.section === section).map(([key, definition]) => h("a", { href: link(key, run.number), "aria-current": key === current ? "page" : null }, definition.title)),
-  ]).filter(Boolean));
-  const shown = document.querySelector("nav [aria-current]");
-  if (shown && matchMedia("(max-width: 820px)").matches) shown.parentElement.scrollLeft = shown.offsetLeft - 40;
-  document.getElementById("runs").replaceChildren(...(RUNS.length > 1 ? RUNS.map((one) => h("button", {
-    type: "button", class: "chip", "aria-pressed": String(one === run), onclick: () => go(current, one.number),
-  }, h("i", { class: "dot", style: { background: colour(one.number) } }), one.name)) : [h("span", { class: "soft", style: { overflow: "hidden", textOverflow: "ellipsis", whiteSpace: "nowrap" } }, run.name)]));
+    ...[...VIEWS].filter((entry) => here(entry) === section).map(([key, definition]) => h("a", { href: link(key, run.number), "aria-current": key === current ? "page" : null }, definition.title)),
+  ]), ...(several && current !== "runs" ? [h("h3", {}, "Run"), ...RUNS.map((one) => h("a", {
+    class: "run", href: link(current, one.number), "aria-current": one === run ? "true" : null,
+  }, swatch(one.number), breakable(one.name)))] : []));
+  document.getElementById("runs").textContent = current === "runs" ? TITLE : run.name;
 }
 
 function setTheme(theme) {

@@ -59,17 +59,25 @@ function tiles(...items) {
   return h("div", { class: "tiles" }, items.filter(Boolean));
 }
 
-/** A table. `columns`: [{title, number?, text?, wide?, cell(row)}]. */
-/** `href(row)`: where a click on a part of the row that is no link of its own leads. */
-function table(columns, rows, { rowClass, href } = {}) {
+/**
+ * A table. `columns`: [{title, number?, text?, wide?, cell(row)}]; `wide` ones are left out on a narrow screen, unless
+ * `stack` puts the cells of a row below each other there. `href(row)`: where a click beside the links of a row leads.
+ */
+function table(columns, rows, { rowClass, href, stack = false } = {}) {
   const kind = (column) => [column.number && "number", column.text && "text", column.wide && "wide"].filter(Boolean).join(" ") || null;
-  return h("div", { class: "scroll" }, h("table", {},
+  return h("table", { class: stack && "stack" },
     h("thead", {}, h("tr", {}, columns.map((column) => h("th", { class: kind(column), scope: "col" }, column.title)))),
     h("tbody", {}, rows.map((row) => h("tr", {
       class: rowClass && rowClass(row),
       ...(href && { onclick: (event) => { if (!event.target.closest("a, button") && !String(window.getSelection())) location.hash = href(row).replace(/^#/, ""); }, style: { cursor: "pointer" } }),
     },
-      columns.map((column) => h("td", { class: kind(column) }, column.cell(row))))))));
+      columns.map((column) => h("td", { class: kind(column), data: { title: column.title } }, h("div", {}, column.cell(row))))))));
+}
+
+/** A name or a value in one piece where it fits, else broken after a dot, a dash or a slash, and anywhere if a piece is long. */
+function breakable(text) {
+  const pieces = text.split(/(?<=[._/-])(?!\d)/);
+  return h("span", { class: pieces.every((piece) => piece.length <= 16) && "whole" }, pieces.flatMap((piece) => [piece, h("wbr")]));
 }
 
 function facts(pairs) {

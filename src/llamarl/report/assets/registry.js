@@ -1,6 +1,7 @@
 // Views by name, addresses, and the runs of this page.
 
 const VIEWS = new Map();
+const TITLE = document.title;
 let RUNS = [];
 
 /** Registers a view: title, section of the navigation (or `parent`, the view it lies under), `render(run, page, args)`. */
@@ -19,6 +20,6 @@ function go(name, ...parts) {
 
 function place() {
   const [name, number, ...args] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
-  const known = VIEWS.has(name) ? name : "summary", run = Number(number);
+  const known = VIEWS.has(name) ? name : RUNS.length > 1 ? "runs" : "summary", run = Number(number);
   return { name: known, run: RUNS[Number.isInteger(run) && run >= 0 && run < RUNS.length ? run : 0], args };
 }

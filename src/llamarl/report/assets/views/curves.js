@@ -1,7 +1,7 @@
-// Curves of one to four runs over versions, tokens or seconds.
+// Curves of all runs over versions, tokens or seconds.
 
 const CURVES = [
-  ["reward/mean", "Mean reward"], ["eval/accuracy", "Held-out accuracy"], ["entropy", "Entropy"], ["mismatch/kl", "KL(behaviour, policy)"],
+  ["reward/mean", "Mean reward"], ...Object.entries(HELD_OUT), ["entropy", "Entropy"], ["mismatch/kl", "KL(behaviour, policy)"],
   ["kl/reference", "KL to the reference"], ["ratio/clipped_fraction", "Clipped share of tokens"], ["response/length_mean", "Mean response length"],
   ["response/truncated_fraction", "Share cut at the length limit"], ["staleness/mean", "Staleness"], ["grad_norm", "Gradient norm"], ["tokens_per_s/generated", "Tokens a second"],
 ];
@@ -14,12 +14,12 @@ view("curves", {
     const keys = new Set(all.flatMap((metrics) => Object.keys(metrics.columns)));
     const grid = h("div", { class: "grid" });
     const redraw = () => grid.querySelectorAll(".chart").forEach((element) => element.redraw());
-    const shown = () => [...CURVES.filter(([key]) => keys.has(key)), ...[...curveState.more].filter((key) => keys.has(key)).map((key) => [key, key])];
+    const shown = () => [...CURVES.filter(([key]) => keys.has(key) && (!HELD_OUT[key] || RUNS.some((one) => one.info.totals.held_out === key))), ...[...curveState.more].filter((key) => keys.has(key)).map((key) => [key, key])];
     const fill = () => grid.replaceChildren(...shown().map(([key, title]) => curvePanel(key, title, all)));
     const rest = [...keys].filter((key) => !CURVES.some(([known]) => known === key) && !["step", "policy_version"].includes(key));
     page.append(
       h("h1", {}, "Curves"),
-      h("p", { class: "lead" }, "Thin lines are what was measured, thick ones smoothed. Click a point to open its tick."),
+      h("p", { class: "lead" }, "Numbers are those that were measured; where a line is smoothed, a thin one shows them. Click a point to open its tick."),
       h("div", { class: "controls" },
         segments("Horizontal axis", [["version", "Versions"], ["tokens", "Tokens trained"], ["seconds", "Seconds"]], curveState.axis, (value) => { curveState.axis = value; redraw(); }),
         labelled("Smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: curveState.weight, oninput: (event) => { curveState.weight = Number(event.target.value); redraw(); } })),
@@ -32,7 +32,7 @@ view("curves", {
               event.currentTarget.setAttribute("aria-pressed", String(!hide));
               redraw();
             },
-          }, h("i", { class: "dot", style: { background: colour(one.number) } }), one.name)))),
+          }, swatch(one.number), one.name)))),
         labelled("Add a curve", select([["", "choose a metric…"], ...rest.map((key) => [key, key])], "", (key) => { if (key) { curveState.more.add(key); fill(); } })),
       ),
       grid,
@@ -42,38 +42,47 @@ view("curves", {
   },
 });
 
-function horizontal(metrics, axis) {
-  const { columns } = metrics;
-  if (axis === "version") return columns.policy_version || columns.step;
+function horizontal({ columns }, axis, key) {
+  if (axis === "version") return (key.startsWith("eval/") && columns["eval/policy_version"]) || columns.policy_version || columns.step;
   const steps = axis === "tokens" ? columns["tokens/trained"] : columns["time/step_s"];
   let total = 0;
   return (steps || []).map((value) => (total += value || 0));
 }
 
-function curvePanel(key, title, all) {
+function curvePanel(key, title, all, runs = RUNS) {
   const meaning = all.map((metrics) => metrics.meanings[key]).find(Boolean) || "";
   const unit = all.map((metrics) => metrics.units[key]).find(Boolean) || "";
-  const last = RUNS.map((run, i) => {
+  const last = runs.map((run, i) => {
     const values = (all[i].columns[key] || []).filter((value) => value !== null);
-    return values.length ? `${RUNS.length > 1 ? `${run.name} ` : ""}${format.number(values[values.length - 1])}` : null;
+    return values.length ? `${runs.length > 1 ? `${run.name} ` : ""}${unit === "share" ? format.share(values[values.length - 1]) : format.number(values[values.length - 1])}` : null;
   }).filter(Boolean);
   return h("section", { class: "panel", title: meaning, data: { key } },
     h("h3", {}, title),
-    h("small", { class: "soft" }, `${last.join(" · ") || "nothing recorded"}${unit && unit !== title.toLowerCase() ? ` ${unit}` : ""}, last`),
+    h("small", { class: "soft" }, `${last.join(" · ") || "nothing recorded"}${["", "share", "norm", "reward"].includes(unit) ? "" : ` ${unit}`}, last`),
     chart(`${title}: last ${last.join(", ")}. ${meaning}`, () => {
       const traces = [];
-      RUNS.forEach((run, i) => {
+      runs.forEach((run, i) => {
         const values = all[i].columns[key];
         if (!values || curveState.hidden.has(run.number)) return;
-        const where = horizontal(all[i], curveState.axis), ticks = all[i].columns.step;
+        const where = horizontal(all[i], curveState.axis, key), ticks = all[i].columns.step;
         const held = values.map((value, at) => at).filter((at) => values[at] !== null);
         const x = held.map((at) => where[at]), y = held.map((at) => values[at]), customdata = held.map((at) => [run.number, ticks[at]]);
-        const few = held.length < 40, line = { color: colour(run.number) }, showlegend = false;
-        if (curveState.weight && held.length > 2) {
-          traces.push({ x, y, customdata, mode: "lines", line: { ...line, width: 1 }, opacity: 0.3, hoverinfo: "skip", showlegend });
-          traces.push({ x, y: smooth(y, curveState.weight), customdata, text: y.map((value) => format.number(value, 4)), hovertemplate: "%{text}", mode: few ? "lines+markers" : "lines", marker: { size: 4 }, line: { ...line, width: 2.4 }, name: RUNS.length > 1 ? run.name : "", showlegend });
-        } else traces.push({ x, y, customdata, mode: few ? "lines+markers" : "lines", marker: { size: 5 }, line: { ...line, width: 2 }, name: RUNS.length > 1 ? run.name : "", showlegend });
+        traces.push(...measured({ x, y, customdata }, stroke(run.number), runs.length > 1 ? run.name : "", curveState.weight));
       });
-      return { traces, layout: { xaxis: { title: { version: "policy version", tokens: "tokens trained", seconds: "seconds up" }[curveState.axis] }, yaxis: { rangemode: "normal" } } };
+      const values = traces.flatMap((trace) => trace.y);
+      const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+      const flat = high - low <= 1e-6 * Math.abs(high); // else the axis would show the last bits
+      return { traces, layout: { xaxis: { title: { version: "policy version", tokens: "tokens trained", seconds: "seconds up" }[curveState.axis] }, yaxis: flat ? { range: [Math.min(0, 2 * low), Math.max(0, 2 * high) || 1] } : { rangemode: "normal" } } };
     }, { onpoint: (point) => go("tick", ...point.customdata) }));
+}
+
+const FEW = 40;
+
+/** The traces of one curve. Few points are joined and marked as they are; of many a smoothed line shows the trend. */
+function measured(points, line, name, weight) {
+  const few = points.y.length < FEW, text = points.y.map((value) => format.number(value, 4)), thin = !few && weight > 0;
+  const values = { ...points, text, hovertemplate: "%{text}", name, mode: few ? "lines+markers" : "lines", marker: { size: 5 } };
+  if (!thin) return [{ ...values, line: { ...line, width: 2 } }];
+  const trend = { ...points, y: smooth(points.y, weight), mode: "lines", line: { ...line, width: 2.4 }, hoverinfo: "skip" };
+  return [{ ...values, line: { ...line, width: 1 }, opacity: 0.35 }, trend];
 }

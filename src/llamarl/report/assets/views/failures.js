@@ -17,13 +17,13 @@ view("failures", {
     page.append(
       tiles(tile(format.number(failed), "responses without a reward"), tile(format.share(failed / index.sample.length), `of ${format.number(index.sample.length)}`), tile(kinds.length, kinds.length === 1 ? "kind of cause" : "kinds of cause")),
       panel("By cause", table([
-        { title: "cause", cell: ([kind, responses]) => h("a", { href: link("failures", run.number, kind), style: { overflowWrap: "anywhere" } }, index.failureOf(responses[0])) },
+        { title: "cause", cell: ([kind, responses]) => h("a", { href: link("failures", run.number, kind) }, index.failureOf(responses[0])) },
         { title: "responses", number: true, cell: ([, responses]) => format.number(responses.length) },
         { title: "share", number: true, wide: true, cell: ([, responses]) => format.share(responses.length / index.sample.length) },
         { title: "ticks", number: true, cell: ([, responses]) => `${index.tickOf(responses[0])} … ${index.tickOf(responses[responses.length - 1])}` },
       ], kinds)),
       panel("Over the run", chart("Failed responses of every tick by cause", () => ({
-        traces: kinds.map(([kind, responses], i) => ({ type: "bar", x: index.ticks, y: perTick(index, responses), name: escapeMarkup(kind), marker: { color: colour(i) } })),
+        traces: kinds.map(([kind, responses], i) => ({ type: "bar", x: index.ticks, y: perTick(index, responses), name: kind, marker: { color: colour(i) } })),
         layout: { xaxis: { title: "tick" }, yaxis: { title: "responses" }, showlegend: kinds.length > 1, bargap: 0 },
       }), { onpoint: (point) => go("tick", run.number, point.x) })));
     const kind = names.includes(args[0]) ? args[0] : names[0], responses = causes.get(kind), examples = [];
@@ -36,7 +36,7 @@ view("failures", {
     }
     page.append(h("h2", {}, `Examples of “${kind}”`), examples.length ? h("div", { class: "group" }, examples.map(({ response, group, sample }) => h("article", { class: "sample" },
       h("header", {}, h("h3", {}, h("a", { href: responseLink(run, index, response) }, `Tick ${index.tickOf(response)}, group ${group.prompt_index}, response ${sample.sample_index}`))),
-      h("small", { class: "tag bad", style: { whiteSpace: "normal" } }, `${sample.failure.kind}: ${sample.failure.detail}`),
+      h("small", { class: "tag bad" }, `${sample.failure.kind}: ${sample.failure.detail}`),
       h("small", { class: "soft" }, "Prompt"), h("pre", { class: "text" }, group.prompt),
       h("small", { class: "soft" }, "Response"), h("pre", { class: "text" }, sample.text || "(empty)"),
       h("div", {}, h("small", { class: "soft" }, "Expected answer: "), answerText(group.answer))))) : note("None of them is among the responses whose text this page carries."));

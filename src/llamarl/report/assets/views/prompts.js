@@ -17,12 +17,12 @@ view("prompts", {
     if (text === undefined) return;
     const where = places.get(text);
     page.append(
-      often.length ? h("div", { class: "controls" }, labelled("Prompt", select(often.slice(0, 200).map(([one, list]) => [own.tables.prompt_text.indexOf(one), `${list.length} × ${oneLine(one).slice(0, 70)}`]).filter(([number]) => number >= 0), own.tables.prompt_text.indexOf(text), (number) => go("prompts", run.number, number)))) : null,
+      often.length ? h("div", { class: "controls" }, labelled("Prompt", select(often.slice(0, 200).map(([one, list]) => [own.tables.prompt_text.indexOf(one), `${list.length} × ${oneLine(one).slice(0, 32)}`]).filter(([number]) => number >= 0), own.tables.prompt_text.indexOf(text), (number) => go("prompts", run.number, number)))) : null,
       panel("Prompt", h("pre", { class: "text" }, text)),
       panel("Reward over versions", chart("Mean reward of each group with this prompt, by tick", () => ({
         traces: RUNS.map((one) => ({ one, list: where.filter((place) => place.run === one) })).filter(({ list }) => list.length).map(({ one, list }) => ({
           x: list.map((place) => place.tick), y: list.map((place) => mean(place.index.members(place.group).map(place.index.rewardOf).filter((reward) => reward !== null))),
-          mode: "lines+markers", name: escapeMarkup(one.name), line: { color: colour(one.number), width: 2 }, customdata: list.map((place) => [one.number, place.tick, place.index.groups.prompt[place.group]]),
+          mode: "lines+markers", name: one.name, line: { ...stroke(one.number), width: 2 }, customdata: list.map((place) => [one.number, place.tick, place.index.groups.prompt[place.group]]),
         })),
         layout: { xaxis: { title: "tick" }, yaxis: { title: "mean reward" }, showlegend: RUNS.length > 1 },
       }), { onpoint: (point) => go("group", ...point.customdata) })));

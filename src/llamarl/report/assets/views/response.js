@@ -149,8 +149,8 @@ function paintTokens(area, key, tokens) {
     logprob: ["sure (0 nats)", ramp("transparent", colour(1)), "surprised (−3 nats or less)"],
     gap: [`trainer less sure than generator (−${format.number(reach, 2)} nats)`, ramp(colour(1), "transparent"), ramp("transparent", colour(0)), `surer (+${format.number(reach, 2)})`],
     ratio: [`ratio ${format.number(Math.exp(-reach), 2)}`, ramp(colour(1), "transparent"), "1", ramp("transparent", colour(0)), `${format.number(Math.exp(reach), 2)}; clipped tokens are underlined`],
-    version: versions.filter((version) => version >= 0).map((version) => h("span", {}, h("i", { class: "dot", style: { background: mix(colour(versions.indexOf(version)), 0.45), marginRight: "5px" } }), `version ${version}`)),
-    mask: [h("i", { class: "dot", style: { background: mix(colour(2), 0.4) } }), "trained; the others are shown faint"],
+    version: versions.filter((version) => version >= 0).map((version) => h("span", {}, dot({ color: mix(colour(versions.indexOf(version)), 0.45) }), `version ${version}`)),
+    mask: [dot({ color: mix(colour(2), 0.4) }), "trained; the others are shown faint"],
     none: [],
   }[by] || []));
 }

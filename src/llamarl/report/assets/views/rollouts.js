@@ -115,7 +115,7 @@ async function responseTable(run, index, responses) {
   ], responses, { href: (response) => responseLink(run, index, response) });
 }
 
-const oneLine = (text) => text.slice(0, 160).replace(/\s+/g, " ").trim();
+const oneLine = (text) => `${text.slice(0, 120).replace(/\s+/g, " ").trim()}${text.length > 120 ? " …" : ""}`;
 const groupLink = (run, index, group) => link("group", run.number, index.groups.tick[group], index.groups.prompt[group]);
 const responseLink = (run, index, response) => link("response", run.number, index.tickOf(response), index.promptOf(response), index.sample[response]);
 
@@ -148,9 +148,9 @@ view("tick", {
     ], rows)));
     page.append(await tickGroups(run, tick));
     if (at >= 0) page.append(h("details", { class: "panel" }, h("summary", {}, "All metrics of this tick"), table([
-      { title: "key", cell: (key) => h("code", {}, key) }, { title: "value", number: true, cell: (key) => format.number(value(key), 5) },
+      { title: "key", cell: (key) => h("code", {}, breakable(key)) }, { title: "value", number: true, cell: (key) => format.number(value(key), 5) },
       { title: "unit", cell: (key) => metrics.units[key] || "" }, { title: "meaning", wide: true, cell: (key) => metrics.meanings[key] || "" },
-    ], Object.keys(metrics.columns).filter((key) => value(key) !== null && value(key) !== undefined))));
+    ], Object.keys(metrics.columns).filter((key) => value(key) !== null && value(key) !== undefined), { stack: true })));
   },
 });
 
@@ -204,22 +204,25 @@ view("group", {
       return;
     }
     const advantages = group.samples.map((sample) => sample.advantage), largest = Math.max(...advantages.map((value) => Math.abs(value || 0)), 1e-9);
-    page.append(h("div", { class: "group" }, group.samples.map((sample) => h("article", { class: "sample" },
-      h("header", {}, h("h3", {}, h("a", { href: link("response", run.number, tick, prompt, sample.sample_index) }, `Response ${sample.sample_index}`)), rewardTag(sample)),
-      sample.advantage !== null ? advantageBar(sample.advantage, largest) : null,
-      h("small", { class: "soft" }, [`${sample.logprobs.length} tokens`, finishWords(sample.finish), ...Object.entries(sample.parts).map(([name, value]) => `${name} ${format.number(value)}`)].join(" · ")),
-      h("pre", { class: "text", tabindex: 0 }, sample.text || "(empty)"),
-      sample.failure && h("small", { class: "tag bad", style: { whiteSpace: "normal" } }, `${sample.failure.kind}: ${sample.failure.detail}`)))));
+    page.append(h("div", { class: "group" }, group.samples.map((sample) => sampleCard(run, tick, prompt, sample, largest))));
     page.append(h("p", { class: "soft" }, advantages.some((value) => value !== null) ? "Advantages as they were trained." : "No advantages yet: the tick is still being trained, or nothing of this group was."));
   },
 });
 
+function sampleCard(run, tick, prompt, sample, largest) {
+  const parts = Object.entries(sample.parts).map(([name, value]) => `${name} ${format.number(value)}`);
+  return h("article", { class: "sample" },
+    h("header", {},
+      h("h3", {}, h("a", { href: link("response", run.number, tick, prompt, sample.sample_index) }, `Response ${sample.sample_index}`)),
+      sample.failure ? h("span", { class: "tag bad" }, "failed") : h("span", { class: "value" }, format.number(sample.reward))),
+    sample.advantage !== null ? advantageBar(sample.advantage, largest) : null,
+    h("small", { class: "soft" }, [`${sample.logprobs.length} tokens`, finishWords(sample.finish), ...parts].join(" · ")),
+    h("pre", { class: "text", tabindex: 0 }, sample.text || "(empty)"),
+    sample.failure && h("small", { class: "tag bad" }, `${sample.failure.kind}: ${sample.failure.detail}`));
+}
+
 const answerText = (answer) => (answer === null || answer === undefined ? "the task has none" : answer === "" ? "(empty)" : h("span", { class: "mono" }, answer));
 const finishWords = (finish) => ({ stop: "stopped by itself", length: "cut at the length limit", cancelled: "cancelled", deadline: "out of time", error: "error" }[finish] || finish);
-
-function rewardTag(sample) {
-  return sample.failure ? h("span", { class: "tag bad" }, "failed") : h("span", { class: "value" }, format.number(sample.reward));
-}
 
 function advantageBar(advantage, largest) {
   const size = (Math.abs(advantage) / largest) * 50, side = advantage < 0 ? { right: "50%" } : { left: "50%" };

@@ -3,7 +3,7 @@
 view("staleness", {
   title: "Staleness", section: "Time",
   async render(run, page) {
-    const index = await run.index(), metrics = await run.metrics(), { tick, staleness, tokens } = index.staleness;
+    const index = await run.index(), { tick, staleness, tokens } = index.staleness;
     page.append(h("h1", {}, "Staleness"), h("p", { class: "lead" }, "The policy version that trains on a token less the version that sampled it. Open a response and colour it by version to see it token by token."));
     const total = sum(tokens);
     if (total) {
@@ -13,7 +13,7 @@ view("staleness", {
       page.append(
         tiles(
           tile(format.number(sum(tokens.map((count, i) => count * staleness[i])) / total), "mean over tokens"), tile(levels[levels.length - 1], "largest"),
-          run.info.facts.max_staleness !== undefined && run.info.facts.max_staleness !== null && tile(run.info.facts.max_staleness, "schedule.max_staleness"),
+          run.info.facts.max_staleness !== undefined && run.info.facts.max_staleness !== null && tile(run.info.facts.max_staleness, "max_staleness of the schedule"),
           tile(format.number(total), "tokens with a version, in scored responses")),
         h("div", { class: "grid" },
           panel("Tokens by staleness", chart(levels.map((level) => `${level}: ${counts.get(level)} tokens`).join(", "), () => ({
@@ -30,17 +30,7 @@ view("staleness", {
               }),
               layout: { xaxis: { title: "tick" }, yaxis: { tickformat: ".0%", range: [0, 1] }, showlegend: true, bargap: 0 },
             };
-          }, { onpoint: (point) => go("tick", run.number, point.x) }))),
-        panel("Counts", table([
-          { title: "staleness", number: true, cell: (level) => level }, { title: "tokens", number: true, cell: (level) => format.number(counts.get(level)) }, { title: "share", number: true, cell: (level) => format.share(counts.get(level) / total) },
-        ], levels)));
+          }, { onpoint: (point) => go("tick", run.number, point.x) }))));
     } else page.append(note("No rollout with versions was written."));
-    const rows = metrics.columns["staleness/mean"];
-    if (rows) page.append(panel("As the trainer counted it", chart("Mean and largest staleness of the trained tokens", () => ({
-      traces: [
-        { x: metrics.columns.step, y: rows, mode: "lines", name: "mean", line: { color: colour(0), width: 2 } },
-        { x: metrics.columns.step, y: metrics.columns["staleness/max"], mode: "lines", name: "largest", line: { color: colour(1), width: 1.5, dash: "dot" } },
-      ], layout: { xaxis: { title: "tick" }, showlegend: true },
-    }), { onpoint: (point) => go("tick", run.number, point.x) })));
   },
 });

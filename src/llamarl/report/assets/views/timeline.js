@@ -59,7 +59,7 @@ view("timeline", {
 });
 
 function legend(entries) {
-  return h("div", { class: "legend" }, entries.map(([name, shade]) => h("span", {}, h("i", { class: "dot", style: { background: shade, borderRadius: "2px", marginRight: "5px" } }), name)));
+  return h("div", { class: "legend" }, entries.map(([name, shade]) => h("span", {}, dot({ color: shade }), name)));
 }
 
 function allGaps(line) {
@@ -128,7 +128,7 @@ function timelineChart(line, first, count, chosen) {
     layout: {
       barmode: "overlay", hovermode: "closest", margin: { l: 76, r: 8, t: 4, b: 36 },
       xaxis: { title: "seconds since the run began", tickformat: "~g", range: [(left - 0.01 * (right - left)) / 1e3, (right + 0.01 * (right - left)) / 1e3] },
-      yaxis: { tickvals: lanes.map((_, y) => y), ticktext: lanes.map((lane) => lane.name), range: [lanes.length - 0.4, -0.55], rangemode: "normal", showgrid: false, zeroline: false },
+      yaxis: { tickvals: lanes.map((_, y) => y), ticktext: lanes.map((lane) => escapeMarkup(lane.name)), range: [lanes.length - 0.4, -0.55], rangemode: "normal", showgrid: false, zeroline: false },
     },
   };
 }
@@ -138,11 +138,6 @@ const bars = () => ({ y: [], width: [], base: [], x: [], hovertext: [], customda
 function push(into, y, width, base, length, hovertext, customdata, text) {
   into.y.push(y); into.width.push(width); into.base.push(base / 1e3); into.x.push(length / 1e3);
   into.hovertext.push(escapeMarkup(hovertext)); into.customdata.push(customdata); into.text.push(text);
-}
-
-/** Plotly reads a few tags in its texts: names from a run must not become any. */
-function escapeMarkup(text) {
-  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
 
 /** Lays the forecast beside what happened: both begin the first shown tick of the first executor together. */
