@@ -39,7 +39,7 @@ view("timeline", {
     page.append(
       h("div", { class: "controls" }, back, onward, span,
         labelled("Ticks shown", select([[4, "4"], [8, "8"], [16, "16"], [32, "32"]], timelineState.count, (value) => { timelineState.count = Number(value); move(first); }))),
-      panel(null, lanes, legend([["work", colour(0)], ["inside a tick", colour(6)], ["idle", css("--bad")], ...(line.forecast ? [["forecast", css("--soft")]] : [])])),
+      panel(null, lanes, legend([["work", colour(0)], ["inside a tick", colour(6)], ["idle", mix(css("--bad"), 0.43)], ...(line.forecast ? [["forecast", mix(css("--soft"), 0.73)]] : [])])),
       detail,
       h("div", { class: "grid" },
         pace(line),
@@ -109,10 +109,11 @@ function timelineChart(line, first, count, chosen) {
   const lanes = line.lanes.filter((lane) => lane.tick.length);
   const work = bars(), gap = bars(), span = bars(), told = bars();
   const seen = lanes.flatMap((lane) => lane.tick.map((tick, i) => i).filter((i) => shown(lane.tick[i])).map((i) => [lane.start[i], lane.start[i] + lane.length[i]]));
-  const left = Math.min(...seen.map(([start]) => start)), right = Math.max(...seen.map(([, end]) => end)), wide = (length) => length > 0.018 * (right - left);
+  const left = Math.min(...seen.map(([start]) => start)), right = Math.max(...seen.map(([, end]) => end));
+  const pixels = Math.max(120, document.getElementById("main").clientWidth - 140) / (right - left), wide = (length, tick) => length * pixels > 4 + 8 * String(tick).length;
   const shift = forecastShift(line, lanes, first);
   lanes.forEach((lane, y) => {
-    lane.tick.forEach((tick, i) => { if (shown(tick)) push(work, y, 0.5, lane.start[i], lane.length[i], `${lane.name}, tick ${tick}: ${format.seconds(lane.length[i] / 1e3)}`, { tick, lane: lane.name }, wide(lane.length[i]) ? String(tick) : ""); });
+    lane.tick.forEach((tick, i) => { if (shown(tick)) push(work, y, 0.5, lane.start[i], lane.length[i], `${lane.name}, tick ${tick}: ${format.seconds(lane.length[i] / 1e3)}`, { tick, lane: lane.name }, wide(lane.length[i], tick) ? String(tick) : ""); });
     lane.gap_tick.forEach((tick, i) => { if (shown(tick) && lane.gap_start[i] + lane.gap_length[i] > left) push(gap, y, 0.5, lane.gap_start[i], lane.gap_length[i], `${lane.name} idle before tick ${tick}: ${format.seconds(lane.gap_length[i] / 1e3)}${lane.gap_cause[i] ? `, waited for ${lane.gap_cause[i]}` : ""}`, { gap: true, tick, lane: lane.name }, ""); });
     lane.span_tick.forEach((tick, i) => { if (shown(tick)) push(span, y + 0.34, 0.13, lane.span_start[i], lane.span_length[i], `${line.labels[lane.span_label[i]]}: ${format.seconds(lane.span_length[i] / 1e3)}`, { tick, lane: lane.name }, ""); });
     if (line.forecast) (line.forecast.starts_ms[lane.name] || []).forEach((start, tick) => { if (shown(tick)) push(told, y - 0.33, 0.1, start + shift, line.forecast.busy_ms[lane.name], `forecast of ${lane.name}, tick ${tick}`, { tick, lane: lane.name }, ""); });
