@@ -5,13 +5,15 @@ its own. Tests of signals, of import-time variables, of a terminal or of the int
 """
 
 import atexit
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.fork_here import read_on_import
@@ -20,7 +22,24 @@ __all__ = ["ENVIRONMENT", "SERVER", "Started", "run_llamarl"]
 
 ENVIRONMENT = read_on_import(environment(1))
 
-SERVER = multiprocessing.get_context("forkserver")
+TESTS = str(Path(__file__).parent)
+
+
+class _Preloaded(ForkServerContext):
+    def Process(self, *arguments: Any, **options: Any) -> Any:
+        """Start the server where it finds the tests' modules, to which Python before 3.14 hands no path."""
+        own = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, *([own] if own else [])])
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.pop("PYTHONPATH")
+            if own:
+                os.environ["PYTHONPATH"] = own
+        return super().Process(*arguments, **options)
+
+
+SERVER = _Preloaded()
 """Of this test process: for whoever needs processes that have imported torch, models and executors. There is one, so that what it
 imports does not depend on who asks first."""
 _PRELOADED = [
@@ -55,16 +74,23 @@ class Started:
 
     Args:
         together: What it says on stderr goes where stdout does.
+        program: Called in place of ``llamarl``'s own; says the exit status.
     """
 
     def __init__(
-        self, words: Sequence[str], *, cwd: Path | None = None, stdin: str | None = None, together: bool = False
+        self,
+        words: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        stdin: str | None = None,
+        together: bool = False,
+        program: Callable[[], int] | None = None,
     ) -> None:
         self.args = ["llamarl", *words]
         self._keeping = tempfile.TemporaryDirectory(prefix="forked-command-")
         self._folder = Path(self._keeping.name)
         (self._folder / "in").write_text(stdin or "")
-        given = (self._folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT}, together)
+        given = (self._folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT}, together, program)
         self._child = SERVER.Process(target=_main, args=given)
         self._child.start()
         assert self._child.pid is not None
@@ -108,7 +134,14 @@ class Started:
         return file.read_text(errors="replace") if file.exists() else ""
 
 
-def _main(folder: Path, words: list[str], cwd: str, environment: dict[str, str], together: bool) -> None:
+def _main(
+    folder: Path,
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    together: bool,
+    program: Callable[[], int] | None,
+) -> None:
     for fd, name in enumerate(("in", "out", "err")):
         file = os.open(folder / name, os.O_RDWR | os.O_CREAT | (os.O_APPEND if fd else 0), 0o600)
         os.dup2(file, fd)
@@ -128,7 +161,7 @@ def _main(folder: Path, words: list[str], cwd: str, environment: dict[str, str],
     from llamarl.cli.main import command
 
     try:
-        code = command()
+        code = (program or command)()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     atexit._run_exitfuncs()  # multiprocessing's children leave them out

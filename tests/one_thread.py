@@ -2,6 +2,9 @@
 
 import os
 
-from forked_command import ENVIRONMENT
+from forked_command import ENVIRONMENT, TESTS
 
 os.environ.update(ENVIRONMENT)
+given = os.environ.pop("PYTHONPATH").split(os.pathsep)
+if others := [path for path in given if path != TESTS]:
+    os.environ["PYTHONPATH"] = os.pathsep.join(others)

@@ -1,10 +1,21 @@
-"""The last that a process imports from which commands are forked: it has what a model's first loading makes, and no fork looks through
-its modules for what could be collected."""
+"""The last that a process imports from which commands are forked: it has what a model's first loading and first tokens make, and no fork
+looks through its modules for what could be collected."""
 
 import gc
 import importlib
+import os
 
-importlib.import_module("transformers.models.llama.modeling_llama")
-importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+import torch
+
+from llamarl.api.llm import LLM
+
+for verb in ("cluster", "doctor", "eval", "export", "generate", "plan", "report", "simulate", "watch"):
+    importlib.import_module(f"llamarl.cli.{verb}")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads: a process that has any is not forked
+model = LLM("bundled:tiny")
+model.generate(["1+1="], max_new_tokens=2)
+del model, os.environ["TOKENIZERS_PARALLELISM"]
+torch.manual_seed(torch.initial_seed())  # as when torch is imported
+assert len(os.listdir("/proc/self/task")) == 1
 gc.collect()
 gc.freeze()

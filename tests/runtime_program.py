@@ -1,6 +1,8 @@
 """A controller as a program of its own, for tests that kill it: runs the fake job and prints what happened."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,25 +23,37 @@ class Pids:
         print(f"report {report.executor} {report.tick}", flush=True)  # type: ignore[attr-defined]
 
 
-arguments = json.loads(sys.argv[1])
-executors, channels = job(**{name: Config(**config) for name, config in arguments["configs"].items()})
-runtime = make_runtime("local", channel_factory=str(HERE))
-code = 0
-try:
-    run_graph(
-        Marking(Graph(tuple(executors), tuple(channels)), num_ticks=arguments["num_ticks"]),
-        runtime,
-        seed=0,
-        run_dir=Path(arguments["run_dir"]),
-        observers=[Pids()],
-        deadlines=DeadlineConfig(step_s=arguments["step_s"]),
-    )
-except LlamaRLError as error:
-    print(f"ended: {error}", file=sys.stderr)
-    code = error.exit_code
-except KeyboardInterrupt:
-    print("ended: stopped by the user", file=sys.stderr)
-    code = 130
-finally:
-    runtime.close()
-sys.exit(code)
+def main() -> int:
+    arguments = json.loads(sys.argv[1])
+    executors, channels = job(**{name: Config(**config) for name, config in arguments["configs"].items()})
+    runtime = make_runtime("local", channel_factory=str(HERE))
+    code = 0
+    try:
+        run_graph(
+            Marking(Graph(tuple(executors), tuple(channels)), num_ticks=arguments["num_ticks"]),
+            runtime,
+            seed=0,
+            run_dir=Path(arguments["run_dir"]),
+            observers=[Pids()],
+            deadlines=DeadlineConfig(step_s=arguments["step_s"]),
+        )
+    except LlamaRLError as error:
+        print(f"ended: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("ended: stopped by the user", file=sys.stderr)
+        code = 130
+    finally:
+        runtime.close()
+    return code
+
+
+def in_a_session_of_its_own() -> int:
+    """Also where a job in the background has left "ignore" for Ctrl-C."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runtime_program
+from forked_command import Started
 from runtime_fakes import DELAY, HERE, Config, job
 from tools.chaos.processes import descendants, wait_for_end
 
@@ -300,37 +300,21 @@ def test_output_of_a_worker_arrives_with_its_name(local: Runtime, capfd: pytest.
 
 
 class Program:
-    def __init__(
-        self,
-        tmp_path: Path,
-        num_ticks: int,
-        step_s: float = 600.0,
-        env: dict[str, str] | None = None,
-        **configs: dict[str, Any],
-    ) -> None:
+    def __init__(self, tmp_path: Path, num_ticks: int, step_s: float = 600.0, **configs: dict[str, Any]) -> None:
         arguments = json.dumps({"configs": configs, "num_ticks": num_ticks, "step_s": step_s, "run_dir": str(tmp_path)})
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE.parent / "runtime_program.py"), arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ | (env or {}),
-            # A job started in the background inherits "ignore" for Ctrl-C, and the test would with it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        self.process = Started([arguments], program=runtime_program.in_a_session_of_its_own)
 
     def wait_for(self, line: str) -> None:
-        assert self.process.stdout is not None
-        for read in self.process.stdout:
-            if read.startswith(line):
-                return
-        raise AssertionError(f"{line!r} never came; stderr: {self.process.communicate()[1]}")
+        until = time.monotonic() + LIMIT_S
+        while not re.search(f"^{line}\n", self.process.out, re.M):
+            assert self.process.poll() is None and time.monotonic() < until, (
+                f"{line!r} never came; stderr: {self.process.err}"
+            )
+            time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:
         """Exit code and stderr."""
-        _, err = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, err
+        return self.process.wait(LIMIT_S), self.process.err
 
 
 def test_ctrl_c_ends_every_process_and_is_told_in_a_line(tmp_path: Path) -> None:
