@@ -135,7 +135,8 @@ def with_reference(groups: list[Group], model: Path) -> list[Group]:
 
 
 def _train(folder: Path, family: str, named: str, out: Path, rank: int) -> None:
-    """Two ticks; the last once more from a state saved before it, and once more from what one process has saved."""
+    """Two ticks; the last once more from a state saved before it, then in the same trainer from what one process has saved, which
+    replaces all that this tick has made."""
     trainer = make_trainer(folder, family, named)
     metrics = [train(trainer, folder, family, tick) for tick in range(NUM_TICKS - 1)]
     trainer.save(out / "state")
@@ -148,9 +149,8 @@ def _train(folder: Path, family: str, named: str, out: Path, rank: int) -> None:
     for name, tensor in trainer.weights.state().items():
         assert torch.equal(tensor, again.weights.state()[name]), name
     if named != ALONE:
-        elsewhere = make_trainer(folder, family, named)
-        elsewhere.load(folder / f"{family}-{ALONE}-train" / "state")
-        _keep(elsewhere, out, "from_one", [train(elsewhere, folder, family, NUM_TICKS - 1)])
+        again.load(folder / f"{family}-{ALONE}-train" / "state")
+        _keep(again, out, "from_one", [train(again, folder, family, NUM_TICKS - 1)])
 
 
 def _keep(trainer: Trainer, out: Path, what: str, metrics: Any) -> None:
