@@ -15,18 +15,24 @@ from llamarl.observability.keys import KEYS, REPLICA_KEY
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "tiny.toml"
+SHORT_LEDGERS = "{ max_terms = 4 }"
+"""Responses of a dozen tokens, of which two of three are right: a run learns in each tick, in half of the time."""
+LONG_LEDGERS = "{ max_terms = 9 }"
+"""As the task is by itself: for a run that is to be struck within a tick."""
 SMALL = {
     "run.num_ticks": 6,
     "schedule.prompts_per_step": 4,
     "generator.group_size": 4,
+    "task.options": SHORT_LEDGERS,
     "evaluation.every": 3,
-    "evaluation.num_prompts": 8,
+    "evaluation.num_prompts": 4,
     "observability.console": '"plain"',
 }
 
 
 def arguments(run_dir: Path, settings: dict[str, Any]) -> list[str]:
-    return as_flags({**SMALL, "run.dir": json.dumps(str(run_dir)), **settings})
+    small = {key: value for key, value in SMALL.items() if key != "task.options" or "task.name" not in settings}
+    return as_flags({**small, "run.dir": json.dumps(str(run_dir)), **settings})
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:

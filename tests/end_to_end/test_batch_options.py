@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conftest import RECIPE, arguments, rows
+from conftest import LONG_LEDGERS, RECIPE, arguments, rows
 
 from llamarl.config import load_config
 from llamarl.controller.resume import resume_run
@@ -17,6 +17,7 @@ from llamarl.observability.metrics import strip_timing
 FAST = {
     "run.runtime": '"inline"',
     "run.cores": 1,
+    "task.options": LONG_LEDGERS,
     "run.num_ticks": 4,
     "evaluation.every": 0,
     "generator.sampling.max_new_tokens": 40,

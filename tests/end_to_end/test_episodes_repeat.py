@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import SMALL, CommandLine, as_flags, rows, wait_until
 from tools.chaos.compare import differences
 from tools.chaos.processes import ranks
 
@@ -125,7 +125,9 @@ def test_tasks_with_and_without_environments_are_trained_on_together(llamarl: Co
         sampling = {{ max_new_tokens = 80 }}
         """
     )
-    llamarl.train(tmp_path / "run", {"run.num_ticks": 3, "observability.rollouts": "true"}, recipe=recipe)
+    of_all_tasks = {key: value for key, value in SMALL.items() if key != "task.options"}
+    words = {**of_all_tasks, "run.num_ticks": 3, "observability.rollouts": "true", "run.dir": tmp_path / "run"}
+    llamarl.run(["train", str(recipe), *as_flags(words)])
     turns: dict[str, set[int]] = {}
     for rollout in read_rollouts(tmp_path / "run"):
         turns.setdefault(rollout.task, set()).add(len(rollout.response.turns))

@@ -4,12 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import LONG_LEDGERS, CommandLine, rows, wait_until
 from same_run import assert_same_run
 
 PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
 RESUMABLE = {
     **PARTIAL,
+    "task.options": LONG_LEDGERS,
     "schedule.max_staleness": 2,
     "checkpoint.every": 2,
     "run.num_ticks": 6,

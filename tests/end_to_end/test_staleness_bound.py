@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, arguments
+from conftest import LONG_LEDGERS, RECIPE, arguments
 
 from llamarl.config import RunConfig, load_config
 from llamarl.controller import prepare as controller_prepare
@@ -22,6 +22,7 @@ def run(folder: Path) -> list[float]:
     """Six ticks of partial rollouts in which some response uses every tick that it may; ``staleness/max`` of each."""
     settings = {
         "run.runtime": "inline",
+        "task.options": LONG_LEDGERS,
         "run.num_ticks": 6,
         "schedule.prompts_per_step": 2,
         "schedule.max_staleness": 1,

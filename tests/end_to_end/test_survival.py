@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CommandLine, rows, wait_for_rows, wait_until
+from conftest import LONG_LEDGERS, CommandLine, rows, wait_for_rows, wait_until
 from forked_command import Started
 from same_run import assert_same_run
 from tools.chaos.processes import ranks
@@ -20,6 +20,7 @@ from llamarl.checkpoint.snapshot import MANIFEST
 from llamarl.checkpoint.storage import CheckpointStore
 
 SETTINGS = {
+    "task.options": LONG_LEDGERS,
     "run.num_ticks": 8,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,
