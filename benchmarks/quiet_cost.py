@@ -99,8 +99,7 @@ def main() -> None:
 def count_controller(out: Path, words: list[str]) -> int:
     """``llamarl`` with what recovery adds to its controller under a clock; the sum goes to ``out``, in seconds."""
     from llamarl.cli.main import main as llamarl
-    from llamarl.runtime.journal import Journal
-    from llamarl.runtime.kept_tokens import KeptTokens
+    from llamarl.runtime import tick_log
 
     spent = [0.0]
 
@@ -114,7 +113,8 @@ def count_controller(out: Path, words: list[str]) -> int:
 
         return call
 
-    for owner, name in ((KeptTokens, "take"), (Journal, "append"), (Journal, "_write"), (Journal, "_remove")):
+    owners = [(tick_log.TickLog, name) for name in ("take", "append", "_remove")]
+    for owner, name in (*owners, (tick_log, "write_record")):
         setattr(owner, name, timed(getattr(owner, name)))
     status = llamarl(words)
     out.write_text(json.dumps(spent[0]))

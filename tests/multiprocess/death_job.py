@@ -30,6 +30,7 @@ from llamarl.runtime.base import Report
 from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.fork_here import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.tick_log import TickLog
 
 DELAY = 2
 NUM_TICKS = 12
@@ -90,7 +91,7 @@ def play(seed: int, kills: int, out: Path) -> None:
 
 def _run(seed: int, kills: int) -> tuple[dict[int, int], int]:
     totals, over, struck = _Totals(), threading.Event(), [0]
-    runtime = ProcessRuntime(restarts=True)
+    runtime = ProcessRuntime(log=TickLog())
 
     def strike() -> None:
         rng = random.Random(seed)

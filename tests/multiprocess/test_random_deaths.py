@@ -19,6 +19,7 @@ from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.runtime.base import Report
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.tick_log import TickLog
 
 KILLS = 5
 
@@ -57,7 +58,7 @@ def main() -> None:
         def on_report(self, report: Report) -> None:
             reports.append(report)
 
-    runtime = ProcessRuntime(restarts=True)
+    runtime = ProcessRuntime(log=TickLog())
     job = Graph(executors, whole.channels)
     marking, saving = Marking(job, num_ticks=NUM_TICKS), Saving(job)
     recovery, stragglers = Recovery(max_restarts=2, window_s=60.0), Stragglers(multiple=3.0, least_s=0.5)

@@ -29,6 +29,7 @@ from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
 from llamarl.runtime.base import JobStart, Order, Report, Runtime
 from llamarl.runtime.make_runtime import make_runtime, probe_processes
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.tick_log import TickLog
 
 NUM_TICKS = 5
 LIMIT_S = 60.0
@@ -166,7 +167,7 @@ def test_a_killed_process_is_named_with_its_signal(local: Runtime, trouble_tick:
 
 @pytest.fixture
 def restarting() -> Iterator[ProcessRuntime]:
-    made = ProcessRuntime(channel_factory=str(HERE), restarts=True)
+    made = ProcessRuntime(channel_factory=str(HERE), log=TickLog())
     yield made
     made.close()
 

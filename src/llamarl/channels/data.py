@@ -339,7 +339,7 @@ def _write(into: torch.Tensor, views: list[memoryview]) -> None:
         memory[end:position] = 0  # padding is part of the checksum
 
 
-def check_token(token: bytes, num_parts: int, table_checksum: int) -> list[Any]:
+def check_token(token: bytes | memoryview, num_parts: int, table_checksum: int) -> list[Any]:
     """Check a token that was found on a disk as its readers will: every checksum, and that plain values are in it.
 
     Args:

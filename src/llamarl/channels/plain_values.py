@@ -16,7 +16,7 @@ import json
 import math
 import struct
 import types as builtin_types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from llamarl import types
 
-__all__ = ["ALIGN", "decode", "encode", "framed", "from_bytes", "to_bytes"]
+__all__ = ["ALIGN", "decode", "encode", "framed", "from_bytes", "padded", "to_bytes"]
 
 ALIGN = 64
 """What each piece of a value is padded to where they lie one behind the other."""
@@ -80,9 +80,16 @@ def framed(value: Any) -> list[memoryview]:
     return [memoryview(struct.pack(f"<{len(views) + 1}Q", len(views), *(v.nbytes for v in views))), *views]
 
 
+def padded(value: Any) -> Iterator[memoryview]:
+    """The pieces of ``framed`` as they lie one behind the other. Raises as ``encode``."""
+    for view in framed(value):
+        yield view
+        yield memoryview(bytes(-view.nbytes % ALIGN))
+
+
 def to_bytes(value: Any) -> bytes:
     """The pieces one behind the other. Raises as ``encode``."""
-    return b"".join(bytes(view) + bytes(-view.nbytes % ALIGN) for view in framed(value))
+    return b"".join(padded(value))
 
 
 def from_bytes(memory: memoryview) -> Any:

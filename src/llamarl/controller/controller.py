@@ -3,7 +3,7 @@
     Marking (pure: who may fire) ◀──▶ loop ◀──▶ Runtime (where executors live) ; observers hear every report
 
 No payload passes through here: an order and a report carry handles, a few hundred bytes each. (Over
-hosts the runtime holds copies of what a tick makes: ``runtime/copy_to_controller.py``.)
+hosts the runtime holds copies of what a tick makes: ``runtime/tick_log.py``.)
 
 The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits for anything else:
 

@@ -38,9 +38,9 @@ from llamarl.runtime.host_placement import (
     what_changed,
     why_no_room,
 )
-from llamarl.runtime.journal import Resumed
 from llamarl.runtime.placement import ColocatedGroup, Placement
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
 from llamarl.transports.network import Network
 from llamarl.transports.run_key import KEY_BYTES
@@ -350,14 +350,12 @@ class JobHosts:
             for name, why in answers.items()
         ]
 
-    def runtime(
-        self, files: JobFiles | None = None, *, restarts: bool = False, resumed: Resumed | None = None
-    ) -> ProcessRuntime:
+    def runtime(self, files: JobFiles | None = None, *, log: TickLog | None = None) -> ProcessRuntime:
         """Processes on the hosts that :meth:`place` chose.
 
         Args:
             files: As :meth:`open_files` made them.
-            restarts: See ``ProcessRuntime``, as for ``resumed``. This process has joined the job's network.
+            log: See ``ProcessRuntime``. This process has joined the job's network.
         """
         from llamarl.runtime.ray.launcher import RayLauncher
 
@@ -380,8 +378,7 @@ class JobHosts:
             launchers=dict.fromkeys(self.where, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
             places=self.places,
-            restarts=restarts,
-            resumed=resumed,
+            log=log,
         )
 
     def clocks(self) -> dict[str, tuple[float, float]]:

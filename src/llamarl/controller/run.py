@@ -15,6 +15,7 @@ from pathlib import Path
 from llamarl.checkpoint.mirror import Mirror, mirrored
 from llamarl.config import RunConfig
 from llamarl.controller.controller import run_graph
+from llamarl.controller.journaled import remove_journal
 from llamarl.controller.preflight import (
     check_reward,
 )
@@ -28,7 +29,7 @@ from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.observability.summary import RunSummary
 from llamarl.plural import plural
-from llamarl.runtime.journal import Resumed, remove_journal
+from llamarl.runtime.tick_log import Resumed
 
 __all__ = ["execute", "mirror_of", "raise_if_nothing_trained", "start", "start_run"]
 

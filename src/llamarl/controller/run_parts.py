@@ -3,8 +3,8 @@
 with RunParts(prepared, folder, ...) as parts:
     run_graph(parts.marking, parts.runtime, saving=parts.saving, observers=[parts])
 
-hosts and their files ─▶ event log, recorder ─▶ runtime ─▶ journal ─▶ checkpoints ─▶ marking ─▶ survival
-end: journal, runtime, files, checkpoints, hosts, recorder; then what is saved, and how to go on, is said
+hosts and their files ─▶ event log, recorder ─▶ tick log ─▶ runtime ─▶ checkpoints ─▶ marking ─▶ survival
+end: runtime, tick log, files, checkpoints, hosts, recorder; then what is saved, and how to go on, is said
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
@@ -41,9 +41,9 @@ from llamarl.observability.writing import Patience
 from llamarl.plural import plural
 from llamarl.roles import present_roles
 from llamarl.runtime.base import Report, Runtime
-from llamarl.runtime.journal import Journal, Resumed
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed, TickLog
 
 __all__ = ["RunParts", "num_rows", "save_settings"]
 
@@ -86,8 +86,8 @@ class RunParts:
         self._events = EventLog(run_dir, resume_after_tick, platform=self._platform, patience=patience)
         self.recorder = self._make_recorder(resume_after_tick)
         join_network(prepared)
+        self._log = self._make_log()
         real = self._make_runtime()
-        self._journal = self._make_journal()
         self._store, self.checkpoints = self._make_checkpoints()
         remove_partial(run_dir)
         self.saving = Saving(prepared.graph, self.checkpoints)
@@ -125,9 +125,9 @@ class RunParts:
         run_dir, hosts, num_ticks = self._folder.path, self._prepared.hosts, self._prepared.config.run.num_ticks
         if self._live is not None:
             self._live.close()
-        if self._journal is not None:
-            self._journal.close(done=not stopped)
         self.runtime.close()
+        if self._log is not None:
+            self._log.close(done=not stopped)
         remove_partial(run_dir)
         if self._files is not None and stopped:
             self._files.hurry()
@@ -139,7 +139,7 @@ class RunParts:
         self.recorder.close(stopped, clocks=hosts.clocks() if hosts is not None else None)
         if stopped and not self._folder.identity.change():
             last = next(reversed(self._store.list()), None)
-            journaled = self._journal is not None and any((run_dir / "journal").glob("*"))
+            journaled = any((run_dir / JOURNAL_FOLDER).glob("*"))
             said = what_is_saved(run_dir, last, num_rows(run_dir), num_ticks, journaled=journaled)
             print(f"\n{said}", file=sys.stderr)
 
@@ -188,20 +188,17 @@ class RunParts:
 
     def _make_runtime(self) -> Runtime:
         config, hosts = self._prepared.config, self._prepared.hosts
-        restarts = config.recovery.max_restarts > 0
         if hosts is not None:
-            return hosts.runtime(self._files, restarts=restarts, resumed=self._resumed)
-        limit_s = config.deadlines.collective_s
-        return make_runtime(config.run.runtime, collective_timeout_s=limit_s, restarts=restarts, resumed=self._resumed)
+            return hosts.runtime(self._files, log=self._log)
+        return make_runtime(config.run.runtime, collective_timeout_s=config.deadlines.collective_s, log=self._log)
 
-    def _make_journal(self) -> Journal | None:
-        if not keeps_journal(self._prepared.config):
+    def _make_log(self) -> TickLog | None:
+        if not self._prepared.config.recovery.max_restarts:
             return None
-        return Journal(
-            self._folder.path,
+        return TickLog(
+            self._folder.path / JOURNAL_FOLDER if keeps_journal(self._prepared.config) else None,
             self._folder.identity.run_id,
-            weights=[c.name for c in self._prepared.graph.channels if c.kind is ChannelKind.WEIGHTS],
-            number=self._resumed.next_number,
+            resumed=self._resumed,
             tell=self.recorder.message,
         )
 
@@ -235,7 +232,7 @@ class RunParts:
             Recovery(max_restarts=settings.max_restarts),
             self.saving,
             tell=lambda redo: self.recorder.restarted(redo.next_tick, redo.describe()),
-            journal=self._journal,
+            log=self._log,
             stragglers=Stragglers(multiple=multiple) if multiple else None,
         )
 

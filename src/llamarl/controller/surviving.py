@@ -32,8 +32,8 @@ from llamarl.runtime.base import (
 )
 
 if TYPE_CHECKING:
-    from llamarl.runtime.journal import Journal
     from llamarl.runtime.processes import ProcessRuntime
+    from llamarl.runtime.tick_log import TickLog
 
 __all__ = ["SurvivingRuntime"]
 
@@ -46,7 +46,7 @@ class SurvivingRuntime:
         marking: Of the loop.
         saving: Of the loop.
         tell: Called with each replacement as it begins.
-        journal: Gets each report that counts.
+        log: Writes each report that counts.
         stragglers: Says which ticks take too long: an executor at one is ended and does it again.
     """
 
@@ -58,11 +58,11 @@ class SurvivingRuntime:
         saving: Saving,
         *,
         tell: Callable[[Redo], None] = lambda redo: None,
-        journal: Journal | None = None,
+        log: TickLog | None = None,
         stragglers: Stragglers | None = None,
     ) -> None:
         self._runtime, self._marking, self._recovery, self._saving = runtime, marking, recovery, saving
-        self._tell, self._journal, self._stragglers = tell, journal, stragglers
+        self._tell, self._log, self._stragglers = tell, log, stragglers
         self._behind: dict[str, int] = {}
         """Executor whose state is older than what has counted, until its repeats begin -> its next
         tick by that state."""
@@ -148,8 +148,8 @@ class SurvivingRuntime:
         if self._stragglers is not None:
             self._stragglers.note(self._marking.busy[name], report.finished_s - report.started_s)
         report = self._with_costs(report)
-        if self._journal is not None:
-            self._journal.append(report)
+        if self._log is not None:
+            self._log.append(report)
         return report
 
     def bring_back(self, error: LlamaRLError, deaths: Sequence[Death], readers: Sequence[str] = ()) -> tuple[Redo, ...]:
@@ -255,8 +255,6 @@ class SurvivingRuntime:
         """Let go of what is held to do ticks again that are in a checkpoint by now."""
         if (done := self._saving.finished(wait=wait)) is not None:
             self._runtime.saved(*done)
-            if self._journal is not None:
-                self._journal.saved(done[0])
 
     def _with_costs(self, report: Report) -> Report:
         """The report, with what a replacement has cost where it is the first after one."""

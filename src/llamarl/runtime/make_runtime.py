@@ -10,8 +10,8 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, ExecutorSpec
 from llamarl.runtime.base import JobStart, Runtime
 from llamarl.runtime.inline import InlineRuntime
-from llamarl.runtime.journal import Resumed
 from llamarl.runtime.processes import ProcessRuntime
+from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import CHANNEL_FACTORY
 
 __all__ = ["RUNTIMES", "make_runtime", "probe_processes"]
@@ -24,8 +24,7 @@ def make_runtime(
     *,
     collective_timeout_s: float = 600.0,
     channel_factory: str = CHANNEL_FACTORY,
-    restarts: bool = False,
-    resumed: Resumed | None = None,
+    log: TickLog | None = None,
 ) -> Runtime:
     """Make the runtime called ``name``.
 
@@ -33,8 +32,7 @@ def make_runtime(
         name: ``local`` (processes) or ``inline`` (this process).
         collective_timeout_s: Longest wait of one collective inside an executor's process group (not ``inline``).
         channel_factory: Module, or file, with ``make_sender`` and ``make_receiver``.
-        restarts: Whether executors are to be brought up again that die (not ``inline``, where nobody can).
-        resumed: See ``ProcessRuntime``.
+        log: See ``ProcessRuntime`` (not ``inline``, where nobody can be brought up again).
 
     Raises:
         ConfigError: The name is unknown.
@@ -48,8 +46,7 @@ def make_runtime(
     return ProcessRuntime(
         collective_timeout_s=collective_timeout_s,
         channel_factory=channel_factory,
-        restarts=restarts,
-        resumed=resumed,
+        log=log,
     )
 
 

@@ -29,12 +29,9 @@ from pathlib import Path
 from typing import Protocol
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
-from llamarl.errors import DeadlineExceeded, ExecutorFailed
+from llamarl.errors import DeadlineExceeded, ExecutorFailed, SourceGone
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Death, JobStart, News, Order, Overdue, ProcessesDied, Report, SetupReport
-from llamarl.runtime.copy_to_controller import copy_to_controller
-from llamarl.runtime.journal import Resumed
-from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import (
     combine_reports,
@@ -47,6 +44,7 @@ from llamarl.runtime.rank_plans import (
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
+from llamarl.runtime.tick_log import TickLog, copy_to_controller
 from llamarl.runtime.worker import CHANNEL_FACTORY, PULL_DEADLINE_S, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 from llamarl.transports.segments import Segment
@@ -116,10 +114,9 @@ class ProcessRuntime:
         launchers: Executor -> who starts its processes; those without an entry go to this machine.
         networks: Executor -> where each of its ranks is among the hosts; None: the whole job is on one machine.
         places: The hosts of the job, where some may go and others take their places.
-        resumed: What counted, since the checkpoint from which the job begins, before the controller of that time died; in order.
-        restarts: Whether executors that can be brought up again keep what that needs, and their
-            deaths are told as ``ProcessesDied``. Where they lie on other hosts, these must reach
-            this process, which has joined their network.
+        log: Holds what bringing executors up again needs: their deaths are told as
+            ``ProcessesDied``. Where they lie on other hosts, these must reach this process, which
+            has joined their network. None: a death ends the job.
     """
 
     def __init__(
@@ -130,21 +127,18 @@ class ProcessRuntime:
         launchers: Mapping[str, Launcher] | None = None,
         networks: Mapping[str, Sequence[Network]] | None = None,
         places: Places | None = None,
-        restarts: bool = False,
-        resumed: Resumed | None = None,
+        log: TickLog | None = None,
     ) -> None:
         self._collective_timeout_s = collective_timeout_s
         self._channel_factory = channel_factory
         self._launchers = launchers or {}
         self._networks = networks
         self._places = places
-        self._restarts = restarts
+        self._restarts, self._log = log is not None, log if log is not None else TickLog()
         self._for_ranks: Segment | None = None
         """What ranks of other hosts try to read, to know whether they reach this process."""
-        self._resumed = resumed if resumed is not None else Resumed()
         self._plans: dict[str, tuple[WorkerPlan, ...]] = {}
         self._channels: tuple[ChannelSpec, ...] = ()
-        self._kept = KeptTokens()
         self._saved: Path | None = None
         """The newest finished checkpoint of this run, if there is one."""
         self._incarnations: dict[str, int] = {}
@@ -180,7 +174,7 @@ class ProcessRuntime:
                 for name, ranks in plans.items()
             }
         self._plans, self._channels, self._first_tick = plans, tuple(job.channels), job.first_tick
-        plans = {name: _resumed_plans(ranks, self._resumed.reports) for name, ranks in plans.items()}
+        plans = {name: _resumed_plans(ranks, self._log.counted) for name, ranks in plans.items()}
         if self._places is not None:
             plans = {name: tuple(map(self._places.adapt, ranks)) for name, ranks in plans.items()}
         self._ready = {name: [] for name in plans}
@@ -229,7 +223,7 @@ class ProcessRuntime:
             return
         who, first = next(iter(why.items()))
         text = f"{', '.join(why)} cannot read memory of the controller ({who}: {first})"
-        if self._resumed.reports:
+        if self._log.counted:
             raise ExecutorFailed(
                 f"{text}, so this job cannot go on from RUN/journal: remove that, or let them reach it"
             )
@@ -250,17 +244,15 @@ class ProcessRuntime:
                     setups[number], copies = copy_to_controller(setup, max(0.0, until - self.now()))
                     brought += copies
                 stand = {**stand, name: combine_setups(name, setups)}
-        self._kept.close()
-        self._kept = KeptTokens(self._channels, list(self._plans), journaled, first_tick=self._first_tick)
-        held = self._kept.begin(stand)
-        _close_all_of(brought)
-        if held is None:  # a process that stood ready has ended: that is heard within milliseconds, as a failure
+        try:
+            return self._log.begin(self._channels, stand, journaled, first_tick=self._first_tick)
+        except SourceGone:  # a process that stood ready has ended: that is heard within milliseconds, as a failure
             self._next_answer(until - self.now())
-            raise DeadlineExceeded("what an executor made at its start is gone, and its process has not ended")
-        reports = self._kept.take_counted(self._resumed.reports)
-        self._resumed.release()
-        self._resumed = Resumed(tuple(reports))
-        return held
+            raise DeadlineExceeded(
+                "what an executor made at its start is gone, and its process has not ended"
+            ) from None
+        finally:
+            _close_all_of(brought)
 
     def _not_ready(self, missing: Sequence[str], began: float, limit_s: float) -> DeadlineExceeded | ProcessesDied:
         ready = {name: [setup.rank for setup in self._ready[name]] for name in missing}
@@ -314,7 +306,7 @@ class ProcessRuntime:
             if len(out.replies) == len(self._ranks.of[answer.executor]):
                 whole = combine_reports(answer.executor, out.replies, controller_bytes=out.num_bytes)
                 whole = dataclasses.replace(whole, incarnation=answer.incarnation)
-                report = self._kept.take(whole) if self._restarts else whole
+                report = self._log.take(whole) if self._restarts else whole
                 _close_all_of(out.brought)
                 if report is not None:  # else its process has died since, which is the next that is heard
                     del self._out[answer.executor, answer.result.tick]
@@ -339,7 +331,7 @@ class ProcessRuntime:
 
     def counted(self) -> Sequence[Report]:
         """What counted before this controller began, with tokens that are held."""
-        return self._resumed.reports
+        return self._log.counted
 
     def replaceable(self) -> Mapping[str, int]:
         """Executors that can be brought up again -> the first tick that each then does again: its
@@ -347,7 +339,7 @@ class ProcessRuntime:
         since is held. Every token that somebody may still read outlives them."""
         if not self._restarts:
             return {}
-        held = self._kept.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
+        held = self._log.replaceable() if self._standing else dict.fromkeys(self._plans, self._first_tick)
         return {name: tick for name, tick in held.items() if self._places is None or self._places.has_place(name)}
 
     def _overdue(self, executor: str, doing: str, limit_s: float, reported: Sequence[int]) -> Death:
@@ -379,7 +371,7 @@ class ProcessRuntime:
         self._ranks.stop(executor)
         self._out = {key: out for key, out in self._out.items() if key[0] != executor}
         self._failed = not self._standing
-        return self._kept.torn(executor)
+        return self._log.torn(executor)
 
     def replace(self, executor: str, *, incarnation: int, first_tick: int) -> None:
         """Start an executor anew with the state after ``first_tick - 1``; returns at once, and orders
@@ -393,8 +385,8 @@ class ProcessRuntime:
         ]
         if not self._standing:
             self._ready[executor] = []
-            plans = list(_resumed_plans(tuple(plans), self._resumed.reports))
-        elif states := self._kept.state(executor):
+            plans = list(_resumed_plans(tuple(plans), self._log.counted))
+        elif states := self._log.states(executor):
             plans = list(with_states(plans, states, first_tick=first_tick))
         elif plans[0].first_tick < first_tick:  # else as the run began
             plans = [dataclasses.replace(plan, first_tick=first_tick, load_from=self._saved) for plan in plans]
@@ -409,12 +401,12 @@ class ProcessRuntime:
 
     def past_inputs(self, executor: str, tick: int) -> Mapping[str, tuple[Handle, ...]]:
         """What an executor read at a tick that has counted, from ``replaceable`` on."""
-        return self._kept.inputs(executor, tick)
+        return self._log.inputs(executor, tick)
 
     def saved(self, tick: int, folder: Path) -> None:
         """A checkpoint is finished: what is held to do earlier ticks again may go."""
         self._saved = folder
-        self._kept.saved(tick)
+        self._log.saved(tick)
 
     def now(self) -> float:
         """``running_s``: deadlines do not count the time for which this process was stopped."""
@@ -432,7 +424,7 @@ class ProcessRuntime:
         _running.discard(self)
         busy = self._failed or bool(self._out)
         self._ranks.end(_CLOSE_BUSY_S if busy else _CLOSE_IDLE_S, orderly=not busy)
-        self._kept.close()
+        self._log.close()
         _close_all_of([] if self._for_ranks is None else [self._for_ranks])
 
     def _next_answer(self, timeout_s: float) -> Answer | None:

@@ -13,7 +13,7 @@ from llamarl.errors import ConfigError, ExecutorFailed
 from llamarl.import_path import absolute_import_path
 from llamarl.observability.keys import reduce_over_ranks
 from llamarl.runtime.base import Death, JobStart, Report, SetupReport
-from llamarl.runtime.kept_states import KeptState
+from llamarl.runtime.tick_record import State
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 
@@ -83,7 +83,7 @@ def plan_workers(
     return plans
 
 
-def with_states(plans: Sequence[WorkerPlan], states: Sequence[KeptState], *, first_tick: int) -> tuple[WorkerPlan, ...]:
+def with_states(plans: Sequence[WorkerPlan], states: Sequence[State], *, first_tick: int) -> tuple[WorkerPlan, ...]:
     """Ranks that begin with the state after ``first_tick - 1``: each with its own, or all with all
     where they were another number."""
     own = len(states) == len(plans)

@@ -41,8 +41,8 @@ from llamarl.import_path import load_module, resolve
 from llamarl.progress import forget
 from llamarl.runtime.base import News, Order
 from llamarl.runtime.determinism import pin
-from llamarl.runtime.kept_states import MAX_STATE_BYTES, KeptState, read_state, write_state
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
+from llamarl.runtime.tick_record import MAX_STATE_BYTES, State, read_state, write_state
 from llamarl.transports.network import Network, join
 from llamarl.transports.remote_segment import RemoteSegment
 from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere
@@ -107,7 +107,7 @@ class WorkerPlan:
     """How often the executor was brought up before in this run: what it finds of itself is from then."""
     makes_initial_tokens: bool = True
     """Whether the tokens that lie on its delayed edges at the job's beginning are still to be made."""
-    restore: tuple[KeptState, ...] = ()
+    restore: tuple[State, ...] = ()
     """The state after ``first_tick - 1``, for a rank that is brought up in the middle of a run: its
     own, or those of all ranks if they were another number then."""
     controller: SegmentHandle | None = None
@@ -149,7 +149,7 @@ class RankReport:
     """Ticks whose state could not be written, as was found since the last report -> why."""
     files: tuple[FileRecord, ...] = ()
     """What it wrote elsewhere in the run's folder (``StepResult.files``), relative to that; flushed."""
-    journal: KeptState | None = None
+    journal: State | None = None
     """Where the state after this tick is kept."""
     share_metrics: tuple[Mapping[str, float], ...] = ()
     """See ``StepResult``."""
@@ -444,7 +444,7 @@ class Worker:
             at_start=True,
         )
 
-    def _keep_state(self, executor: Executor, tick: int) -> KeptState | None:
+    def _keep_state(self, executor: Executor, tick: int) -> State | None:
         """The one of the tick before goes: the controller has held it since it sent this tick's order."""
         assert isinstance(executor, Journaled)
         state = executor.journal(tick)

@@ -122,7 +122,7 @@ class SegmentServer:
         self._key = network.key
         self._limits = limits or Limits()
         self._tls = server_tls(network.tls) if network.tls is not None else None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a segment may be collected, and so withdrawn, while this thread has it
         self._segments: dict[bytes, list[memoryview]] = {}
         """Nonce -> the same pages as often as they were registered, in that order."""
         self._chains: dict[bytes, list[Relay]] = {}

@@ -12,15 +12,15 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataSender
 from llamarl.channels.weights import WeightsPayload, WeightsSender
 from llamarl.checkpoint.config import CheckpointConfig
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
-from llamarl.controller.journaled import load_journal
+from llamarl.controller.journaled import load_journal, read_journal
 from llamarl.controller.marking import Marking
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report, SetupReport
-from llamarl.runtime.journal import Journal, Record, read_journal
-from llamarl.runtime.kept_states import read_state, write_state
-from llamarl.runtime.kept_tokens import KeptTokens
+from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed, TickLog
+from llamarl.runtime.tick_record import Record, read_state, write_state
 from llamarl.types import Group, Prompt
 
 GROUPS = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="generator", sink="trainer", capacity=2, kept=True)
@@ -43,16 +43,19 @@ def group_of(tick: int) -> Group:
     return Group(prompt=Prompt(index=tick, tokens=np.arange(3, dtype=np.int32), text=""), responses=())
 
 
+def begun(log: TickLog) -> TickLog:
+    tokens = {"weights": {-2: (None,), -1: (None,)}}
+    setups = [SetupReport(executor="generator"), SetupReport(executor="trainer", initial_tokens=tokens)]
+    log.begin(GRAPH.channels, {setup.executor: setup for setup in setups}, ["generator"])
+    return log
+
+
 def journal_of(
     run_dir: Path, order: list[tuple[str, int]], items: Callable[[int], list[Any]] = lambda tick: [group_of(tick)]
 ) -> None:
-    kept, journal = (
-        KeptTokens([GROUPS, WEIGHTS], ["generator", "trainer"], ["generator"]),
-        Journal(run_dir, "mine", weights=["weights"]),
-    )
+    log = begun(TickLog(run_dir / JOURNAL_FOLDER, "mine"))
     groups = DataSender(GROUPS, rank=0, num_source_ranks=1, num_sink_ranks=1)
     weights = WeightsSender(WEIGHTS, rank=0, num_source_ranks=1, num_sink_ranks=1)
-    kept.begin({"trainer": SetupReport(executor="trainer", initial_tokens={"weights": {-2: (None,), -1: (None,)}})})
     for name, tick in order:
         if name == "generator":
             segment, state = write_state(f"after {tick}".encode())
@@ -62,13 +65,17 @@ def journal_of(
         else:
             version = weights.send(tick, WeightsPayload(version=tick + 1, tensors={}))
             report = Report(executor=name, tick=tick, outputs={"weights": (version,)}, journal=(None,))
-        held = kept.take(report)
+        held = log.take(report)
         assert held is not None
-        journal.append(held)
-    journal.close(done=False)
+        log.append(held)
+    log.close()
     groups.close()
     weights.close()
-    kept.close()
+
+
+def release(resumed: Resumed) -> None:
+    for segment in resumed.segments:
+        segment.close()
 
 
 COUNTED = [("generator", 0), ("generator", 1), ("trainer", 0), ("generator", 2), ("trainer", 1), ("generator", 3)]
@@ -82,9 +89,8 @@ def test_a_run_stands_where_it_was_with_the_last_states_and_the_tokens_that_are_
         [], [], [], [b"after 3"],
     ]  # fmt: skip
     assert (resumed.last_tick, resumed.next_number) == (3, 6)
-    kept = KeptTokens([GROUPS, WEIGHTS], ["generator", "trainer"], ["generator"])
-    reports = kept.take_counted(resumed.reports)
-    resumed.release()
+    kept = begun(TickLog(resumed=resumed))
+    reports = kept.counted
     assert kept.replaceable() == {"generator": 4, "trainer": 0}
     assert [len(kept.inputs("trainer", tick)["groups"]) for tick in (0, 1)] == [1, 1]  # to repeat them
     marking = Marking(GRAPH, first_tick=0, num_ticks=10, initial_tokens={"weights": {-2: (None,), -1: (None,)}})
@@ -98,7 +104,7 @@ def test_ticks_from_the_next_saved_one_on_are_done_again_so_that_everyone_saves_
     journal_of(tmp_path, COUNTED)
     resumed = load_journal(tmp_path, "mine", GRAPH, config(every=3), after_tick=-1)
     assert [(report.executor, report.tick) for report in resumed.reports] == [at for at in COUNTED if at[1] < 2]
-    resumed.release()
+    release(resumed)
     assert [(record.executor, record.tick) for record in read_journal(tmp_path, "mine")] == COUNTED[:3]
 
 
@@ -141,7 +147,7 @@ def test_tokens_that_are_not_those_of_the_sources_ranks_are_refused(
 
     def altered(*where: Any) -> list[Record]:
         def of(record: Record) -> Record:
-            outputs = record.header.outputs
+            outputs = record.outputs
             if "groups" in outputs:
                 given = [
                     replace(token, **wrong)
@@ -149,7 +155,7 @@ def test_tokens_that_are_not_those_of_the_sources_ranks_are_refused(
                     if token is not None and "tokens" not in wrong
                 ]
                 outputs = {"groups": wrong.get("tokens", given)}
-            return replace(record, header=replace(record.header, outputs=outputs))
+            return replace(record, outputs=outputs)
 
         return [of(record) for record in read_journal(*where)]
 
@@ -161,13 +167,13 @@ def test_a_tick_whose_file_no_disk_can_hold_is_done_again(tmp_path: Path, monkey
     journal_of(tmp_path, COUNTED)
 
     def altered(*where: Any) -> list[Record]:
-        files = {0: [("a" * 3000, 1, "00")]}
-        return [replace(r, header=replace(r.header, files=files)) if r.tick == 1 else r for r in read_journal(*where)]
+        files = {0: (FileRecord(path="a" * 3000, num_bytes=1, xxh3_128="00"),)}
+        return [replace(r, files=files) if r.tick == 1 else r for r in read_journal(*where)]
 
     monkeypatch.setattr("llamarl.controller.journaled.read_journal", altered)
     resumed = load_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
     assert [(report.executor, report.tick) for report in resumed.reports] == [at for at in COUNTED if at[1] < 1]
-    resumed.release()
+    release(resumed)
 
 
 def test_ranks_of_a_source_that_may_be_any_number_go_on_as_another_one(tmp_path: Path) -> None:
@@ -176,7 +182,7 @@ def test_ranks_of_a_source_that_may_be_any_number_go_on_as_another_one(tmp_path:
     graph = Graph(executors, (replace(GROUPS, elastic=True), WEIGHTS))
     resumed = load_journal(tmp_path, "mine", graph, config(), after_tick=-1)
     assert [(report.executor, report.tick) for report in resumed.reports] == COUNTED
-    resumed.release()
+    release(resumed)
 
 
 def test_more_pieces_than_may_be_open_are_refused_and_none_stays_open(

@@ -21,7 +21,7 @@ from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.settle import fix_end_of_decay
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
-from llamarl.runtime.journal import Resumed
+from llamarl.runtime.tick_log import Resumed
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 

@@ -17,7 +17,6 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.runtime.base import JobStart, News, Order
-from llamarl.runtime.kept_states import KeptState
 from llamarl.runtime.rank_plans import (
     combine_reports,
     combine_setups,
@@ -25,6 +24,7 @@ from llamarl.runtime.rank_plans import (
     plan_workers,
     with_states,
 )
+from llamarl.runtime.tick_record import State
 from llamarl.runtime.worker import (
     RankFailure,
     RankReport,
@@ -302,7 +302,7 @@ def test_a_rank_is_told_only_of_its_own_channels_and_their_ends() -> None:
 
 def test_ranks_get_their_own_states_and_those_of_all_where_they_were_another_number() -> None:
     plans = plan([ExecutorSpec(name="a", factory="m:f", num_ranks=2)], [])["a"]
-    states = [KeptState(SegmentHandle(0, n, 64, b""), 1, 0) for n in range(3)]
+    states = [State(SegmentHandle(0, n, 64, b""), 1, 0) for n in range(3)]
     assert [(p.first_tick, p.restore) for p in with_states(plans, states[:2], first_tick=4)] == [
         (4, (states[0],)),
         (4, (states[1],)),

@@ -12,12 +12,11 @@ from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsPayload, WeightsSender
 from llamarl.errors import ChannelError, SourceGone, WeightSyncError
 from llamarl.runtime.base import Report, SetupReport
-from llamarl.runtime.copy_to_controller import copy_to_controller
-from llamarl.runtime.kept_states import read_state, write_state
-from llamarl.runtime.kept_tokens import KeptTokens
 from llamarl.runtime.rank_plans import combine_reports, deaths_alone, must_follow_from_a_death, readers_of_the_dead
+from llamarl.runtime.tick_log import TickLog, copy_to_controller
+from llamarl.runtime.tick_record import read_state, write_state
 from llamarl.runtime.worker import RankFailure, RankReport, RankSetup, capture
-from llamarl.transports.held import HeldSegments
+from llamarl.transports.held import HeldSegment
 from llamarl.transports.remote_segment import RemoteSegment, copy_of
 from llamarl.transports.segment_server import server_here
 from llamarl.transports.segments import Segment
@@ -27,6 +26,8 @@ CONTROLLER, HOST, OTHER_HOST = place("controller"), place("a"), place("b")
 NUMBERS = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="sink", kept=True)
 WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="sink", delay=1)
 
+
+BOTH = ("source", "sink")
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -52,11 +53,21 @@ def received(handle: object) -> list[int]:
     return items
 
 
+def publishing(handle: object) -> dict[str, SetupReport]:
+    """A trainer with a version on its edge at start, and its sink."""
+    setups = [
+        SetupReport(executor="trainer", initial_tokens={"weights": {-1: (handle,)}}),
+        SetupReport(executor="sink"),
+    ]
+    return {setup.executor: setup for setup in setups}
+
+
 def test_token_and_state_of_a_rank_elsewhere_are_read_on_any_host_after_it_has_gone() -> None:
     sender = DataSender(NUMBERS, rank=0, num_source_ranks=1, num_sink_ranks=1, transport=TcpSource())
     report, state = a_report(sender, 0)
     with being_at(CONTROLLER):
-        kept = KeptTokens([NUMBERS], ["source", "sink"], ["source", "sink"])
+        kept = TickLog()
+        kept.begin([NUMBERS], {name: SetupReport(executor=name) for name in BOTH}, BOTH)
         brought, copies = copy_to_controller(report, 5.0)
         taken = kept.take(combine_reports("source", [brought], controller_bytes=0))
         for copy in copies:
@@ -71,7 +82,7 @@ def test_token_and_state_of_a_rank_elsewhere_are_read_on_any_host_after_it_has_g
     for where in (OTHER_HOST, HOST, CONTROLLER):
         with being_at(where):
             assert received(taken.outputs["numbers"][0]) == [0, 1]
-            assert read_state(kept.state("source")[0], 5.0) == b"state after 0"
+            assert read_state(kept.states("source")[0], 5.0) == b"state after 0"
     with being_at(CONTROLLER):
         kept.take(Report(executor="sink", tick=0))
         assert kept.num_segments == 1  # the state
@@ -113,9 +124,8 @@ def test_versions_elsewhere_stay_where_they_are_and_all_of_them_go_with_their_pr
         version = WeightsPayload(version=0, tensors={"w": torch.zeros(8)})
         handle = trainer.send(-1, version)
     with being_at(CONTROLLER):
-        kept = KeptTokens([WEIGHTS], ["trainer", "sink"], ["sink"])
-        ready = {"trainer": SetupReport(executor="trainer", initial_tokens={"weights": {-1: (handle,)}})}
-        assert kept.begin(ready) == ready and kept.num_segments == 0
+        kept, ready = TickLog(), publishing(handle)
+        assert kept.begin([WEIGHTS], ready, ["sink"]) == ready and kept.num_segments == 0
         assert kept.replaceable() == {"trainer": 0, "sink": 0}
         assert kept.torn("trainer") == {("weights", -1)}
         again = kept.take(Report(executor="trainer", tick=-1, outputs={"weights": (handle,)}, at_start=True))
@@ -131,23 +141,23 @@ def test_a_version_elsewhere_of_one_that_cannot_make_it_again_makes_its_death_en
         trainer = WeightsSender(WEIGHTS, rank=0, num_source_ranks=1, num_sink_ranks=1, transport=TcpSource())
         handle = trainer.send(-1, WeightsPayload(version=0, tensors={"w": torch.zeros(8)}))
     with being_at(CONTROLLER):
-        kept = KeptTokens([WEIGHTS], ["trainer", "sink"], ["sink", "trainer"])
-        kept.begin({"trainer": SetupReport(executor="trainer", initial_tokens={"weights": {-1: (handle,)}})})
+        kept = TickLog()
+        kept.begin([WEIGHTS], publishing(handle), ["sink", "trainer"])
         assert kept.replaceable() == {"sink": 0}
     trainer.close()
 
 
 def test_a_held_segment_is_offered_until_the_last_of_its_holders_lets_it_go() -> None:
     with being_at(CONTROLLER):
-        segment, held = Segment(8), HeldSegments()
+        segment = Segment(8)
         segment.bytes[:] = 5
-        handle = held.hold(segment.handle)
+        held = HeldSegment(segment.handle)
         segment.close()
-    assert handle is not None
+    handle = held.handle
     with being_at(OTHER_HOST):
         copy = copy_of(handle, 5.0)
         assert copy.bytes.tolist() == [5] * 8
-    held.let_go(handle)
+    del held
     with being_at(OTHER_HOST), pytest.raises(ChannelError, match="closed it"):
         RemoteSegment(handle, 5.0)
 

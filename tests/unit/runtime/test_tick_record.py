@@ -1,12 +1,12 @@
 """What is written of ticks that counted, and what of it is read again after tears, holes and strangers."""
 
 import errno
-import json
 import os
 import pickle
 import random
 import struct
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +19,10 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
 from llamarl.channels.plain_values import encode, from_bytes, to_bytes
 from llamarl.channels.samples import ANY, Limits, check_part
-from llamarl.runtime.base import Report
-from llamarl.runtime.journal import (
-    JOURNAL_FOLDER,
-    MAX_PIECES,
-    Journal,
-    Record,
-    parse_header,
-    read_journal,
-    records_of,
-    remove_journal,
-)
-from llamarl.runtime.kept_states import read_state, write_state
-from llamarl.runtime.kept_tokens import KeptTokens
+from llamarl.controller.journaled import read_journal, remove_journal, report_of
+from llamarl.runtime.base import Report, SetupReport
+from llamarl.runtime.tick_log import JOURNAL_FOLDER, TickLog
+from llamarl.runtime.tick_record import Record, parse_record, read_state, write_state
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import Segment
 from llamarl.transports.slots import HEADER_BYTES
@@ -56,9 +47,16 @@ def group(index: int) -> Group:
     return Group(prompt=prompt, responses=(response,))
 
 
+def log_in(run_dir: Path, run_id: str = "mine", tell: Callable[[str], None] = print) -> TickLog:
+    """Of a job whose source tells of its state."""
+    log = TickLog(run_dir / JOURNAL_FOLDER, run_id, tell=tell)
+    log.begin([CHANNEL], {name: SetupReport(executor=name) for name in ("source", "sink")}, ["source"])
+    return log
+
+
 def write(run_dir: Path, num_ticks: int, *, run_id: str = "mine", saved: int = -1) -> None:
-    """Source and sink, each with a journal of its own, do ``num_ticks`` ticks."""
-    kept, journal = KeptTokens([CHANNEL], ["source", "sink"], ["source"]), Journal(run_dir, run_id)
+    """Source and sink do ``num_ticks`` ticks."""
+    log = log_in(run_dir, run_id)
     sender = DataSender(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
     for tick in range(num_ticks):
         handle = sender.send(tick, [group(tick)])
@@ -68,14 +66,18 @@ def write(run_dir: Path, num_ticks: int, *, run_id: str = "mine", saved: int = -
             spans=(("work", 1.0, 2.0),), started_s=1.0, finished_s=2.0, failures={"late": 1}, events=({"tick": tick},),
         )  # fmt: skip
         for report in (made, Report(executor="sink", tick=tick)):
-            held = kept.take(report)
+            held = log.take(report)
             assert held is not None
-            journal.append(held)
+            log.append(held)
         segment.close()
-    journal.saved(saved)
+    log.saved(saved)
     sender.close()
-    kept.close()
-    journal.close(done=False)
+    log.close()
+
+
+def path_of(run_dir: Path, number: int) -> Path:
+    (path,) = (run_dir / JOURNAL_FOLDER).glob(f"{number:012d}-*")
+    return path
 
 
 def ticks(records: list[Record]) -> list[tuple[str, int]]:
@@ -90,7 +92,7 @@ def test_what_is_read_is_what_counted_with_token_and_state_in_memory_of_this_pro
     records = read_journal(tmp_path, "mine")
     assert ticks(records) == BOTH
     segments: list[Segment] = []
-    report = records[2].report(segments, tokens=[CHANNEL], states=True)
+    report = report_of(records[2], segments, tokens=[CHANNEL], states=True)
     assert (report.executor, report.tick, report.spans, report.failures) == (
         "source",
         1,
@@ -102,7 +104,7 @@ def test_what_is_read_is_what_counted_with_token_and_state_in_memory_of_this_pro
     receiver = DataReceiver(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
     (found,) = receiver.receive(report.outputs["groups"], 5.0)
     assert str(found) == str(group(1))
-    assert records[2].report(segments, tokens=[], states=False).outputs == {"groups": (None,)}
+    assert report_of(records[2], segments, tokens=[], states=False).outputs == {"groups": (None,)}
     assert [record.tells_states for record in records[:2]] == [True, False]
     receiver.close()
     for segment in segments:
@@ -112,7 +114,7 @@ def test_what_is_read_is_what_counted_with_token_and_state_in_memory_of_this_pro
 @pytest.mark.parametrize(("trouble", "left"), [("torn", 3), ("altered", 3), ("missing", 3), ("of another run", 0)])
 def test_only_a_beginning_of_what_counted_is_read(tmp_path: Path, trouble: str, left: int) -> None:
     write(tmp_path, 3, run_id="other" if trouble == "of another run" else "mine")
-    path = tmp_path / JOURNAL_FOLDER / f"{3:012d}"
+    path = path_of(tmp_path, 3)
     data = bytearray(path.read_bytes())
     if trouble == "torn":
         path.write_bytes(data[:-1])
@@ -127,10 +129,9 @@ def test_only_a_beginning_of_what_counted_is_read(tmp_path: Path, trouble: str, 
 def test_a_file_torn_or_altered_at_any_place_ends_what_is_read(tmp_path: Path) -> None:
     """As a machine's death leaves it: cut off, or with its length and other bytes."""
     write(tmp_path, 2)
-    path = tmp_path / JOURNAL_FOLDER / f"{2:012d}"
+    path = path_of(tmp_path, 2)
     whole = path.read_bytes()
-    start = read_journal(tmp_path, "mine")[2].offset
-    places = sorted({*range(0, 30), start - 1, start, start + 1, *range(30, len(whole), 37), len(whole) - 1})
+    places = sorted({*range(0, 100), *range(100, len(whole), 37), len(whole) - 1})
     for place in places:
         path.write_bytes(whole[:place])
         assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2], f"cut at {place}"
@@ -148,56 +149,81 @@ def test_a_file_torn_or_altered_at_any_place_ends_what_is_read(tmp_path: Path) -
 def test_what_a_checkpoint_contains_is_removed_and_all_at_the_end(tmp_path: Path) -> None:
     write(tmp_path, 3, saved=0)
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[2:]
-    Journal(tmp_path, "mine").close(done=True)
+    log_in(tmp_path).close(done=True)
     assert not (tmp_path / JOURNAL_FOLDER).exists()
 
 
-def test_ticks_are_chosen_from_the_checkpoint_on_and_none_where_one_of_them_is_missing(tmp_path: Path) -> None:
+def test_all_files_but_those_that_are_kept_are_removed(tmp_path: Path) -> None:
     write(tmp_path, 3)
+    (tmp_path / JOURNAL_FOLDER / "000000000000").touch()  # of an earlier version
     records = read_journal(tmp_path, "mine")
-    assert ticks(records_of(records, after_tick=0, before_tick=2)) == BOTH[2:4]
-    assert records_of(records[4:], after_tick=0, before_tick=9) == []
+    assert ticks(records) == BOTH
     assert remove_journal(tmp_path, records[:3]) == 3
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:3]
+    assert sorted(path.name for path in (tmp_path / JOURNAL_FOLDER).iterdir()) == [r.path.name for r in records[:3]]
+
+
+@pytest.mark.parametrize("name", ["000000000002-2", "000000000003-1"])
+def test_a_file_under_another_number_or_tick_ends_what_is_read(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 2)
+    path = path_of(tmp_path, 2)
+    assert path.name == "000000000002-1"
+    path.rename(path.with_name(name))
+    assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2]
 
 
 HEAD, ENTRY = struct.Struct("<8sQQ"), struct.Struct("<QQQ")
 
 
+def framed_as(*pieces: bytes) -> bytes:
+    """A part that holds these pieces."""
+    lengths = struct.pack(f"<{len(pieces) + 1}Q", len(pieces), *map(len, pieces))
+    return b"".join(data + bytes(-len(data) % 64) for data in (lengths, *pieces))
+
+
 def sealed(pieces: list[bytes]) -> tuple[bytes, int]:
     """A token of one part that holds these pieces, with checksums that fit, and that of its table."""
 
-    def padded(data: bytes) -> bytes:
-        return data + bytes(-len(data) % 64)
-
-    part = padded(struct.pack(f"<{len(pieces) + 1}Q", len(pieces), *map(len, pieces))) + b"".join(map(padded, pieces))
+    part = framed_as(*pieces)
     table = ENTRY.pack(0, len(part), digest(part))
-    return padded(bytes(HEADER_BYTES) + table) + part, digest(table)
+    control = bytes(HEADER_BYTES) + table
+    return control + bytes(-len(control) % 64) + part, digest(table)
 
 
-def unsealed(token: bytes) -> list[bytes]:
-    """The pieces of a token of one part."""
-    (count,) = struct.unpack_from("<Q", token, 128)
-    position, pieces = 128 + -(-8 * (count + 1) // 64) * 64, []
-    for length in struct.unpack_from(f"<{count}Q", token, 136):
-        pieces.append(token[position : position + length])
+def unframed(part: bytes) -> list[bytes]:
+    """The pieces of a part."""
+    (count,) = struct.unpack_from("<Q", part)
+    position, pieces = -(-8 * (count + 1) // 64) * 64, []
+    for length in struct.unpack_from(f"<{count}Q", part, 8):
+        pieces.append(part[position : position + length])
         position += -(-length // 64) * 64
     return pieces
 
 
+def unsealed(token: bytes) -> list[bytes]:
+    """The pieces of a token of one part."""
+    return unframed(token[128:])
+
+
+def body_of(record: Record) -> bytes:
+    return record.path.read_bytes()[HEAD.size :]
+
+
+def put(record: Record, said: dict[str, Any]) -> Record:
+    """The record, as somebody writes it who knows how checksums are taken."""
+    body = to_bytes(said)
+    record.path.write_bytes(HEAD.pack(record.path.read_bytes()[:8], len(body), digest(body)) + body)
+    return read_journal(record.path.parents[1], "mine")[0]
+
+
 def put_token(run_dir: Path, pieces: list[bytes]) -> Record:
-    """The first record, as somebody writes it who knows how checksums are taken."""
+    """The first record with another token."""
     record = read_journal(run_dir, "mine")[0]
-    data = record.path.read_bytes()
-    header = json.loads(data[HEAD.size : record.offset])
-    (token,) = header["outputs"]["groups"]
-    bytes_of_token, token["table_checksum"] = sealed(pieces)
-    blobs = [record.blob(number) for number in range(len(header["blobs"]))]
-    blobs[token["blob"]] = bytes_of_token
-    header["blobs"] = [[len(blob), digest(blob)] for blob in blobs]
-    head = json.dumps(header).encode()
-    record.path.write_bytes(HEAD.pack(data[:8], len(head), digest(head)) + head + b"".join(blobs))
-    return read_journal(run_dir, "mine")[0]
+    said = from_bytes(memoryview(body_of(record)))
+    (token,) = said["outputs"]["groups"]
+    data, token["table_checksum"] = sealed(pieces)
+    token["data"] = np.frombuffer(data, np.uint8)
+    return put(record, said)
 
 
 def test_a_pickle_in_a_token_is_refused_whatever_it_names(tmp_path: Path) -> None:
@@ -206,7 +232,7 @@ def test_a_pickle_in_a_token_is_refused_whatever_it_names(tmp_path: Path) -> Non
     body = pickle.dumps([np.arange(3)], protocol=5, buffer_callback=pickled.append)
     record = put_token(tmp_path, [body, *(bytes(buffer.raw()) for buffer in pickled)])
     with pytest.raises(ValueError):
-        record.report([], tokens=[CHANNEL], states=False)
+        report_of(record, [], tokens=[CHANNEL], states=False)
 
 
 def changed(**values: Any) -> Group:
@@ -253,11 +279,11 @@ def test_a_sample_that_nobody_can_have_drawn_is_refused_and_its_file_named(
     write(tmp_path, 1)
     pieces = [bytes(piece) for piece in encode([group(0)])]
     segments: list[Segment] = []
-    put_token(tmp_path, pieces).report(segments, tokens=[CHANNEL], states=False, limits=LIMITS)
+    report_of(put_token(tmp_path, pieces), segments, tokens=[CHANNEL], states=False, limits=LIMITS)
     segments.pop().close()
     record = put_token(tmp_path, [bytes(piece) for piece in encode([wrong])])
     with pytest.raises(ValueError) as raised:
-        record.report(segments, tokens=[CHANNEL], states=False, limits=LIMITS)
+        report_of(record, segments, tokens=[CHANNEL], states=False, limits=LIMITS)
     assert str(raised.value).startswith(f"{record.path}: group ") and told in str(raised.value)
     assert segments == []
 
@@ -296,24 +322,38 @@ def test_a_part_is_what_its_channel_carries(kind: str, sink: str, part: Any, tol
         {"tick": 1 << 63},
         {"metrics": {"a": None}},
         {"metrics": {"\ud800": 1.0}},
+        {"events": ({"\ud800": 1},)},
+        {"events": ({"a": group(0)},)},
+        {"journal": ("state",)},
+        {"journal": (np.zeros((2, 2), np.uint8),)},
+        {"outputs": {"groups": (np.zeros(2, np.uint8),)}},
     ],
 )
-def test_a_header_with_times_or_counts_that_are_none_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
+def test_a_record_with_times_counts_or_bytes_that_are_none_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
     write(tmp_path, 1)
     record = read_journal(tmp_path, "mine")[0]
-    header = json.loads(record.path.read_bytes()[HEAD.size : record.offset])
-    parse_header(json.dumps(header).encode())
+    said = from_bytes(memoryview(body_of(record)))
+    assert parse_record(memoryview(to_bytes(said))).executor == "source"
     with pytest.raises(ValueError):
-        parse_header(json.dumps(header | field).encode())
+        parse_record(memoryview(to_bytes(said | field)))
+
+
+def test_bytes_of_a_record_have_one_place_in_it(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    count, *lengths = struct.unpack_from("<3Q", body := body_of(read_journal(tmp_path, "mine")[0]))
+    assert count == 3 and b'"|u1",[13],1]' in body  # text, token, the state of 13 bytes
+    assert lengths[0] > 0
+    with pytest.raises(ValueError, match="named twice"):
+        parse_record(memoryview(body.replace(b'"|u1",[13],1]', b'"|u1",[13],0]')))
 
 
 def test_a_pipe_in_a_journal_is_no_record_and_holds_nobody_up(tmp_path: Path) -> None:
     write(tmp_path, 2)
-    path = tmp_path / JOURNAL_FOLDER / f"{2:012d}"
+    path = path_of(tmp_path, 2)
     path.unlink()
     os.mkfifo(path)
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2]
-    Journal(tmp_path, "mine").close(done=False)
+    log_in(tmp_path).close()
     assert remove_journal(tmp_path, read_journal(tmp_path, "mine")) == 2 and not path.exists()
 
 
@@ -345,14 +385,15 @@ def test_a_hundred_thousand_mutated_journals_are_read_or_refused_and_nothing_els
     """Each with checksums that fit, so that only what is said can be wrong."""
     write(tmp_path, 1)
     record, chance, refused = read_journal(tmp_path, "mine")[0], random.Random(7), 0
-    head = record.path.read_bytes()[HEAD.size : record.offset]
-    pieces = unsealed(record.blob(0))
+    text, *others = unframed(body := body_of(record))
+    assert framed_as(text, *others) == body
+    pieces = unsealed(others[0])
     token, proof = sealed(pieces)
     check_token(token, 1, proof)  # as it is, it is read
     for number in range(100_000):
         try:
             if number % 4 == 0:
-                parse_header(mutated(head, chance))
+                parse_record(memoryview(framed_as(mutated(text, chance), *others)))
                 continue
             at = 0 if chance.random() < 0.8 else chance.randrange(len(pieces))
             token, proof = sealed([*pieces[:at], mutated(pieces[at], chance), *pieces[at + 1 :]])
@@ -364,38 +405,37 @@ def test_a_hundred_thousand_mutated_journals_are_read_or_refused_and_nothing_els
 
 def test_what_is_not_held_ends_the_journal_and_says_so(tmp_path: Path) -> None:
     told: list[str] = []
-    journal = Journal(tmp_path, "mine", tell=told.append)
+    log = log_in(tmp_path, tell=told.append)
     segment, state = write_state(b"elsewhere")
-    elsewhere = replace(state, segment=replace(state.segment, pid=1))
-    journal.append(Report(executor="source", tick=0, journal=(elsewhere,)))
-    journal.append(Report(executor="source", tick=1))
-    journal.close(done=False)
+    elsewhere = replace(state, address=replace(state.address, pid=1))
+    log.append(Report(executor="source", tick=0, journal=(elsewhere,)))
+    log.append(Report(executor="source", tick=1))
+    log.close()
     segment.close()
     assert len(told) == 1 and "'source' made at tick 0 is not held" in told[0]
     assert not (tmp_path / JOURNAL_FOLDER).exists()
 
 
 def written_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
-    """Two ticks are appended while something of the module is otherwise; what was told."""
-    kept, told = KeptTokens([CHANNEL], ["source", "sink"], ["source"]), list[str]()
+    """Two ticks are appended while something of the modules is otherwise; what was told."""
+    told: list[str] = []
     sender = DataSender(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
     with monkeypatch.context() as patch:
         for name, value in changes.items():
-            patch.setattr(f"llamarl.runtime.journal.{name}", value, raising=False)
-        journal = Journal(run_dir, "mine", tell=told.append)
+            patch.setattr(f"llamarl.runtime.{name.replace('__', '.')}", value, raising=False)
+        log = log_in(run_dir, tell=told.append)
         for tick in range(2):
-            held = kept.take(
+            held = log.take(
                 Report(executor="source", tick=tick, outputs={"groups": (sender.send(tick, [group(tick)]),)})
             )
             assert held is not None
-            journal.append(held)
+            log.append(held)
         until = time.monotonic() + 5.0
-        while (not told or journal.folder.exists()) and time.monotonic() < until:
+        while (not told or (run_dir / JOURNAL_FOLDER).exists()) and time.monotonic() < until:
             time.sleep(0.01)  # its own thread makes the room
-        assert not journal.folder.exists()
+        assert not (run_dir / JOURNAL_FOLDER).exists()
     sender.close()
-    kept.close()
-    journal.close(done=False)
+    log.close()
     return told
 
 
@@ -409,21 +449,11 @@ def test_a_disk_that_refuses_it_ends_it_once_and_gets_its_room_back(
     def refuse(*_: object) -> object:
         raise OSError(number, os.strerror(number))
 
-    (told,) = written_while(tmp_path, monkeypatch, open=refuse)
+    (told,) = written_while(tmp_path, monkeypatch, tick_record__open=refuse)
     assert f"{os.strerror(number)}. A resume begins at the last checkpoint" in told
     assert read_journal(tmp_path, "mine") == []
 
 
 def test_a_disk_that_is_too_slow_for_it_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (told,) = written_while(tmp_path, monkeypatch, _MAX_BACKLOG_BYTES=10)
+    (told,) = written_while(tmp_path, monkeypatch, tick_log__MAX_BACKLOG_BYTES=10)
     assert "the disk is too slow for it. A resume begins at the last checkpoint" in told
-
-
-def test_a_header_of_more_pieces_than_may_be_open_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    record = read_journal(tmp_path, "mine")[0]
-    header = json.loads(record.path.read_bytes()[HEAD.size : record.offset])
-    assert parse_header(json.dumps(header).encode()).blobs
-    header["blobs"] += [[0, digest(b"")]] * MAX_PIECES
-    with pytest.raises(ValueError, match="blobs"):
-        parse_header(json.dumps(header).encode())

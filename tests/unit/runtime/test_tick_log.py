@@ -11,12 +11,12 @@ import torch
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender
 from llamarl.channels.weights import WeightsPayload, WeightsSender
-from llamarl.errors import ChannelError
+from llamarl.errors import ChannelError, SourceGone
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Stateless, is_journaled
 from llamarl.runtime.base import Report, SetupReport
-from llamarl.runtime.kept_states import KeptState, read_state, write_state
-from llamarl.runtime.kept_tokens import KeptTokens
-from llamarl.transports.held import HeldSegments
+from llamarl.runtime.tick_log import TickLog
+from llamarl.runtime.tick_record import State, read_state, write_state
+from llamarl.transports.held import HeldSegment
 from llamarl.transports.segments import Segment
 from llamarl.transports.slots import SlotState, Word
 
@@ -75,8 +75,10 @@ def received(report: Report | None) -> list[int]:
     return items
 
 
-def keeping(*journaled: str, channel: ChannelSpec = CHANNEL) -> KeptTokens:
-    return KeptTokens([channel], ["source", "sink"], journaled)
+def keeping(*journaled: str, channel: ChannelSpec = CHANNEL) -> TickLog:
+    log = TickLog()
+    log.begin([channel], {name: SetupReport(executor=name) for name in (channel.source, channel.sink)}, journaled)
+    return log
 
 
 def test_token_and_state_outlive_their_process_and_are_let_go_when_no_one_needs_them() -> None:
@@ -85,7 +87,7 @@ def test_token_and_state_outlive_their_process_and_are_let_go_when_no_one_needs_
     second = kept.take(source.report(1))
     source.die()
     assert (received(first), received(second)) == ([0, 1], [1, 2])
-    assert [read_state(state) for state in kept.state("source")] == [b"state after 1"]
+    assert [read_state(state) for state in kept.states("source")] == [b"state after 1"]
     assert kept.num_segments == 2 + 1  # two slots, one state
     again = Source()  # the next incarnation: its first slot stands where the second of the old one stood
     kept.take(Report(executor="sink", tick=0))
@@ -104,8 +106,8 @@ def test_a_report_whose_process_has_ended_is_not_taken() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     (state,) = report.journal
-    assert isinstance(state, KeptState)
-    of_the_dead = replace(state, segment=replace(state.segment, pid=child.pid))
+    assert isinstance(state, State)
+    of_the_dead = replace(state, address=replace(state.address, pid=child.pid))
     assert kept.take(replace(report, journal=(of_the_dead,))) is None
     assert kept.num_segments == 0 and kept.replaceable() == {"source": 0, "sink": 0}
     source.die()
@@ -150,7 +152,7 @@ def test_what_is_read_by_one_whose_state_is_in_checkpoints_alone_is_held_until_o
 
 
 def test_of_a_tick_that_is_repeated_only_what_was_not_whole_is_taken() -> None:
-    kept, trainer = KeptTokens([WEIGHTS], ["trainer", "sink"], ["sink"]), Trainer()
+    kept, trainer = keeping("sink", channel=WEIGHTS), Trainer()
     first = kept.take(trainer.report(0))
     assert first is not None and kept.torn("trainer") == frozenset()
     trainer.half_written()
@@ -169,7 +171,7 @@ def test_of_a_tick_that_is_repeated_only_what_was_not_whole_is_taken() -> None:
 def test_when_too_much_was_read_nothing_of_it_is_held_until_the_next_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llamarl.runtime.kept_tokens.MAX_PAST_SEGMENTS", 2)
+    monkeypatch.setattr("llamarl.runtime.tick_log.MAX_PAST_SEGMENTS", 2)
     kept, source = keeping("source", channel=KEPT), Source(KEPT)
     for tick in range(3):
         kept.take(source.report(tick))
@@ -183,17 +185,17 @@ def test_when_too_much_was_read_nothing_of_it_is_held_until_the_next_checkpoint(
 
 
 def test_one_that_reads_weights_is_brought_up_again_only_with_a_journal() -> None:
-    assert KeptTokens([WEIGHTS], ["trainer", "sink"]).replaceable() == {"trainer": 0}
-    assert KeptTokens([WEIGHTS], ["trainer", "sink"], ["sink"]).replaceable() == {"trainer": 0, "sink": 0}
+    assert keeping(channel=WEIGHTS).replaceable() == {"trainer": 0}
+    assert keeping("sink", channel=WEIGHTS).replaceable() == {"trainer": 0, "sink": 0}
 
 
 def test_tokens_that_lie_on_an_edge_at_start_are_held_too() -> None:
     channel = replace(CHANNEL, delay=1, kept=True)
-    kept, source = keeping("source", "sink", channel=channel), Source(channel)
+    kept, source = TickLog(), Source(channel)
     start = source.report(-1)
-    ready = kept.begin(
-        {"source": SetupReport(executor="source", initial_tokens={"numbers": {-1: start.outputs["numbers"]}})}
-    )
+    tokens = {"numbers": {-1: start.outputs["numbers"]}}
+    setups = [SetupReport(executor="source", initial_tokens=tokens), SetupReport(executor="sink")]
+    ready = kept.begin([channel], {setup.executor: setup for setup in setups}, ["source", "sink"])
     source.die()
     assert received(replace(start, outputs={"numbers": ready["source"].initial_tokens["numbers"][-1]})) == [-1, 0]
     kept.take(Report(executor="sink", tick=0))
@@ -201,17 +203,18 @@ def test_tokens_that_lie_on_an_edge_at_start_are_held_too() -> None:
 
 
 def test_a_held_segment_is_the_same_memory_and_its_descriptor_goes_with_the_last_who_wants_it() -> None:
-    segment, held = Segment(8), HeldSegments()
+    segment = Segment(8)
     before = len(os.listdir("/proc/self/fd"))
-    one, two = held.hold(segment.handle), held.hold(segment.handle)
-    assert one == two and one is not None and one.nonce == segment.handle.nonce and one.fd != segment.handle.fd
-    held.let_go(one)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
-    held.let_go(one)
+    one = two = HeldSegment(segment.handle)
+    assert one.handle.nonce == segment.handle.nonce and one.handle.fd != segment.handle.fd
+    del one
+    assert len(os.listdir("/proc/self/fd")) == before + 1 and two.handle.pid == os.getpid()
+    del two
     assert len(os.listdir("/proc/self/fd")) == before
     segment.close()
-    with pytest.raises(ChannelError, match="cannot be held"):
-        held.hold(segment.handle)
+    with pytest.raises(ChannelError, match="cannot be held") as raised:
+        HeldSegment(segment.handle)
+    assert not isinstance(raised.value, SourceGone)  # its owner lives
 
 
 def test_a_state_that_was_altered_is_refused() -> None:
