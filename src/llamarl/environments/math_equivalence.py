@@ -14,6 +14,7 @@ The *reference* comes from a file. If it cannot be read, every answer to it woul
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -549,15 +550,15 @@ def _within_calls(work: Callable[[], _Result], limit: int) -> _Result | None:
         nonlocal left
         if event == "call":
             left -= 1
-            if left < 0:
-                sys.setprofile(None)
+            if left < 0 and not frame.f_code.co_flags & inspect.CO_GENERATOR:  # raised in one that closes, it is lost
                 raise _TooManyCalls
 
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        return work()
+        found = work()
     except _TooManyCalls:
         return None
     finally:
         sys.setprofile(before)
+    return found if left >= 0 else None

@@ -28,10 +28,27 @@ _EXPONENT = re.compile(r"\s*(?:\d{1,2}|[A-Za-z]|\(\s*-?\s*\d{1,2}(?:\s*/\s*\d{1,
 _FUNCTIONS = frozenset("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt pi Abs".split())
 
 
+_POWER = r"\s*(?:\*\s*\*|\^)"
+_EXP = r"(?:exp|sinh|cosh|tanh)\s*\("
+
+
+def _exponents(answer: str) -> list[str]:
+    """What the exponential functions of an answer are applied to; without its end where a bracket is left open."""
+    found = []
+    for function in re.finditer(_EXP, answer):
+        depth, end = 1, function.end()
+        while depth and end < len(answer):
+            depth += {"(": 1, ")": -1}.get(answer[end], 0)
+            end += 1
+        found.append(answer[function.end() : end])
+    return found
+
+
 def _is_list(answer: str) -> bool:
     """Whether it is a literal, or words and numbers alone: nothing is called, looked up or assigned."""
     if re.fullmatch(r"[\w\s-]*", answer):
-        return True
+        word = answer.strip()
+        return not word.isidentifier() or word.isupper()  # a name would be looked up: "oracle_answer"
     try:
         ast.literal_eval(answer)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -44,14 +61,18 @@ def _is_arithmetic(answer: str) -> bool:
     if not re.fullmatch(r"[\w\s.+\-*/^()]*", answer) or re.search(r"\.\s*[^\W\d]", answer):
         return False
     of_brackets = 1
-    for power in re.finditer(r"\*\s*\*|\^", answer):
+    for power in re.finditer(_POWER, answer):
         exponent = _EXPONENT.match(answer, power.end())
         if exponent is None or re.match(r"[\w.(]|\s*(?:\*\s*\*|\^)", answer[exponent.end() :]):
             return False  # as 9**9**9, which takes for ever
         if answer[: power.start()].rstrip().endswith(")"):
             of_brackets *= max(1, int((re.findall(r"\d+", exponent.group()) or ["12"])[0]))
-    if of_brackets > 12 or re.search(r"(?:exp|h)\s*\(.*(?:exp|h)\s*\(", answer):
+    of_numbers = len(re.findall(rf"\d{_POWER}", answer))
+    if of_brackets > 12 or of_numbers > 4 or len(answer) > 2000 or re.search(r"\d{16}|\d[eE][+-]?\d{3}", answer):
         return False
+    for part in _exponents(answer):  # as sin(exp(9**9)), which is computed to a billion digits
+        if len(re.findall(r"\d", part)) > 4 or re.search(rf"{_EXP}|[\d)]{_POWER}|\d[eE]", part):
+            return False
     names = re.findall(r"(?<!\w)[^\W\d]\w*", answer)
     return all(name in _FUNCTIONS or re.fullmatch("[A-Za-z]", name) for name in names)
 

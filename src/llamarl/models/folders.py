@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -88,7 +89,37 @@ def resolve_model_path(path: str | Path, *, key: str = "model.path", weights: bo
     for file in os.scandir(folder):  # whoever opens a pipe waits for its other end
         if os.path.exists(file) and not (file.is_file() or file.is_dir()):
             raise ModelError.at(key, f": {file.path} is a pipe, socket or device, expected a file: remove it")
+    _refuse_foreign_code(folder, key)
     return folder
+
+
+def _refuse_foreign_code(folder: Path, key: str) -> None:
+    """Refuse what ``transformers`` would go elsewhere for: compiled kernels of the Hub, which
+    ``trust_remote_code=False`` does not keep out, and the model that an adapter names."""
+    if (folder / "adapter_config.json").exists():
+        raise ModelError.at(
+            key,
+            f": {folder} holds an adapter (adapter_config.json) of another model: merge the two, and name the result",
+        )
+    try:
+        values = read_object(folder / "config.json")
+    except FileError:  # told by those that read more of it
+        return
+    for name, value in _members(values):
+        if "attn_implementation" in name or "experts_implementation" in name:
+            if re.search(r"[^\w-]", json.dumps(value)[1:-1]):
+                raise ModelError.at(
+                    key, f": {folder}/config.json names code to fetch and run, {name} = {value!r:.80}: remove that line"
+                )
+
+
+def _members(values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every name and value of a JSON object, those inside others too."""
+    for name, value in (
+        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    ):
+        yield str(name), value
+        yield from _members(value)
 
 
 def local_model_path(path: str, *, key: str = "model.path", weights: bool = True, code: bool = False) -> str:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from llamarl.errors import ModelError
 from llamarl.models.adapters import adapter_shapes
+from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard
 from llamarl.models.sizes import KEY_VALUE_LAYERS, layers_of_stages
 from llamarl.weight_sync.layout import Grid, MeshLayout, ParameterSpec, Shard
@@ -121,7 +122,7 @@ def _described(config: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     folder = path.parent if path.is_file() else path
     if not (folder / "config.json").is_file():
         raise ModelError(f"{path}: no config.json there; give a Hugging Face config.json or the folder that holds it")
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoConfig.from_pretrained(resolve_model_path(folder), local_files_only=True, trust_remote_code=False)
 
 
 def tp_placements(parameters: ModelParameters) -> dict[str, tuple[Shard, ...]]:

@@ -167,7 +167,8 @@ def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
 
 def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> None:
     is_list, is_arithmetic = EVALUATING["spiral_matrix"], EVALUATING["countdown"]
-    assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and not is_list("f(1)")
+    assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and is_list("ABBA")
+    assert not is_list("f(1)") and not is_list("oracle_answer")
     for text in (
         "(3 + 4)*5 - 2/1.5",
         "x**3/3 + C",
@@ -176,6 +177,8 @@ def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> N
         "x**(3/2)+x^12*y",
         "2**x",
         "(x+1)**4*(y-2)**3",
+        "exp(x)*sin(x) + exp(x)*cos(x) + C",
+        "-exp(-6*x - 10)*x**3 + C",
     ):
         assert is_arithmetic(text)
     for text in (
@@ -190,6 +193,13 @@ def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> N
         "((9)**9)**9",
         "((x+1)^7)^2",
         "exp(exp(9))",
+        "sin(exp(9**9))",
+        "exp((9*9*9)^9)",
+        "tan(sinh(99999))",
+        "sin(exp(1e9))",
+        "sin(1e999)",
+        "sin(99**99*99**99*99**99*99**99*99**99)",
+        f"{'9' * 4000}**(1/97)",
         "2^2^9",
         "x**999",
         "x**(99+9)",

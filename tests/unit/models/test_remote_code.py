@@ -15,6 +15,7 @@ from llamarl.engine.engine import NativeEngine
 from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_model, load_model_config, load_tokenizer
+from llamarl.models.reward_model import load_reward_model
 from llamarl.models.sharded_loading import make_skeleton
 from llamarl.models.value import load_value_model
 from llamarl.weight_sync.model_layouts import model_parameters
@@ -120,3 +121,42 @@ def test_every_call_that_could_run_a_folders_code_says_whether_it_may() -> None:
                 if "trust_remote_code" not in {keyword.arg for keyword in node.keywords}:
                     silent.append(f"{file}:{node.lineno}")
     assert not silent
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"_attn_implementation": "evil/kernel"},
+        {"attn_implementation": "paged|evil/msa@main"},
+        {"experts_implementation": {"": "evil/kernel:moe"}},
+        {"text_config": {"sub_configs": [{"_attn_implementation_internal": "evil/kernel"}]}},
+    ],
+)
+def test_kernels_that_a_folder_names_are_never_fetched(
+    named: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_kernels_available", lambda *_, **__: True)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("fetched"))
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    change(folder / "config.json", **named)
+    for load in (
+        lambda: load_model(folder, dtype=torch.float32),
+        lambda: load_model_config(folder),
+        lambda: load_tokenizer(folder),
+        lambda: load_value_model(folder, attention="llamarl_packed"),
+        lambda: load_reward_model(folder, dtype=torch.float32, device="cpu", attention=None, key="reward_model.path"),
+        lambda: model_parameters(folder),
+        lambda: make_skeleton(folder, attention="llamarl_packed"),
+    ):
+        with pytest.raises(ModelError, match="names code to fetch and run"):
+            load()
+    change(folder / "config.json", **(dict.fromkeys(named) | {"attn_implementation": "flash_attention_2"}))
+    assert load_model_config(folder).model_type == "llama"
+
+
+def test_a_folder_that_is_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(resolve_model_path("bundled:tiny"), tmp_path / "model")
+    (tmp_path / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
+    with pytest.raises(ModelError, match="holds an adapter"):
+        load_model(tmp_path / "model", dtype=torch.float32)

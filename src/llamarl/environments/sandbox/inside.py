@@ -52,7 +52,8 @@ _REFUSED = {
     "bpf": (321, 280), "perf_event_open": (298, 241), "keyctl": (250, 219), "add_key": (248, 217),
     "request_key": (249, 218), "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "acct": (163, 89),
-    "quotactl": (179, 60), "syslog": (103, 116),
+    "quotactl": (179, 60), "syslog": (103, 116), "timer_create": (222, 107),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
 }  # fmt: skip
 _SIGNALS = {
     "tkill": (200, 130),
@@ -192,14 +193,15 @@ def _in_the_box(plain: bool) -> list[str]:
     return found
 
 
-def _pages(place: str) -> tuple[int, int]:
-    """Pages that a process or a thread has mapped, and those in memory; 0 of one that has ended."""
+def _sizes(place: str) -> dict[bytes, int]:
+    """Bytes that a process or a thread has mapped (``VmSize``), in memory (``VmRSS``) and in page
+    tables (``VmPTE``), which hold memory too; empty of one that has ended."""
     try:
-        with open(f"/proc/{place}/statm", "rb") as file:
-            mapped, resident = file.read().split()[:2]
-        return int(mapped), int(resident)
+        with open(f"/proc/{place}/status", "rb") as file:
+            lines = [line.split() for line in file if line.startswith((b"VmSize", b"VmRSS", b"VmPTE"))]
+        return {name.rstrip(b":"): int(size) << 10 for name, size, _ in lines}
     except (OSError, ValueError):
-        return 0, 0
+        return {}
 
 
 def _places(numbers: list[str]) -> list[str]:
@@ -208,18 +210,18 @@ def _places(numbers: list[str]) -> list[str]:
     found = []
     for number in numbers:
         threads = []
-        if not _pages(number)[0]:
+        if not _sizes(number):
             try:
                 threads = [f"{number}/task/{thread}" for thread in os.listdir(f"/proc/{number}/task")]
             except OSError:  # it has ended
                 continue
-        found += [place for place in threads if _pages(place)[0]][:1] or [number]
+        found += [place for place in threads if _sizes(place)][:1] or [number]
     return found
 
 
 def _resident_bytes(places: list[str]) -> int:
     """That they hold; pages that two share count twice."""
-    return sum(_pages(place)[1] for place in places) * resource.getpagesize()
+    return sum(size for place in places for name, size in _sizes(place).items() if name != b"VmSize")
 
 
 def _own_bytes(places: list[str]) -> int:
@@ -228,7 +230,8 @@ def _own_bytes(places: list[str]) -> int:
     for place in places:
         try:
             with open(f"/proc/{place}/smaps_rollup", "rb") as file:
-                total += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) << 10
+                own = next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) << 10
+            total += own + _sizes(place).get(b"VmPTE", 0)
         except (OSError, StopIteration, ValueError):
             total += _address_space_bytes(place)
     return total
@@ -256,7 +259,7 @@ def _shared_bytes(places: list[str]) -> int:
 
 def _address_space_bytes(place: str) -> int:
     """All that a process has mapped: counted of one that lets nobody look into its memory, as a file that cannot be read does."""
-    return _pages(place)[0] * resource.getpagesize()
+    return _sizes(place).get(b"VmSize", 0)
 
 
 def _exceeded(job: dict[str, Any]) -> str | None:
