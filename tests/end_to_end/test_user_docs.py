@@ -14,7 +14,7 @@ from markdown_blocks import Block, blocks_of
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCE = DOCS.parent / "src"
 PAGES = [
-    page for page in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))] if any(b.mark for b in blocks_of(page))
+    page for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))] if any(b.mark for b in blocks_of(page))
 ]
 
 FIRST_PAGES = {"README", "quick_start", "from_trl", "from_verl", "when_it_stops"}
@@ -30,10 +30,24 @@ def test_no_comment_of_a_page_holds_a_setting_that_its_reader_does_not_see() -> 
             assert "--" not in comment.removeprefix("<!--").removesuffix("-->"), f"{page.name}: {comment}"
 
 
+def test_every_snippet_of_python_on_a_page_is_run_or_written_to_a_file_but_for_those_of_other_programs() -> None:
+    others = re.compile(r"^(import|from) (trl|verifiers)\b", re.M)
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for block in (block for block in blocks_of(page) if block.language == "python"):
+            assert block.mark in ("run", "file") or others.search(block.text), f"{block} is not run"
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, id=p.stem, marks=() if p.stem in FIRST_PAGES else pytest.mark.long) for p in PAGES],
+    [
+        pytest.param(
+            p,
+            id=str(p.relative_to(DOCS.parent).with_suffix("")),
+            marks=() if p.stem in FIRST_PAGES and p.parent.name != "algorithms" else pytest.mark.long,
+        )
+        for p in PAGES
+    ],
 )
 def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
     environment = _environment(tmp_path / "bin")

@@ -80,6 +80,7 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     sections = {key.partition(".")[0] for key in known_keys()} | {"executors"}
     given: dict[str, Any] = {}
+    unknown = []
     for name, value in settings.items():
         if name == "cluster" and isinstance(value, str):
             given |= {f"hosts.{key}": one for key, one in host_settings(value).items()}
@@ -93,10 +94,13 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, [*_SHORT, *sections], n=1, cutoff=0.8)
             meant = f"did you mean {near[0]!r}?" if near else meant_key(name)
             section = f"{name} is a section, so give a mapping such as {name}={{...}}; " if name in sections else ""
-            raise ConfigError(
-                f"llamarl.train has no setting {name!r}; {section}{meant}{'. ' * bool(meant)}There are {', '.join(_SHORT)}, the sections of a "
-                f"recipe as mappings, and every key by its dotted name: **{{'optimizer.lr': 1e-4}}"
-            )
+            unknown.append(f"llamarl.train has no setting {name!r}; {section}{meant}".rstrip("; "))
+    if unknown:
+        unknown[-1] += (
+            f". There are {', '.join(_SHORT)}, the sections of a recipe as mappings, and every key by its dotted name: "
+            "**{'optimizer.lr': 1e-4}"
+        )
+        raise ConfigError("\n".join(unknown))
     return given
 
 

@@ -104,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe is None:
         taken = [word for word in overrides if word.endswith(".toml")]
         hint = f"; {taken[0].replace('=', ' took ', 1)} for its value" if taken else ""
-        raise ConfigError(f"which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR{hint}")
+        raise ConfigError(
+            "which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR; llamarl new FOLDER writes one to "
+            f"change, llamarl recipes lists those that come along{hint}"
+        )
     config = load_config(args.recipe, [*overrides, *hosts], [find_missing, find_without_effect])
     launch(config, dry_run=args.dry_run, every_key=args.every_key)
     return 0

@@ -65,6 +65,15 @@ def test_a_mistake_is_one_sentence_that_names_the_argument(settings: dict[str, A
     assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
 
 
+def test_all_words_that_are_no_settings_are_told_at_once_with_what_they_are_here() -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_config(None, {"learning_rate": 1e-4, "data": ROWS, "max_steps": 3, "generator": 7})
+    first, second, third = str(raised.value).splitlines()
+    assert "no setting 'learning_rate'; TRL's learning_rate is optimizer.lr" in first
+    assert "no setting 'max_steps'; TRL's max_steps is run.num_ticks" in second
+    assert "generator is a section, so give a mapping" in third and "There are model, task, reward" in third
+
+
 @pytest.mark.parametrize("splits", [{"test": 1, "train": 4}, {"all": 4}])
 def test_of_a_dataset_dict_the_split_train_or_the_only_one_is_read(splits: dict[str, int]) -> None:
     made = pytest.importorskip("datasets").DatasetDict({name: as_dataset(ROWS[:n]) for name, n in splits.items()})
