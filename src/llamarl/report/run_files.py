@@ -126,6 +126,7 @@ def read_run(path: Path) -> RunFiles:
     Raises:
         LlamaRLError: A file is there and cannot be opened.
     """
+    refuse_pipes(path)  # each time: it may have begun since, and be a stranger's
     missing: list[str] = []
     config = _object_or_empty(path / _CONFIG_FILE, missing, "configuration and its differences are not shown")
     rows: list[dict[str, Any]] = []

@@ -85,6 +85,8 @@ def test_a_pipe_in_a_run_of_a_folder_is_refused(tmp_path: Path) -> None:
     os.mkfifo(run / "rollouts" / "pipe")
     with pytest.raises(FileError, match="is a pipe"):
         open_run(str(tmp_path))
+    with pytest.raises(FileError, match="is a pipe"):
+        read_run(run)  # one that began after the page was opened
 
 
 def test_columns_keep_every_value_and_say_which_rows_do_not_add_up() -> None:
