@@ -113,6 +113,8 @@ class RunParts:
                     kind = RunFolderLost
                     raise RunFolderLost(lost) from error
         finally:
+            if isinstance(error, Exception):
+                self.recorder.console.failed(str(error))
             self._close(_stopped_by(kind))
             if isinstance(error, KeyboardInterrupt) and self._prepared.config.observability.console != "none":
                 error.args = (*error.args, TOLD)

@@ -1,14 +1,19 @@
 """Shows a run while it goes on: a head, progress, an end. A live panel on a terminal, lines of rows elsewhere.
 
-What it says is made by plain functions (``text.py``).
+What it says is made by plain functions (``text.py``), and kept in ``RUN/log.jsonl`` too, a line an object
+with ``time``, ``level`` (info, warning, error) and ``text``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -21,8 +26,11 @@ from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.job_description import JobDescription
 from llamarl.observability.summary import RunSummary
+from llamarl.observability.writing import append_all, writes
 
-__all__ = ["ConsoleReporter"]
+__all__ = ["LOG_FILE", "ConsoleReporter"]
+
+LOG_FILE = "log.jsonl"
 
 
 _REFRESH_S = 1.0
@@ -42,18 +50,27 @@ class ConsoleReporter:
         *,
         done: int = 0,
         file: TextIO | None = None,
+        log: Path | None = None,
     ) -> None:
         """
         Args:
             num_ticks: Ticks of the whole run.
             done: Ticks that lie behind it at a resume.
             file: Where to; standard output if None.
+            log: File that gets every line that is shown, too; None: none.
+
+        Raises:
+            LlamaRLError: It cannot be written.
         """
         stream = file if file is not None else sys.stdout
         kind = config.console
         if kind == "auto":
             kind = "rich" if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") else "plain"
         live = kind == "rich"
+        self._log, self._lock = -1, threading.Lock()  # a descriptor follows the file where the folder is moved
+        if log is not None and kind != "none":
+            with writes(log):  # a pipe in its place is refused, not waited for
+                self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         self._console = Console(
             file=stream, highlight=False, quiet=kind == "none", force_terminal=live, force_jupyter=False
         )
@@ -108,7 +125,11 @@ class ConsoleReporter:
 
     def message(self, line: str) -> None:
         """Say something once."""
-        self._say(f"  {line}", style="yellow")
+        self._say(f"  {line}", style="yellow", level="warning" if line.startswith("warning") else "info")
+
+    def failed(self, cause: str) -> None:
+        """Keep what ends the run, which whoever started it is told elsewhere."""
+        self._keep(cause.splitlines(), "error")
 
     def finish(self, summary: RunSummary) -> None:
         """Say what came of it; further calls are ignored. Also after a failure: a terminal must be left as it was."""
@@ -119,16 +140,36 @@ class ConsoleReporter:
             self._panel.live.stop()
         self._say_window()
         self._say(*text.tail(summary))
+        self._close_log()
 
     def _say_window(self) -> None:
         if self._window:
             self._say(*self._table.lines(self._window))
             self._window = []
 
-    def _say(self, *lines: str, style: str = "") -> None:
+    def _say(self, *lines: str, style: str = "", level: str = "info") -> None:
         self._said_s = time.monotonic()
         for line in lines:
             self._console.print(Text(text.encodable(line.rstrip(), self._console.encoding), style), soft_wrap=True)
+        self._keep(lines, level)
+
+    def _keep(self, lines: Iterable[str], level: str) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        said = [{"time": now, "level": level, "text": line.strip()} for line in lines if line.strip()]
+        data = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in said)
+        try:
+            with self._lock:
+                if self._log >= 0:
+                    append_all(self._log, data.encode("utf-8", "replace"))
+        except OSError as error:  # it is for looking at: the run goes on
+            self._close_log()
+            self.message(f"cannot write {LOG_FILE}: {error.strerror}. It ends here; the run goes on")
+
+    def _close_log(self) -> None:
+        with self._lock:
+            if self._log >= 0:
+                os.close(self._log)
+            self._log = -1
 
 
 class _Panel:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import CheckpointError
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.observability.console import ConsoleReporter
+from llamarl.observability.console import LOG_FILE, ConsoleReporter
 from llamarl.observability.findings import Causes, NewFindings
 from llamarl.observability.job_description import JobDescription, Lane, write_job
 from llamarl.observability.ledger import check_ledger
@@ -131,7 +131,9 @@ class Recorder:
         description = job or JobDescription(title=self.run_dir.name, lanes=lanes)
         if job is not None:
             write_job(self.run_dir, job)
-        self.console = ConsoleReporter(config, description, num_ticks, done=len(self._log.rows))
+        self.console = ConsoleReporter(
+            config, description, num_ticks, done=len(self._log.rows), log=self.run_dir / LOG_FILE
+        )
         self._report_gap(resume_after_tick)
         self._last_row: Mapping[str, Any] | None = self._log.rows[-1] if self._log.rows else None
         self._closed = False

@@ -1,11 +1,15 @@
 """The words of the console, and the two displays."""
 
 import io
+import json
+import os
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from llamarl.config import validate
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
@@ -285,3 +289,33 @@ def test_a_huge_reward_stays_within_its_column() -> None:
         "-1.0e+38",
         "inf",
     ]
+
+
+def test_the_log_keeps_what_was_said_with_time_and_level_and_what_ended_the_run(tmp_path: Path) -> None:
+    log, out = tmp_path / "log.jsonl", io.StringIO()
+    reporter = ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 60, file=out, log=log)
+    reporter.on_row(_row(0))
+    reporter.message("a remark")
+    reporter.message("warning, tick 0: something")
+    reporter.failed("it broke\nin two lines")
+    reporter.finish(RunSummary(stopped="by an error"))
+    kept = [json.loads(line) for line in log.read_text().splitlines()]
+    of_level = {level: [one["text"] for one in kept if one["level"] == level] for level in ("info", "warning", "error")}
+    assert of_level["error"] == ["it broke", "in two lines"] and of_level["warning"] == ["warning, tick 0: something"]
+    assert "a remark" in of_level["info"] and any(text.startswith("0    0.000") for text in of_level["info"])
+    assert [one["text"] for one in kept if one["level"] != "error"] == [
+        line.strip() for line in out.getvalue().splitlines() if line.strip()
+    ]
+    times = [datetime.fromisoformat(one["time"]) for one in kept]
+    assert times == sorted(times) and times[0].tzinfo is not None
+
+
+def test_a_log_that_cannot_be_written_ends_and_says_so_once(tmp_path: Path) -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 60, file=out, log=Path("/dev/full"))
+    reporter.on_row(_row(0))
+    reporter.finish(RunSummary())
+    assert out.getvalue().count("No space left on device. It ends here") == 1 and "done" in out.getvalue()
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(LlamaRLError, match=r"cannot write .*log\.jsonl"):
+        ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 60, file=out, log=tmp_path / "log.jsonl")
