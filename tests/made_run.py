@@ -3,6 +3,9 @@
 Times are those of ``TIMES``: the generator works 4 s of every 5, the reward 1 s after it, the trainer 3 s after that.
 """
 
+import base64
+import gzip
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -166,6 +169,11 @@ class MadeRun:
                 **evaluated,
             },
         }
+
+
+def decode_block(text: str) -> Any:
+    """The values of a block of the report's page."""
+    return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
 def _trained(response: Response) -> TrainedResponse:

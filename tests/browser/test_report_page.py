@@ -361,7 +361,8 @@ def test_runs_side_by_side_show_what_differs(tmp_path: Path, run: Path, open_pag
     page.open("runs/0")
     panel = page.page.locator("table tbody tr")
     assert [row.split("\t")[0].strip() for row in panel.all_inner_texts()] == ["first", "second"]
-    assert "optimizer.lr\n0.5" in panel.last.inner_text() and "Done, 4 ticks" in panel.last.inner_text()
+    assert panel.last.locator("td[data-title='optimizer.lr']").inner_text() == "0.5"
+    assert panel.last.locator("td[data-title='state']").inner_text() == "Done, 4 ticks"
     assert len(page.chart("Mean reward")) == 2
     page.page.get_by_role("link", name="second").click()
     page.page.wait_for_selector('[data-view="summary"][data-run="1"][data-ready="1"]')

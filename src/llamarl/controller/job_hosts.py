@@ -387,13 +387,10 @@ class JobHosts:
 
     def summary(self) -> str:
         """Where the executors are, for people."""
-        lines = [f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()]
-        return "; ".join(
-            [
-                *lines,
-                *([f"without {', '.join(without)}"] if (without := {**self.absent, **self.cluster.left_out}) else []),
-            ]
-        )
+        parts = [f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()]
+        if without := {**self.absent, **self.cluster.left_out}:
+            parts.append(f"without {', '.join(without)}")
+        return "; ".join(parts)
 
     def close(self) -> None:
         """Leave the cluster; nothing of this job is left there. Idempotent."""

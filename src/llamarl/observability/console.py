@@ -178,8 +178,9 @@ class _Panel:
     def __init__(self, job: JobDescription, num_ticks: int, done: int, console: Console) -> None:
         self._job, self._num_ticks = job, num_ticks
         self.ticks: dict[str, int] = {}
-        self.working: Mapping[str, str] = {}
         """Executor -> the last tick that it finished."""
+        self.working: Mapping[str, str] = {}
+        """Executor -> what it is at."""
         self._row: Mapping[str, Any] = {}
         self._held_out: tuple[str, float | None] = ("accuracy", None)
         self._num_failed = 0

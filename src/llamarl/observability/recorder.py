@@ -291,9 +291,8 @@ class Recorder:
         for name, timed in items.items():
             report = timed.report
             before, own = timed.previous_finish_s, self._is_own(report)
-            if (
-                before is None or own and before < self._began_s
-            ):  # what lies between two processes is no time of the run
+            between_processes = own and before is not None and before < self._began_s  # no time of the run
+            if before is None or between_processes:
                 before = self._first_start_s[own]
             before = min(before, report.started_s)
             row[f"time/{name}_s"] = report.finished_s - report.started_s

@@ -22,7 +22,7 @@ from typing import Any
 
 from llamarl.errors import ConfigError
 
-__all__ = ["charting_script", "decode_block", "encode_block", "make_page", "numbered"]
+__all__ = ["charting_script", "encode_block", "make_page", "numbered"]
 
 _SCRIPTS = (
     "registry.js",
@@ -130,11 +130,6 @@ def encode_block(value: Any) -> str:
     except ValueError:
         text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _pack(text)
-
-
-def decode_block(text: str) -> Any:
-    """The values again."""
-    return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
 def _finite(value: Any) -> Any:

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from made_run import MadeRun
+from made_run import MadeRun, decode_block
 
-from llamarl.report.page import decode_block
 from llamarl.report.run_data import RunReader
 from llamarl.types import Failure
 

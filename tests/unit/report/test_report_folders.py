@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made_run import MadeRun
+from made_run import MadeRun, decode_block
 
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError, FileError
-from llamarl.report.page import decode_block, make_page, numbered
+from llamarl.report.page import make_page, numbered
 from llamarl.report.run_data import RunReader, metrics_columns
 from llamarl.report.run_files import MAX_RUNS, open_run, read_run, runs_of, title_of
 

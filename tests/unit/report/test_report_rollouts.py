@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from made_run import MadeRun
+from made_run import MadeRun, decode_block
 
 from llamarl.observability.findings import FLAGS
 from llamarl.observability.rollouts import read_rollouts, tick_files
-from llamarl.report.page import decode_block, encode_block
+from llamarl.report.page import encode_block
 from llamarl.report.rollout_index import (
     TickIndex,
     choose_groups,

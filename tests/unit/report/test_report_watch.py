@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from made_run import MadeRun
+from made_run import MadeRun, decode_block
 
 from llamarl import bounded_server
 from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
-from llamarl.report.page import decode_block
 from llamarl.report.server import READ_EVERY_S, WatchedRuns, WatchServer, make_server
 
 Get = Callable[..., tuple[int, str]]

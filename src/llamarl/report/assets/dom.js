@@ -60,8 +60,8 @@ function tiles(...items) {
 }
 
 /**
- * A table. `columns`: [{title, number?, text?, wide?, cell(row)}]; `wide` ones are left out on a narrow screen, unless
- * `stack` puts the cells of a row below each other there. `href(row)`: where a click beside the links of a row leads.
+ * A table. `columns`: [{title, words?, number?, text?, wide?, cell(row)}], `words` where the title is an element;
+ * `wide` ones are left out on a narrow screen. `stack` puts the cells of a row below each other there. `href(row)`: where a click beside the links of a row leads.
  */
 function table(columns, rows, { rowClass, href, stack = false } = {}) {
   const kind = (column) => [column.number && "number", column.text && "text", column.wide && "wide"].filter(Boolean).join(" ") || null;
@@ -71,13 +71,13 @@ function table(columns, rows, { rowClass, href, stack = false } = {}) {
       class: rowClass && rowClass(row),
       ...(href && { onclick: (event) => { if (!event.target.closest("a, button") && !String(window.getSelection())) location.hash = href(row).replace(/^#/, ""); }, style: { cursor: "pointer" } }),
     },
-      columns.map((column) => h("td", { class: kind(column), data: { title: column.title } }, h("div", {}, column.cell(row))))))));
+      columns.map((column) => h("td", { class: kind(column), data: { title: column.words || column.title } }, h("div", {}, column.cell(row))))))));
 }
 
 /** A name or a value in one piece where it fits, else broken after a dot, a dash or a slash, and anywhere if a piece is long. */
 function breakable(text) {
   const pieces = text.split(/(?<=[._/-])(?!\d)/);
-  return h("span", { class: pieces.every((piece) => piece.length <= 16) && "whole" }, pieces.flatMap((piece) => [piece, h("wbr")]));
+  return h("span", { class: pieces.every((piece) => piece.length <= 16) ? "whole" : "long" }, pieces.flatMap((piece) => [piece, h("wbr")]));
 }
 
 function facts(pairs) {

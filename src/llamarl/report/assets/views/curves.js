@@ -52,10 +52,11 @@ function horizontal({ columns }, axis, key) {
 function curvePanel(key, title, all, runs = RUNS) {
   const meaning = all.map((metrics) => metrics.meanings[key]).find(Boolean) || "";
   const unit = all.map((metrics) => metrics.units[key]).find(Boolean) || "";
-  const last = runs.map((run, i) => {
-    const values = (all[i].columns[key] || []).filter((value) => value !== null);
-    return values.length ? `${runs.length > 1 ? `${run.name} ` : ""}${unit === "share" ? format.share(values[values.length - 1]) : format.number(values[values.length - 1])}` : null;
-  }).filter(Boolean);
+  const shown = unit === "share" ? format.share : format.number;
+  const lasts = runs.map((run, i) => ({ name: run.name, value: (all[i].columns[key] || []).filter((value) => value !== null).pop() }))
+    .filter(({ value }) => value !== undefined);
+  const values = lasts.map(({ value }) => value), range = `${shown(Math.min(...values))} … ${shown(Math.max(...values))}`;
+  const last = lasts.length > MOST_NAMED ? [range] : lasts.map(({ name, value }) => (runs.length > 1 ? `${name} ` : "") + shown(value));
   return h("section", { class: "panel", title: meaning, data: { key } },
     h("h3", {}, title),
     h("small", { class: "soft" }, `${last.join(" · ") || "nothing recorded"}${["", "share", "norm", "reward"].includes(unit) ? "" : ` ${unit}`}, last`),
@@ -76,7 +77,7 @@ function curvePanel(key, title, all, runs = RUNS) {
     }, { onpoint: (point) => go("tick", ...point.customdata) }));
 }
 
-const FEW = 40;
+const FEW = 40, MOST_NAMED = 4;
 
 /** The traces of one curve. Few points are joined and marked as they are; of many a smoothed line shows the trend. */
 function measured(points, line, name, weight) {

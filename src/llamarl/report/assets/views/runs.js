@@ -1,14 +1,14 @@
 // Several runs on one page: what came of each, beside the settings in which they differ.
 
 const HELD_OUT = { "eval/accuracy": "Held-out accuracy", "eval/reward_mean": "Held-out reward", "eval/loss": "Held-out loss" };
-const MOST_SETTINGS = 8;
+const MOST_SETTINGS = 4;
 
 view("runs", {
   title: "Runs", section: "",
   async render(run, page) {
     const all = await Promise.all(RUNS.map((one) => one.metrics()));
     const { flats, keys, differs } = settingsOf(await Promise.all(RUNS.map((one) => one.config())));
-    const settings = keys.filter((key) => !/^(run[.](dir|mirror)|machine)/.test(key) && differs(key));
+    const settings = keys.filter((key) => !/^(run[.](dir|mirror|num_ticks)|machine)/.test(key) && differs(key));
     const trained = RUNS.map((_, i) => sum(all[i].columns["tokens/trained"] || []));
     const total = (name) => (one) => one.info.totals[name];
     const held = [...new Set(RUNS.map(total("held_out")))];
@@ -26,7 +26,9 @@ view("runs", {
         { title: "tokens trained", number: true, cell: (one) => format.number(trained[one.number]) },
         { title: "time up", number: true, cell: (one) => format.seconds(total("wall_s")(one)) },
         { title: "looks wrong", cell: (one) => one.info.got_worse || (one.info.findings[0] || { title: "–" }).title },
-        { title: "settings that differ", cell: (one) => facts(settings.slice(0, MOST_SETTINGS).map((key) => [breakable(key), settingText(flats[one.number][key], 60)])) },
+        ...settings.slice(0, MOST_SETTINGS).map((key) => ({
+          title: breakable(key), words: key, cell: (one) => settingText(flats[one.number][key], 60),
+        })),
       ], RUNS, { stack: true, href: (one) => link("summary", one.number) }),
       settings.length > MOST_SETTINGS && h("p", { class: "soft" }, `${settings.length - MOST_SETTINGS} more settings differ: `,
         h("a", { href: link("config", run.number) }, "Configuration"))),
