@@ -99,7 +99,7 @@ def main() -> None:
 def count_controller(out: Path, words: list[str]) -> int:
     """``llamarl`` with what recovery adds to its controller under a clock; the sum goes to ``out``, in seconds."""
     from llamarl.cli.main import main as llamarl
-    from llamarl.runtime import tick_log
+    from llamarl.runtime.tick_log import TickLog
 
     spent = [0.0]
 
@@ -113,9 +113,8 @@ def count_controller(out: Path, words: list[str]) -> int:
 
         return call
 
-    owners = [(tick_log.TickLog, name) for name in ("take", "append", "_remove")]
-    for owner, name in (*owners, (tick_log, "write_record")):
-        setattr(owner, name, timed(getattr(owner, name)))
+    for name in ("take", "append", "_write", "_remove"):
+        setattr(TickLog, name, timed(getattr(TickLog, name)))
     status = llamarl(words)
     out.write_text(json.dumps(spent[0]))
     return status

@@ -70,13 +70,12 @@ def read_journal(run_dir: Path, run_id: str) -> list[Record]:
     return found
 
 
-def remove_journal(run_dir: Path, keep: Sequence[Record] = ()) -> int:
-    """Remove all files but those that are kept; the number of the next one."""
+def remove_journal(run_dir: Path, keep: Sequence[Record] = ()) -> None:
+    """Remove all files but those that are kept."""
     folder, kept = run_dir / JOURNAL_FOLDER, {record.path for record in keep}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path not in kept and not path.is_dir():
             path.unlink()
-    return max((record.number for record in keep), default=-1) + 1
 
 
 def load_journal(
@@ -109,7 +108,8 @@ def load_journal(
             segments.pop().close()
         print(f"{run_dir}: the journal is of no use, and the run goes on from its checkpoint: {error}", file=sys.stderr)
         chosen = []
-    return Resumed(reports, segments, remove_journal(run_dir, chosen))
+    remove_journal(run_dir, chosen)
+    return Resumed(reports, segments)
 
 
 def _files_are_there(run_dir: Path, record: Record) -> bool:

@@ -21,12 +21,12 @@ controller, and of a machine's death as much as the disk has by then.
 from __future__ import annotations
 
 import dataclasses
-import os
 import queue
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -36,7 +36,7 @@ from llamarl.channels.data import DataHandle
 from llamarl.errors import ChannelError, SourceGone
 from llamarl.plural import plural
 from llamarl.runtime.base import Report, SetupReport
-from llamarl.runtime.tick_record import State, record_files, write_record
+from llamarl.runtime.tick_record import State, next_number, record_files, write_record
 from llamarl.runtime.worker import RankReport, RankSetup
 from llamarl.transports.held import HeldSegment
 from llamarl.transports.remote_segment import copy_of
@@ -67,8 +67,6 @@ class Resumed:
     """In the order in which they counted."""
     segments: list[Segment] = field(default_factory=list)
     """The memory that they name; whoever holds them may close it."""
-    next_number: int = 0
-    """Of the next file."""
 
     @property
     def last_tick(self) -> int:
@@ -90,7 +88,7 @@ class _Held:
     segments: tuple[HeldSegment, ...] = ()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Kept:
     """What is held of one executor."""
 
@@ -149,7 +147,7 @@ class TickLog:
         self._saved = 0
         """The first tick whose state before it can be had."""
         self._folder, self._run_id, self._tell = folder, run_id, tell
-        self._number = self._resumed.next_number
+        self._number = next_number(folder) if folder is not None else 0
         self._backlog = 0
         self._off = ""
         """Why nothing is written any more."""
@@ -185,8 +183,14 @@ class TickLog:
         for name in ready:
             reads = [channel for channel in channels if channel.sink == name]
             rewinds = name not in journaled and all(map(_is_kept, reads))
-            whole = rewinds or name in journaled
-            self._of[name] = _Kept(reads, name in journaled, rewinds, first_tick, first_tick, whole)
+            self._of[name] = _Kept(
+                reads=reads,
+                journaled=name in journaled,
+                rewinds=rewinds,
+                next_tick=first_tick,
+                past_from=first_tick,
+                whole=rewinds or name in journaled,
+            )
         held = {name: self._begin(setup) for name, setup in ready.items()}
         self.counted = tuple(map(self._take_counted, self.counted))
         for segment in self._resumed.segments:
@@ -304,10 +308,9 @@ class TickLog:
         for number, handle in enumerate(handles):
             if handle is None or (_is_lent(handle) and own.rewinds):
                 continue
-            if not isinstance(handle, DataHandle | SlotHandle | State) or not isinstance(handle.address, SegmentHandle):
+            if (address := _address(handle)) is None:
                 raise ChannelError(f"a {type(handle).__name__} cannot be held")
-            nonce = handle.address.nonce
-            segment = self._segments[nonce] = self._segments.get(nonce) or HeldSegment(handle.address)
+            segment = self._segments[address.nonce] = self._segments.get(address.nonce) or HeldSegment(address)
             segments.append(segment)
             named[number] = dataclasses.replace(handle, address=segment.handle)
         return _Held(tuple(named), tuple(segments))
@@ -343,7 +346,7 @@ class TickLog:
             own.past = {at: read for at, read in own.past.items() if at > tick}
             own.past_from = max(own.past_from, self._saved)
         if self._folder is not None:
-            self._work.put(lambda: self._remove(tick))
+            self._work.put(partial(self._remove, tick))
 
     def close(self, *, done: bool = False) -> None:
         """Let all go, and return when all is written. Idempotent.
@@ -364,33 +367,35 @@ class TickLog:
             return
         outputs = {name: handles for name, handles in report.outputs.items() if name not in self._weights}
         made = [handle for handles in (*outputs.values(), report.journal) for handle in handles if handle is not None]
-        if not all(map(_is_held_here, made)):
+        held = [self._segments.get(address.nonce) if (address := _address(handle)) else None for handle in made]
+        if None in held:
             self._stop(f"what {report.executor!r} made at tick {report.tick} is not held by the controller")
             return
-        descriptors = {handle.address.fd: os.dup(handle.address.fd) for handle in made}
-        report = dataclasses.replace(report, outputs=outputs)
         num_bytes = sum(handle.address.size for handle in made)
         self._backlog += num_bytes
         if self._backlog > MAX_BACKLOG_BYTES:
             self._stop("the disk is too slow for it")
-        number, self._number, folder = self._number, self._number + 1, self._folder
+        report = dataclasses.replace(report, outputs=outputs)
+        self._work.put(partial(self._write, self._number, report, held, num_bytes))
+        self._number += 1
 
-        def write() -> None:
-            try:
-                if not self._off:
-                    write_record(folder, number, report, self._run_id, descriptors)
-            finally:
-                self._backlog -= num_bytes
-                for descriptor in descriptors.values():
-                    os.close(descriptor)
-
-        self._work.put(write)
+    def _write(self, number: int, report: Report, held: Sequence[HeldSegment | None], num_bytes: int) -> None:
+        """
+        Args:
+            held: What the report names, which may be let go now.
+        """
+        assert self._folder is not None
+        try:
+            if not self._off:
+                write_record(self._folder, number, report, self._run_id)
+        finally:
+            self._backlog -= num_bytes
 
     def _stop(self, why: str) -> None:
         assert self._folder is not None
         if not self._off:
             self._off, folder = why, self._folder
-            self._work.put(lambda: shutil.rmtree(folder, ignore_errors=True))  # the disk may need the room
+            self._work.put(partial(shutil.rmtree, folder, ignore_errors=True))  # the disk may need the room
             self._tell(f"the journal of ticks ends here: {why}. A resume begins at the last checkpoint")
 
     def _write_all(self) -> None:
@@ -399,6 +404,7 @@ class TickLog:
                 work()
             except OSError as error:
                 self._stop(f"{self._folder}: {error.strerror}")
+            del work  # and with it what was held to be written
 
     def _remove(self, tick: int) -> None:
         assert self._folder is not None
@@ -424,9 +430,8 @@ def copy_to_controller(result: R, deadline_s: float) -> tuple[R, list[Segment]]:
         return {key: copied_one(handle) for key, handle in made.items()}
 
     def copied_one(handle: Handle) -> Handle:
-        if not isinstance(handle, DataHandle | State) or not isinstance(there := handle.address, SegmentHandle):
-            return handle
-        if not is_elsewhere(there):
+        there = _address(handle)
+        if there is None or isinstance(handle, SlotHandle) or not is_elsewhere(there):
             return handle
         copies.append(copy_of(there, deadline_s))
         here = dataclasses.replace(handle, address=copies[-1].handle)
@@ -449,14 +454,16 @@ def _is_kept(channel: ChannelSpec) -> bool:
     return channel.kept and channel.kind is not ChannelKind.WEIGHTS and not channel.latest
 
 
+def _address(handle: Handle) -> SegmentHandle | None:
+    """Of the segment that a token, or a state, lies in; None if that is something else."""
+    known = isinstance(handle, DataHandle | SlotHandle | State) and isinstance(handle.address, SegmentHandle)
+    return handle.address if known else None
+
+
 def _is_lent(handle: Handle) -> bool:
     """Whether it is of a version of the weights on another host."""
-    return isinstance(handle, SlotHandle) and isinstance(handle.address, SegmentHandle) and is_elsewhere(handle.address)
-
-
-def _is_held_here(handle: Handle) -> bool:
-    address = getattr(handle, "address", None)
-    return isinstance(address, SegmentHandle) and not address.path and address.pid == os.getpid()
+    address = _address(handle)
+    return isinstance(handle, SlotHandle) and address is not None and is_elsewhere(address)
 
 
 def _is_whole(handle: Handle) -> bool:

@@ -19,7 +19,7 @@ import json
 import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +46,7 @@ __all__ = [
     "Record",
     "State",
     "Token",
+    "next_number",
     "parse_record",
     "read_record",
     "read_state",
@@ -179,19 +180,18 @@ OF_HANDLE = tuple(field.name for field in dataclasses.fields(Token)[:-1])
 """What a token says as its handle does."""
 
 
-def write_record(folder: Path, number: int, report: Report, run_id: str, descriptors: Mapping[int, int]) -> None:
+def write_record(folder: Path, number: int, report: Report, run_id: str) -> None:
     """Write a file.
 
     Args:
         report: Its handles, and its states, name descriptors of this process.
-        descriptors: Each -> the one by which it is open until this returns.
 
     Raises:
         OSError: The disk does not take it.
     """
 
     def bytes_of(address: SegmentHandle) -> npt.NDArray[np.uint8]:
-        mapped = mmap.mmap(descriptors[address.fd], HEADER_BYTES + address.size, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(address.fd, HEADER_BYTES + address.size, prot=mmap.PROT_READ)
         return np.frombuffer(mapped, np.uint8, offset=HEADER_BYTES)
 
     def token_of(handle: Any) -> dict[str, Any]:
@@ -220,6 +220,11 @@ def record_files(folder: Path) -> list[tuple[Path, int]]:
         return []
     named = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir()) if not path.is_dir())
     return [(path, int(name[2])) for path, name in named if name is not None]
+
+
+def next_number(folder: Path) -> int:
+    """Of the next file."""
+    return max((int(path.name.partition("-")[0]) + 1 for path, _ in record_files(folder)), default=0)
 
 
 def read_record(path: Path, run_id: str, tick: int) -> Record | None:

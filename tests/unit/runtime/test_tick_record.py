@@ -158,7 +158,7 @@ def test_all_files_but_those_that_are_kept_are_removed(tmp_path: Path) -> None:
     (tmp_path / JOURNAL_FOLDER / "000000000000").touch()  # of an earlier version
     records = read_journal(tmp_path, "mine")
     assert ticks(records) == BOTH
-    assert remove_journal(tmp_path, records[:3]) == 3
+    remove_journal(tmp_path, records[:3])
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:3]
     assert sorted(path.name for path in (tmp_path / JOURNAL_FOLDER).iterdir()) == [r.path.name for r in records[:3]]
 
@@ -354,7 +354,8 @@ def test_a_pipe_in_a_journal_is_no_record_and_holds_nobody_up(tmp_path: Path) ->
     os.mkfifo(path)
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2]
     log_in(tmp_path).close()
-    assert remove_journal(tmp_path, read_journal(tmp_path, "mine")) == 2 and not path.exists()
+    remove_journal(tmp_path, read_journal(tmp_path, "mine"))
+    assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2] and not path.exists()
 
 
 _BAD = [b"-1", b"0", b"18446744073709551616", b"1e999", b"NaN", b"null", b"true", b'""', b'"|O"', b'"<f8"', b'"|V8"', b'"array"',
@@ -425,9 +426,10 @@ def written_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: obj
             patch.setattr(f"llamarl.runtime.{name.replace('__', '.')}", value, raising=False)
         log = log_in(run_dir, tell=told.append)
         for tick in range(2):
-            held = log.take(
-                Report(executor="source", tick=tick, outputs={"groups": (sender.send(tick, [group(tick)]),)})
-            )
+            segment, state = write_state(b"state")
+            handle = sender.send(tick, [group(tick)])
+            held = log.take(Report(executor="source", tick=tick, outputs={"groups": (handle,)}, journal=(state,)))
+            segment.close()
             assert held is not None
             log.append(held)
         until = time.monotonic() + 5.0
