@@ -32,7 +32,10 @@ def test_a_data_set_of_the_hub_is_trained_on_and_its_commit_is_recorded(tmp_path
         prompts_per_step = 2
         [generator]
         group_size = 2
+        threads = 1
         sampling = { max_new_tokens = 8 }
+        [trainer]
+        threads = 1
         [evaluation]
         every = 1
         num_prompts = 2

@@ -17,6 +17,7 @@ from llamarl.data.items import split_questions
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(1, 8) for b in range(1, 8) if a + b < 10]
 SETTINGS: dict[str, Any] = {
     "optimizer.lr": 1e-3,
+    "trainer.threads": 1,
     "checkpoint.every": 3,
     "evaluation.num_prompts": 6,
     "evaluation.every": 4,

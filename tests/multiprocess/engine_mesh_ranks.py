@@ -30,7 +30,7 @@ from llamarl.models.parallel import ParallelLayout
 from llamarl.weight_sync.layout import MeshLayout, Shard
 from llamarl.weight_sync.model_layouts import adapter_parameters, model_parameters
 
-NUM_KV_TOKENS = 70
+NUM_KV_TOKENS = 74
 """Room that all sequences together do not have: some are preempted."""
 ALONE = (1, 1)
 FURTHER = {(2, 1): "gemma2", (2, 2): "qwen3_moe"}
@@ -59,7 +59,7 @@ def sequences() -> list[Sequence]:
             prompt_index=i,
             sample_index=j,
             prompt_tokens=[3 + (7 * i + 5 * k) % 90 for k in range(5 + 4 * i)],
-            params=SamplingParams(max_new_tokens=12, **kind),  # type: ignore[arg-type]
+            params=SamplingParams(max_new_tokens=9, **kind),  # type: ignore[arg-type]
             seed=100 * i + j,
         )
         for i, kind in enumerate(kinds)
@@ -100,9 +100,9 @@ def experts(engine_ranks: EngineRanks, batch: list[Sequence]) -> dict[str, Any]:
 
 
 def longer(sequence: Sequence) -> Sequence:
-    """What a later tick goes on with: the tokens so far, and five more."""
+    """What a later tick goes on with: the tokens so far, and four more."""
     return replace(
-        sequence, params=replace(sequence.params, max_new_tokens=len(sequence.tokens) + 5), finish_reason=None
+        sequence, params=replace(sequence.params, max_new_tokens=len(sequence.tokens) + 4), finish_reason=None
     )
 
 

@@ -58,7 +58,7 @@ def recipe(dp: int, **generator: Any) -> RunConfig:
                 "oversubscription": 1.5,
                 "device": "cpu",
                 "threads": 1,
-                "sampling": {"max_new_tokens": 24},
+                "sampling": {"max_new_tokens": 12},
                 "engine": {"kv_cache_bytes": 1 << 21},
                 **generator,
             },
