@@ -399,6 +399,14 @@ def test_a_watched_run_is_seen_growing_and_its_end_too(tmp_path: Path, open_page
         assert page.chart("Mean reward")[0]["x"] == [1, 2, 3]  # policy versions
         assert {url.split("/")[2] for url in page.requests} == {f"127.0.0.1:{server.server_port}"}
         assert page.errors == []
+        rows = (folder / "metrics.jsonl").read_bytes()
+        (folder / "metrics.jsonl").unlink()
+        (folder / "metrics.jsonl").mkdir()
+        page.page.locator("#live", has_text="metrics.jsonl is a folder").wait_for()  # and what was seen stays
+        assert page.chart("Mean reward")[0]["x"] == [1, 2, 3]
+        (folder / "metrics.jsonl").rmdir()
+        (folder / "metrics.jsonl").write_bytes(rows)
+        page.page.locator("#live", has_text="run has ended").wait_for()
     finally:
         server.shutdown()
         server.server_close()

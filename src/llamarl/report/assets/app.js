@@ -55,7 +55,7 @@ async function readRuns() {
 
 async function readNews() {
   const answer = await fetch("state", { cache: "no-store" });
-  if (!answer.ok) throw new Error(`state: ${answer.status}`);
+  if (!answer.ok) throw new Error(await answer.text());
   const news = await answer.json(), changed = JSON.stringify(news.blocks) !== JSON.stringify(stamps);
   stamps = news.blocks;
   return changed;
@@ -78,7 +78,7 @@ function beginWatching() {
       await render({ keepScroll: true });
     } catch (error) {
       live.dataset.state = "lost";
-      live.textContent = "llamarl watch has ended; this is how it stood";
+      live.textContent = error instanceof TypeError ? "llamarl watch has ended; this is how it stood" : error.message; // fetch found nobody
     }
   }, NEWS_EVERY_MS);
 }
