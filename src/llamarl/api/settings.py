@@ -47,11 +47,8 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
     if isinstance(rewards := given.get("task.reward"), list):
         del given["task.reward"]
         given["task.rewards"] = [{"function": one} if isinstance(one, str) else one for one in rewards]
-    if (
-        given.keys() & {"task.reward", "task.rewards"}
-        and "task.name" not in given
-        and (recipe is None or "task.data" in given)
-    ):
+    judged = "task.data" in given and "task.environment" in given or given.keys() & {"task.reward", "task.rewards"}
+    if judged and "task.name" not in given and (recipe is None or "task.data" in given):
         given["task.name"] = "function"
     try:
         config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing, find_without_effect])

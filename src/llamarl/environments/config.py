@@ -230,7 +230,12 @@ def _table_mistakes(task: TaskConfig) -> Iterator[Mistake]:
         key for key in _OF_TABLES if getattr(task, key) != ("train" if key == "split" else type(getattr(task, key))())
     ]
     if given and kind not in _OF_DATA:
-        yield Mistake(given[0], f"is of a table, but name is {task.name!r}, which makes its own questions", ("name",))
+        yield Mistake(
+            given[0],
+            f"is of a table of questions, but name is {task.name!r}, which makes its own: name what judges them, such as "
+            "math, or function (with a reward or an environment of yours)",
+            ("name",),
+        )
     if kind in ("function", "code", "demonstrations") and not task.data:
         yield Mistake("data", f"must name a file of JSON lines or another table, as name is {task.name!r}", ("name",))
     if kind in _OF_DATA and kind != "code" and task.options:

@@ -65,6 +65,16 @@ def test_a_mistake_is_one_sentence_that_names_the_argument(settings: dict[str, A
     assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
 
 
+def test_rows_with_an_environment_need_no_reward_and_alone_ask_who_judges_them(tmp_path: Path) -> None:
+    Path("shop.py").write_text("class Shop:\n    def reset(self): ...\n    def get_reward(self): ...\n")
+    words = {"model": "bundled:tiny", "data": ROWS}
+    assert run_config(None, {**words, "task": {"environment": "trl:shop.py:Shop"}}).task.name == "function"
+    with pytest.raises(
+        ConfigError, match=r"data is of a table of questions.*name what judges them, such as math, or function"
+    ):
+        run_config(None, words)
+
+
 def test_all_words_that_are_no_settings_are_told_at_once_with_what_they_are_here() -> None:
     with pytest.raises(ConfigError) as raised:
         run_config(None, {"learning_rate": 1e-4, "data": ROWS, "max_steps": 3, "generator": 7})
