@@ -60,13 +60,14 @@ def keeps_journal(config: RunConfig) -> bool:
 
 
 def read_journal(run_dir: Path, run_id: str) -> list[Record]:
-    """What counted, in order, up to the first file that is torn, altered or missing."""
+    """What counted, in order, up to the first file that is torn, altered or missing; without bytes,
+    of which there may be more than memory."""
     found: list[Record] = []
     for path, tick in record_files(run_dir / JOURNAL_FOLDER):
         record = read_record(path, run_id, tick)
         if record is None or (found and record.number != found[-1].number + 1):
             break
-        found.append(record)
+        found.append(record.without_bytes())
     return found
 
 
@@ -207,6 +208,8 @@ def report_of(
     Raises:
         ValueError: A token holds something else than plain values, or samples that nobody can have drawn.
     """
+    if (whole := read_record(record.path, record.run, record.tick)) is None:
+        raise ValueError(f"{record.path} has been altered since it was proved")
     wanted = {channel.name: channel for channel in tokens}
 
     def in_memory(data: Any) -> State:
@@ -227,6 +230,6 @@ def report_of(
 
     return Report(
         **{key: getattr(record, key) for key in OF_REPORT},
-        outputs={name: tuple(handle_of(token, name) for token in of) for name, of in record.outputs.items()},
-        journal=tuple(in_memory(state) for state in record.journal if state is not None and states),
+        outputs={name: tuple(handle_of(token, name) for token in of) for name, of in whole.outputs.items()},
+        journal=tuple(in_memory(state) for state in whole.journal if state is not None and states),
     )

@@ -1,12 +1,11 @@
 """The record of a tick: what it made, in a form that outlives its process, and on a disk the controller too.
 
     in shared memory   Report: handles and states name segments, whose bytes their checksums prove
-    in RUN/journal     Record: magic, length, checksum │ the report as plain values, and each segment's bytes
+    in RUN/journal     Record: magic, checksum │ the report as plain values, and each segment's bytes
 
 One file a report, encoded as data channels encode what they carry
 (:mod:`llamarl.channels.plain_values`): JSON, then the bytes that it names, each once. A file that was
-cut off or altered anywhere is refused. It is mapped while it is read, so bytes that nobody asks for
-are not loaded.
+cut off or altered anywhere is refused.
 
 What is read may come from a stranger, with checksums that fit: each field is validated here, what is
 in a token where it is decoded (:mod:`llamarl.controller.journaled`).
@@ -59,8 +58,8 @@ MAX_STATE_BYTES = 64 << 20
 """What is larger is not kept: its rank is not brought up again."""
 MAX_RECORD_BYTES = 320 << 20
 _MAGIC = b"lrljrnl3"
-_HEAD = struct.Struct("<8sQQ")
-"""Magic, bytes that follow, their digest."""
+_HEAD = struct.Struct("<8sQ")
+"""Magic, digest of all that follows."""
 _NAME = re.compile(r"(\d{12})-(\d{1,12})", re.ASCII)
 """Of a file: its number, in the order in which reports counted, and its tick."""
 
@@ -172,6 +171,16 @@ class Record:
         """Whether each rank's state after the tick is in it."""
         return bool(self.journal) and all(state is not None for state in self.journal)
 
+    def without_bytes(self) -> Record:
+        """What it says, with nothing in place of the bytes of tokens and states."""
+        nothing = np.empty(0, np.uint8)
+        outputs = {
+            name: tuple(token and dataclasses.replace(token, data=nothing) for token in of)
+            for name, of in self.outputs.items()
+        }
+        journal = tuple(None if state is None else nothing for state in self.journal)
+        return dataclasses.replace(self, outputs=outputs, journal=journal)
+
 
 _RECORD = TypeAdapter(Record)
 OF_REPORT = tuple(field.name for field in dataclasses.fields(Record)[4:])
@@ -204,14 +213,14 @@ def write_record(folder: Path, number: int, report: Report, run_id: str) -> None
         "journal": [state and bytes_of(state.address)[: state.nbytes] for state in report.journal],
     }
     folder.mkdir(exist_ok=True)
-    proof, size = xxhash.xxh3_64(), 0
+    proof = xxhash.xxh3_64()
     with open(folder / f"{number:012d}-{report.tick}", "wb") as file:
         file.write(bytes(_HEAD.size))
         for view in padded(said):
             proof.update(view)
-            size += file.write(view)
+            file.write(view)
         file.seek(0)
-        file.write(_HEAD.pack(_MAGIC, size, proof.intdigest()))
+        file.write(_HEAD.pack(_MAGIC, proof.intdigest()))
 
 
 def record_files(folder: Path) -> list[tuple[Path, int]]:
@@ -231,10 +240,9 @@ def read_record(path: Path, run_id: str, tick: int) -> Record | None:
     """Read and prove a file; None if it is torn, altered, or says to be of another run or tick."""
     try:
         with open_regular(path, max_bytes=MAX_RECORD_BYTES) as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        magic, size, checksum = _HEAD.unpack_from(mapped)
-        body = mapped[_HEAD.size :]
-        if magic != _MAGIC or size != len(body) or digest(body) != checksum:
+            magic, checksum = _HEAD.unpack(file.read(_HEAD.size))
+            body = memoryview(file.read())
+        if magic != _MAGIC or digest(body) != checksum:
             return None
         record = dataclasses.replace(parse_record(body), path=path)
     except (FileError, ValueError, struct.error):
