@@ -154,7 +154,9 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monke
     for cell in book.cells:
         cell.source = cell.source.replace("NUM_TICKS = 30", "NUM_TICKS = 2")
         cell.source = cell.source.replace('"prompts_per_step": 16', '"prompts_per_step": 2')
-        cell.source = cell.source.replace("num_ticks=NUM_TICKS,", 'num_ticks=NUM_TICKS, run={"runtime": "inline"},')
+        cell.source = cell.source.replace(
+            "num_ticks=NUM_TICKS,", 'num_ticks=NUM_TICKS, run={"runtime": "inline", "cores": 1},'
+        )
     nbclient.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     last = book.cells[-1].outputs[-1]["data"]["text/plain"]
     assert "4 of 4 ticks" in last
