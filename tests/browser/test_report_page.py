@@ -384,6 +384,30 @@ def test_a_run_without_anything_still_has_a_page(tmp_path: Path, open_page: Call
 
 
 @browser
+def test_a_run_that_imitates_shows_its_losses_and_nothing_of_samples(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    losses, held = [1.5, 1.25, 0.75], {0: 1.375, 2: 0.875}
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"step": tick, "policy_version": tick + 1, "time/step_s": 2.0, "loss/policy": loss}
+                | ({"eval/loss": held[tick], "eval/policy_version": tick} if tick in held else {})
+            )
+            + "\n"
+            for tick, loss in enumerate(losses)
+        )
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    page = open_page(tmp_path / "report.html").open("summary/0")
+    assert page.page.locator(".tile b").all_inner_texts() == ["1.38 → 0.875", "6\u202fs"]
+    assert [page.chart(name)[0]["y"] for name in ("Held-out loss", "Training loss")] == [[1.375, 0.875], losses]
+    page.open("curves/0")
+    assert page.page.locator("section.panel h3").all_inner_texts() == ["Held-out loss", "Training loss"]
+    assert page.errors == []
+
+
+@browser
 def test_a_watched_run_is_seen_growing_and_its_end_too(tmp_path: Path, open_page: Callable[..., Any]) -> None:
     folder = MadeRun(ticks=2, settings={"run.num_ticks": "3"}).write(tmp_path / "grows")
     longer = MadeRun(ticks=3).write(tmp_path / "longer")

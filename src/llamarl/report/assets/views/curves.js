@@ -5,6 +5,7 @@ const CURVES = [
   ["kl/reference", "KL to the reference"], ["ratio/clipped_fraction", "Clipped share of tokens"], ["response/length_mean", "Mean response length"],
   ["response/truncated_fraction", "Share cut at the length limit"], ["staleness/mean", "Staleness"], ["grad_norm", "Gradient norm"], ["tokens_per_s/generated", "Tokens a second"],
 ];
+const IMITATION = ["loss/policy", "Training loss"]; // of a job that judges nothing
 const curveState = { axis: "version", weight: 0.6, hidden: new Set(), more: new Set() };
 
 view("curves", {
@@ -14,7 +15,7 @@ view("curves", {
     const keys = new Set(all.flatMap((metrics) => Object.keys(metrics.columns)));
     const grid = h("div", { class: "grid" });
     const redraw = () => grid.querySelectorAll(".chart").forEach((element) => element.redraw());
-    const shown = () => [...CURVES.filter(([key]) => keys.has(key) && (!HELD_OUT[key] || RUNS.some((one) => one.info.totals.held_out === key))), ...[...curveState.more].filter((key) => keys.has(key)).map((key) => [key, key])];
+    const shown = () => [...[...CURVES, ...(keys.has("reward/mean") ? [] : [IMITATION])].filter(([key]) => keys.has(key) && (!HELD_OUT[key] || RUNS.some((one) => one.info.totals.held_out === key))), ...[...curveState.more].filter((key) => keys.has(key)).map((key) => [key, key])];
     const fill = () => grid.replaceChildren(...shown().map(([key, title]) => curvePanel(key, title, all)));
     const rest = [...keys].filter((key) => !CURVES.some(([known]) => known === key) && !["step", "policy_version"].includes(key));
     page.append(
@@ -59,7 +60,7 @@ function curvePanel(key, title, all, runs = RUNS) {
   const last = lasts.length > MOST_NAMED ? [range] : lasts.map(({ name, value }) => (runs.length > 1 ? `${name} ` : "") + shown(value));
   return h("section", { class: "panel", title: meaning, data: { key } },
     h("h3", {}, title),
-    h("small", { class: "soft" }, `${last.join(" · ") || "nothing recorded"}${["", "share", "norm", "reward"].includes(unit) ? "" : ` ${unit}`}, last`),
+    h("small", { class: "soft" }, `${last.join(" · ") || "nothing recorded"}${["", "share", "norm", "reward", "loss"].includes(unit) ? "" : ` ${unit}`}, last`),
     chart(`${title}: last ${last.join(", ")}. ${meaning}`, () => {
       const traces = [];
       runs.forEach((run, i) => {

@@ -5,7 +5,7 @@ view("summary", {
   async render(run, page) {
     const { info } = run, { totals } = info;
     const metrics = await run.metrics(), { job } = await run.config(), steps = metrics.columns.step || [];
-    const rate = totals.wall_s ? totals.tokens_generated / totals.wall_s : null, held = HELD_OUT[totals.held_out];
+    const samples = totals.tokens_generated > 0, rate = totals.tokens_generated / totals.wall_s, held = HELD_OUT[totals.held_out];
     const busiest = Object.entries(totals.idle).sort((a, b) => a[1] - b[1])[0];
     page.append(
       h("h1", {}, info.name),
@@ -14,12 +14,12 @@ view("summary", {
       tiles(
         totals.last_held_out !== null && tile(arrow(totals.first_held_out, totals.last_held_out), `${held.toLowerCase()}, first to last`),
         totals.first_reward !== null && tile(arrow(totals.first_reward, totals.last_reward), "mean reward, first to last tick"),
-        rate !== null && tile(format.number(rate), "tokens generated a second"),
+        samples && tile(format.number(rate), "tokens generated a second"),
         steps.length && tile(format.seconds(totals.wall_s), "time up"),
-        totals.staleness_mean !== null && tile(`${format.number(totals.staleness_mean)} / ${totals.staleness_max}`, "staleness, mean / largest"),
+        samples && totals.staleness_mean !== null && tile(`${format.number(totals.staleness_mean)} / ${totals.staleness_max}`, "staleness, mean / largest"),
         busiest && tile(format.share(busiest[1]), `idle: ${busiest[0]}, the busiest`),
       ),
-      h("div", { class: "grid" }, [[totals.held_out, held], ["reward/mean", "Mean reward"]]
+      h("div", { class: "grid" }, [[totals.held_out, held], ["reward/mean", "Mean reward"], ...(samples ? [] : [IMITATION])]
         .map(([key, title]) => metrics.columns[key] && curvePanel(key, title, [metrics], [run]))),
       await lastSamples(run),
       h("div", { class: "grid" },
