@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import CommandLine, wait_for_rows, wait_until
+from conftest import LONG_LEDGERS, CommandLine, wait_for_rows, wait_until
 from forked_command import Started
 from same_run import assert_same_run
 from tools.chaos.processes import ranks
@@ -14,6 +14,7 @@ from tools.chaos.processes import ranks
 from llamarl.observability.warning_log import read_warnings
 
 SETTINGS = {
+    "task.options": LONG_LEDGERS,
     "run.num_ticks": 12,
     "generator.shards": 4,
     "generator.max_segments": 2,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, CommandLine, arguments, rows, wait_until
+from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, arguments, rows, wait_until
 from forked_command import Started
 from safetensors.torch import load_file
 from same_run import assert_same_run
@@ -24,6 +24,7 @@ MESHES = [
 ]
 PIPELINE = REPOSITORY / "recipes" / "pipeline.toml"
 RESUMABLE: dict[str, Any] = {
+    "task.options": LONG_LEDGERS,
     "run.num_ticks": 6,
     "schedule.max_staleness": 2,
     "checkpoint.every": 2,

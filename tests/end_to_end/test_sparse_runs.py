@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, CommandLine, rows, wait_until
+from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, rows, wait_until
 from same_run import assert_same_run
 
 RECIPE = REPOSITORY / "recipes" / "moe.toml"
@@ -46,7 +46,7 @@ def test_a_killed_run_with_replay_resumes_bit_for_bit(
     llamarl: CommandLine, tmp_path: Path, generator: dict[str, Any]
 ) -> None:
     longer = {**SHORT, **OF_EXPERTS, "run.num_ticks": 8, "generator.max_segments": 2, "generator.oversubscription": 1.5}
-    longer |= generator
+    longer |= {"task.options": LONG_LEDGERS} | generator
     llamarl.train(tmp_path / "whole", longer)
     killed = tmp_path / "killed"
     process = llamarl.start(killed, longer)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, CommandLine, arguments, rows, wait_for_rows, wait_until
+from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, arguments, rows, wait_for_rows, wait_until
 from forked_command import Started
 from safetensors.torch import load_file
 from same_run import assert_same_run
@@ -22,6 +22,7 @@ from llamarl.observability.warning_log import read_warnings
 UNLIKE = REPOSITORY / "recipes" / "unlike.toml"
 SHORT: dict[str, Any] = {"run.num_ticks": 2, "evaluation.every": 0, "generator.sampling.max_new_tokens": 24}
 PARTIAL: dict[str, Any] = {
+    "task.options": LONG_LEDGERS,
     "run.num_ticks": 12,
     "evaluation.every": 0,
     "checkpoint.every": 3,
