@@ -99,8 +99,8 @@ def warning_of_boxes(config: TaskConfig) -> str:
     boxes = {task.options.get("box") for task in tasks or [config] if task.name == "code"}
     if boxes and "plain" not in boxes and find_parent_of_groups() is None:
         return (
-            "no control group can be made here: of programs' memory, what the kernel holds for them (buffers, locks; "
-            "about 100 MiB each) is in no limit (docs/code.md)"
+            "no control group can be made here: of programs' memory, what the kernel holds for them (buffers, locks, "
+            "mappings; some hundred MiB) is in no limit (docs/code.md)"
         )
     if "plain" not in boxes:
         return ""

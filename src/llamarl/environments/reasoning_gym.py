@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -42,6 +42,16 @@ def _exponents(answer: str) -> list[str]:
             end += 1
         found.append(answer[function.end() : end])
     return found
+
+
+def _strings(options: Any) -> Iterator[str]:
+    if isinstance(options, str):
+        yield options
+    elif isinstance(options, Mapping):
+        yield from _strings([*options.keys(), *options.values()])
+    elif isinstance(options, Sequence):
+        for option in options:
+            yield from _strings(option)
 
 
 def _is_list(answer: str) -> bool:
@@ -126,6 +136,11 @@ class ReasoningGymTask:
             raise DataError.at("task.name", f": reasoning_gym has no dataset {dataset!r}; nearest: {', '.join(near)}")
         if "seed" in options:
             raise DataError.at("task.options", ": leave out 'seed'; questions follow run.seed")
+        for text in _strings(options):
+            if re.search(r"[()\[\]{}\\'\"]", text):  # some datasets evaluate what they made of it
+                raise DataError.at(
+                    "task.options", f": {text!r:.60} has brackets or quotes in it: names and words alone"
+                )
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, seed=0, **options)
             self._entry = lru_cache(maxsize=1024)(self._make_entry)

@@ -106,6 +106,8 @@ def _refuse_foreign_code(folder: Path, key: str) -> None:
     except FileError:  # told by those that read more of it
         return
     for name, value in _members(values):
+        if name == "transformers_weights" and not str(value).endswith(".safetensors"):
+            raise ModelError.at(key, f": {folder}/config.json names weights {value!r:.80}: only safetensors are read")
         if "attn_implementation" in name or "experts_implementation" in name:
             if re.search(r"[^\w-]", json.dumps(value)[1:-1]):
                 raise ModelError.at(

@@ -198,8 +198,11 @@ def load_as(
 
     transformers fills those with random numbers: whoever calls refuses them, or sets them.
     """
+    if strange := sorted({file.name for file in stored_files(folder).values() if file.suffix != ".safetensors"}):
+        raise ModelError(f"model.path: {folder} has weights in {', '.join(strange[:3])}: only safetensors are read")
     model, found = kind.from_pretrained(
         folder,
+        use_safetensors=True,  # others are programs to be run
         dtype=dtype,
         attn_implementation=attention,
         local_files_only=True,

@@ -20,7 +20,7 @@ from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 from llamarl.observability.trace import TRACE_FILE, Trace, read_trace
 from llamarl.observability.warning_log import read_warnings
-from llamarl.reading import read_object, read_toml, refuse_pipes, user_path
+from llamarl.reading import read_object, read_text, read_toml, refuse_pipes, user_path
 
 __all__ = ["MAX_RUNS", "RunFiles", "open_run", "read_run", "runs_of", "title_of"]
 
@@ -185,9 +185,9 @@ def _is_held(path: Path) -> bool:
     """Whether a process holds the run's lock, told without taking it: a reader must never be in a run's way."""
     try:
         inode = os.stat(path / _LOCK_FILE).st_ino
-        owner = (path / _LOCK_FILE).read_text(encoding="ascii", errors="replace").strip()
+        owner = read_text(path / _LOCK_FILE, max_bytes=1 << 16).strip()
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except (OSError, FileError):
         return False
     for line in locks.splitlines():
         fields = line.split()

@@ -318,6 +318,24 @@ def test_calls_that_hold_memory_which_no_process_has_are_refused(kind: Kind) -> 
     assert run_in_box(REFUSED_CALLS, kind=kind).stdout == "sendfile\n" + 3 * "-1 1\n"
 
 
+SHOOTS = """
+import fcntl, os, socket
+one, other = socket.socketpair()
+for command, value in ((8, int(open('victim').read())), (10, 9), (15, b'\\0' * 8)):  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+    try:
+        fcntl.fcntl(one, command, value)
+    except PermissionError:
+        print('refused')
+fcntl.fcntl(one, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+other.send(b'x')
+"""
+
+
+def test_a_descriptors_signals_reach_no_other_process(kind: Kind) -> None:
+    found = run_in_box(SHOOTS.replace("open('victim').read()", repr(str(os.getpid()))), kind=kind)
+    assert found.stdout == 3 * "refused\n" and found.status == 0, found
+
+
 PAGE_TABLES = """
 import ctypes, os, time
 map_at = ctypes.CDLL(None).mmap

@@ -16,6 +16,7 @@ from llamarl.environments.base import Task
 from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
+from llamarl.environments.games.second_try import of_dataset
 from llamarl.environments.reasoning_gym import EVALUATING
 from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.errors import DataError
@@ -151,6 +152,21 @@ def test_answers_that_reasoning_gym_evaluates_run_nothing(name: str, tmp_path: P
     assert not told.exists() and abs(-1) == 1
     if item.answer is not None:
         assert _value(task, item, f"<answer>{item.answer}</answer>") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("simple_integration", {"symbols": ["__import__('os').system('true')"]}),
+        ("polynomial_multiplication", {"variables": ["x", "open(chr(47))"]}),
+        ("composite", {"datasets": [{"name": "simple_integration", "config": {"symbols": ["f(1)"]}, "weight": 1}]}),
+    ],
+)
+def test_options_that_reasoning_gym_would_evaluate_are_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="has brackets or quotes in it"):
+        make_task(TaskConfig(name=f"reasoning_gym:{name}", options=options), 0)
+    with pytest.raises(ValueError, match="has brackets or quotes in it"):
+        of_dataset(name, **options)
 
 
 def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from llamarl.engine.config import EngineConfig
@@ -160,3 +161,23 @@ def test_a_folder_that_is_an_adapter_of_another_model_is_refused(tmp_path: Path)
     (tmp_path / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
     with pytest.raises(ModelError, match="holds an adapter"):
         load_model(tmp_path / "model", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("place", ["alone", "index", "config"])
+def test_weights_that_are_no_safetensors_are_never_read(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle was read"))
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    weights = folder / "model.safetensors"
+    names = list(load_file(weights))
+    weights.rename(folder / "pytorch_model.bin")
+    if place == "index":
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "pytorch_model.bin")})
+        )
+    if place == "config":
+        change(folder / "config.json", transformers_weights="pytorch_model.bin")
+    with pytest.raises(ModelError):
+        load_model(folder, dtype=torch.float32)

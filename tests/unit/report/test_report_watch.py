@@ -68,6 +68,13 @@ def get(served: WatchServer) -> Get:
     return ask
 
 
+def test_a_long_cookie_of_a_stranger_takes_no_time(served: WatchServer) -> None:
+    begun = time.process_time()
+    cookie = f'llamarl-{served.server_port}="' + 30_000 * "\\0" + '"'  # the standard library unquotes it in 10 s
+    assert answer_to(served, "/state", {"Cookie": cookie})[0].status == 403
+    assert time.process_time() - begun < 2.0
+
+
 @pytest.mark.parametrize(
     "path", ["/", "/state", "/block/0/config", "/charts.js", "/?token=", "/?token=guess", "/state?token=%00"]
 )

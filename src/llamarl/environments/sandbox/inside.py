@@ -62,6 +62,7 @@ _SIGNALS = {
     "pidfd_send": (424, 424),
 }
 _PRLIMIT, _CLONE, _CLONE3, _SOCKET, _PRCTL, _MMAP = (302, 261), (56, 220), (435, 435), (41, 198), (157, 167), (9, 222)
+_FCNTL, _IOCTL = (72, 25), (16, 29)
 _SHARED_ANONYMOUS = 0x21
 _KILL, _TGKILL = (62, 129), (234, 131)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -105,6 +106,10 @@ def syscall_filter(machine: str, own_pid: int | None, *, may_hide: bool = False)
         code = errno.EAFNOSUPPORT if call is _SOCKET else errno.EPERM
         lines += [(equal, 0, 4, call[column]), (load, 0, 0, first)]
         lines += [(test, 0 if refused else 1, 1 if refused else 0, value), (give, 0, 0, refuse(code))]
+        lines += [(give, 0, 0, allow)]
+    for call, commands in ((_FCNTL, (8, 10, 15)), (_IOCTL, (0x8901, 0x8902))):  # a descriptor's owner gets its signals
+        lines += [(equal, 0, 2 + 2 * len(commands), call[column]), (load, 0, 0, first + 8)]
+        lines += [line for value in commands for line in ((equal, 0, 1, value), (give, 0, 0, refuse(errno.EPERM)))]
         lines += [(give, 0, 0, allow)]
     both = 0x54  # memory that processes share and no file holds is there while any of it is mapped: nobody can count it
     lines += [(equal, 0, 5, _MMAP[column]), (load, 0, 0, first + 3 * 8), (both, 0, 0, _SHARED_ANONYMOUS)]
