@@ -69,9 +69,9 @@ Overrides = Sequence[str] | Mapping[str, Any]
 """Words of the command line, ``--a.b value``, or dotted key -> value."""
 
 _MAX_TICKS = 1_000_000
-_RUN_ID = ".run_id"
-"""Lies beside the recipe of a run (``checkpoint.run_identity``)."""
 """Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
+_RUN_ID = ".run_id"
+"""Lies beside the configuration of a run (``checkpoint.run_identity``), which says paths as seen from where it began."""
 
 
 def _run_dir(text: str) -> str:
@@ -597,9 +597,7 @@ def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[
             if str(path).endswith((".yaml", ".yml", ".json")):
                 own = "; a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one"
             raise ConfigError(f"recipe {error}{own}") from error
-        if (
-            path.parent != Path() and not (path.parent / _RUN_ID).exists()
-        ):  # a run's own says them as seen from where it was started
+        if path.parent != Path() and not (path.parent / _RUN_ID).exists():
             raw = with_paths_from(path.parent, raw)
     return _merge(_one_task_section(raw), given)
 
