@@ -1,5 +1,6 @@
 """The user's pages, executed: each in an empty folder, its marked blocks in order, every word as its reader sees it."""
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -35,6 +36,38 @@ def test_every_snippet_of_python_on_a_page_is_run_or_written_to_a_file_but_for_t
     for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
         for block in (block for block in blocks_of(page) if block.language == "python"):
             assert block.mark in ("run", "file") or others.search(block.text), f"{block} is not run"
+
+
+NOT_RUN = {
+    "quick_start": r"pip install \.",
+    "hosts": r"--cluster|llamarl cluster|ray start|sbatch|docker build",
+    "survival": r"until llamarl train|kill_runs",
+    "forecast": r"runs/mine",
+    "when_slow": r"runs/mine",
+    "when_it_stops": r"recipe\.toml \|\| case",
+    "when_it_does_not_learn": r"llamarl report runs/tiny",
+}
+"""What of a page's shell needs a cluster, another machine, a network or a run of the reader's own."""
+
+
+def test_every_snippet_of_shell_on_a_page_is_run_but_for_those_that_need_more_than_this_machine() -> None:
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for block in (block for block in blocks_of(page) if block.language in ("sh", "bash")):
+            needs_more = NOT_RUN.get(page.stem, "")
+            assert block.mark == "run" or needs_more and re.search(needs_more, block.text), f"{block} is not run"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_list_of_commands_in_readme_runs_as_printed(tmp_path: Path) -> None:
+    environment = _environment(tmp_path / "bin")
+    (block,) = [one for one in blocks_of(DOCS.parent / "README.md") if "llamarl new my-task" in one.text]
+    here, cluster, _ = block.text.partition("pip install")
+    assert cluster, "what comes behind needs a cluster"
+    for line in ["llamarl train tiny", *here.splitlines()]:
+        one = dataclasses.replace(block, text=line, language="sh")
+        printed = _run(one, tmp_path, environment)
+        assert printed is not None and ("--replay" not in line or "equal bits" in printed), printed
 
 
 @pytest.mark.timeout(1200)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
         scores = _evaluate(config, named, responses)
     if args.json:
-        print(json.dumps(scores))
+        print(json.dumps({key: None if value != value else value for key, value in scores.items()}))  # JSON has no NaN
     else:
         for key, value in scores.items():
             print(f"{key:<20} {value:.4f}" if isinstance(value, float) else f"{key:<20} {value}")

@@ -12,6 +12,7 @@ reading is older than ``READ_EVERY_S``; nothing runs otherwise.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -187,6 +188,8 @@ def make_server(runs: WatchedRuns, port: int, bind: str = _HOST) -> WatchServer:
     try:
         return WatchServer((bind, port), _Handler, runs)
     except OSError as error:
+        if bind != _HOST and error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"--bind {bind}: is no IPv4 address of this machine ({error.strerror})") from error
         raise ConfigError(
             f"--port {port}: cannot be listened on ({error.strerror}); leave it out for a free one"
         ) from error

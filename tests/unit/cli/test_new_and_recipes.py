@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.cli import eval as eval_verb
 from llamarl.cli.main import main
 from llamarl.config import load_config
 from llamarl.controller.preflight import find_missing
@@ -64,3 +65,13 @@ def test_a_shipped_name_is_its_file_for_plan_and_simulate_too_and_other_sources_
     assert Path(shipped_or_path("tiny")) == find_recipe("tiny") and find_recipe("tiny").is_file()
     assert shipped_or_path("Llama-3.1-8B") == "Llama-3.1-8B"
     assert shipped_or_path("runs/tiny") == "runs/tiny"
+
+
+def test_what_is_no_number_is_null_in_the_json_of_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {"samples": 1, "failed": 0, "accuracy": 1.0, "accuracy_error": float("nan")}
+    monkeypatch.setattr(eval_verb, "_evaluate", lambda *_: scores)
+    monkeypatch.setattr(eval_verb, "_compute_as_in_a_run", lambda threads: None)
+    assert main(["eval", "bundled:tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == scores | {"accuracy_error": None}

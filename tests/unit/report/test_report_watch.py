@@ -103,6 +103,12 @@ def test_on_another_address_it_is_reached_by_any_name_and_wants_the_token_all_th
         thread.join(timeout=10)
 
 
+@pytest.mark.parametrize("bind", ["192.0.2.1", "::1", "no such host"])
+def test_an_address_of_another_machine_is_refused_by_its_flag(run: Path, bind: str) -> None:
+    with pytest.raises(ConfigError, match=f"--bind {bind}: is no IPv4 address of this machine"):
+        make_server(WatchedRuns([run], 5_000_000), 0, bind)
+
+
 def test_each_server_has_a_token_of_its_own(served: WatchServer, run: Path) -> None:
     with make_server(WatchedRuns([run], 5_000_000), 0) as other:
         assert other.token != served.token and len(other.token) >= 32
