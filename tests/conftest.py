@@ -20,8 +20,10 @@ settings.load_profile("llamarl")
 
 
 @pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Afterwards SIGTERM does what it did before a command ran in this process."""
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a command that is refused in this process: nothing is started ahead for its ranks, which would stay as long as the tests do;
+    afterwards SIGTERM does what it did before."""
+    monkeypatch.setattr("llamarl.cli.train.start_fork_servers", lambda config: None)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
