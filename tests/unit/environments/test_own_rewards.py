@@ -157,7 +157,7 @@ def test_recipes_and_python_name_several(module: str, tmp_path: Path) -> None:
     assert [(part.part, part.weight) for part in config.task.rewards] == [("format", 0.5), ("right", 1.0)]
     save_config(config, tmp_path / "saved.toml")
     assert load_config(tmp_path / "saved.toml").task == config.task
-    assert ("task.rewards.right", "judges.py:right") in config.own_code
+    assert ("task.rewards.right", f"{tmp_path}/judges.py:right") in config.own_code  # beside the recipe
     data = str(tmp_path / "q.jsonl")
     named = run_config(
         None, {"data": data, "reward": ["judges.py:format", {"function": "judges.py:right", "weight": 2.0}]}
