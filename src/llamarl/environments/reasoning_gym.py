@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
@@ -44,6 +45,15 @@ def _exponents(answer: str) -> list[str]:
     return found
 
 
+def _num_terms(text: str) -> int:
+    """At most how many terms the bracket has that a text ends in."""
+    depth, begin = 0, len(text)
+    while begin > 0 and (depth or begin == len(text)):
+        begin -= 1
+        depth += {")": 1, "(": -1}.get(text[begin], 0)
+    return 1 + len(re.findall(r"[+-]", text[begin:]))
+
+
 def _strings(options: Any) -> Iterator[str]:
     if isinstance(options, str):
         yield options
@@ -55,10 +65,9 @@ def _strings(options: Any) -> Iterator[str]:
 
 
 def _is_list(answer: str) -> bool:
-    """Whether it is a literal, or words and numbers alone: nothing is called, looked up or assigned."""
-    if re.fullmatch(r"[\w\s-]*", answer):
-        word = answer.strip()
-        return not word.isidentifier() or word.isupper()  # a name would be looked up: "oracle_answer"
+    """Whether it is a literal, or capitals and numbers alone: nothing is called, looked up or assigned."""
+    if re.fullmatch(r"[A-Z\d\s_-]*", answer):
+        return True  # no name that anything has: "oracle_answer" would be looked up
     try:
         ast.literal_eval(answer)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -68,17 +77,25 @@ def _is_list(answer: str) -> bool:
 
 def _is_arithmetic(answer: str) -> bool:
     """Whether it holds numbers, operators, letters and functions of mathematics alone, and no power that takes long."""
-    if not re.fullmatch(r"[\w\s.+\-*/^()]*", answer) or re.search(r"\.\s*[^\W\d]", answer):
+    if not re.fullmatch(r"[\w\s.+\-*/^()]*", answer) or re.search(r"\.\s*[^\W\d]|_", answer):
         return False
-    of_brackets = 1
+    of_brackets = num_terms = 1
     for power in re.finditer(_POWER, answer):
         exponent = _EXPONENT.match(answer, power.end())
         if exponent is None or re.match(r"[\w.(]|\s*(?:\*\s*\*|\^)", answer[exponent.end() :]):
             return False  # as 9**9**9, which takes for ever
         if answer[: power.start()].rstrip().endswith(")"):
-            of_brackets *= max(1, int((re.findall(r"\d+", exponent.group()) or ["12"])[0]))
+            times = max(1, int((re.findall(r"\d+", exponent.group()) or ["12"])[0]))
+            of_brackets *= times
+            num_terms *= math.comb(times + _num_terms(answer[: power.start()].rstrip()) - 1, min(times, 99))
     of_numbers = len(re.findall(rf"\d{_POWER}", answer))
-    if of_brackets > 12 or of_numbers > 4 or len(answer) > 2000 or re.search(r"\d{16}|\d[eE][+-]?\d{3}", answer):
+    if (
+        of_brackets > 12
+        or num_terms > 2000
+        or of_numbers > 4
+        or len(answer) > 2000
+        or re.search(r"\d{16}|\d[eE][+-]?\d{3}", answer)
+    ):
         return False
     for part in _exponents(answer):  # as sin(exp(9**9)), which is computed to a billion digits
         if len(re.findall(r"\d", part)) > 4 or re.search(rf"{_EXP}|[\d)]{_POWER}|\d[eE]", part):

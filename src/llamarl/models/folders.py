@@ -86,9 +86,10 @@ def resolve_model_path(path: str | Path, *, key: str = "model.path", weights: bo
         )
     if not (folder / "config.json").is_file():
         raise ModelError.at(key, f": {folder} has no config.json, so it is not a Hugging Face model folder")
-    for file in os.scandir(folder):  # whoever opens a pipe waits for its other end
-        if os.path.exists(file) and not (file.is_file() or file.is_dir()):
-            raise ModelError.at(key, f": {file.path} is a pipe, socket or device, expected a file: remove it")
+    for parent, _, names in os.walk(folder):  # whoever opens a pipe waits for its other end
+        for file in (Path(parent, name) for name in names):
+            if file.exists() and not file.is_file():
+                raise ModelError.at(key, f": {file} is a pipe, socket or device, expected a file: remove it")
     _refuse_foreign_code(folder, key)
     return folder
 
@@ -106,6 +107,10 @@ def _refuse_foreign_code(folder: Path, key: str) -> None:
     except FileError:  # told by those that read more of it
         return
     for name, value in _members(values):
+        if name == "configuration_files":
+            raise ModelError.at(
+                key, f": {folder}/config.json names another file in its place, {name}: remove that line"
+            )
         if name == "transformers_weights" and not str(value).endswith(".safetensors"):
             raise ModelError.at(key, f": {folder}/config.json names weights {value!r:.80}: only safetensors are read")
         if "attn_implementation" in name or "experts_implementation" in name:

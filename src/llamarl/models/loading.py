@@ -131,6 +131,8 @@ def stored_files(path: str | Path) -> dict[str, Path]:
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ModelError(f"model.path: {index} has no weight_map of file names")
+        if away := [file for file in weight_map.values() if Path(file).name != file]:
+            raise ModelError(f"model.path: {index} names {away[0]!r:.80}, which is not a file beside it")
         return {name: folder / file for name, file in weight_map.items()}
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):

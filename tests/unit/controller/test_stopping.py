@@ -3,10 +3,19 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from llamarl.controller.stopping import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def handled() -> Iterator[None]:
+    """What a shell that started these tests in the background has switched off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:

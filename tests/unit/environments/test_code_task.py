@@ -1,6 +1,10 @@
 """Programs as answers: finding them, judging them, and what a program does that wants a pass without an answer."""
 
 import json
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from llamarl.environments.code_items import code_item, last_program
 from llamarl.environments.config import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
-from llamarl.environments.sandbox import run
+from llamarl.environments.sandbox import link, run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
 from llamarl.environments.sandbox.run import Installation
 from llamarl.errors import ConfigError, DataError
@@ -339,6 +343,28 @@ def test_nothing_but_plain_data_passes_between_tests_and_program(boxes: None, pr
     assert passed(
         program, [f"try: {test}\nexcept TypeError as e: assert 'plain data' in str(e)\nelse: raise AssertionError"]
     ) == (1, 1)
+
+
+def test_modules_of_the_tests_come_from_no_folder_that_a_program_may_write(tmp_path: Path) -> None:
+    for name in ("tester", "link"):
+        shutil.copy(Path(link.__file__).with_name(f"{name}.py"), tmp_path)
+    (tmp_path / "tester.py").rename(tmp_path / "main.py")
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        start = f"import os; os.dup2({theirs.fileno()}, 3); os.execv({sys.executable!r}, ['python', '-s', '-S', '-B', 'main.py'])"
+        tester = subprocess.Popen(
+            [sys.executable, "-c", start], cwd=tmp_path, stdin=-1, stdout=-1, pass_fds=[theirs.fileno()], text=True
+        )
+        job = {"tests": ["import colorsys\nassert colorsys.rgb_to_yiq(0, 0, 0)"], "file": False, "entry_point": ""}
+        assert tester.stdin is not None and tester.stdout is not None
+        tester.stdin.write(json.dumps(job))
+        tester.stdin.close()
+        line = link.Line(ours.fileno())
+        assert line.receive() == {"go": 1}
+        (tmp_path / "colorsys.py").write_text("raise SystemExit")  # as a program does that now begins
+        line.send({"loaded": "yes", "functions": [], "values": {}})
+        assert '{"passed": 1}' in tester.stdout.read()
+        assert tester.wait(20) == 0
 
 
 def test_limits_that_a_program_met_are_told(boxes: None) -> None:

@@ -331,8 +331,8 @@ other.send(b'x')
 """
 
 
-def test_a_descriptors_signals_reach_no_other_process(kind: Kind) -> None:
-    found = run_in_box(SHOOTS.replace("open('victim').read()", repr(str(os.getpid()))), kind=kind)
+def test_a_descriptors_signals_reach_no_other_process(plain: Kind) -> None:
+    found = run_in_box(SHOOTS.replace("open('victim').read()", repr(str(os.getpid()))), kind=plain)
     assert found.stdout == 3 * "refused\n" and found.status == 0, found
 
 

@@ -184,7 +184,7 @@ def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
 def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> None:
     is_list, is_arithmetic = EVALUATING["spiral_matrix"], EVALUATING["countdown"]
     assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and is_list("ABBA")
-    assert not is_list("f(1)") and not is_list("oracle_answer")
+    assert not is_list("f(1)") and not is_list("oracle_answer") and not is_list("1 and oracle_answer")
     for text in (
         "(3 + 4)*5 - 2/1.5",
         "x**3/3 + C",
@@ -210,6 +210,8 @@ def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> N
         "((x+1)^7)^2",
         "exp(exp(9))",
         "sin(exp(9**9))",
+        "(x+y+z+w+a+b+c+d)**12",
+        "(31+58)*(x-x)+1_24",
         "exp((9*9*9)^9)",
         "tan(sinh(99999))",
         "sin(exp(1e9))",

@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -154,6 +155,30 @@ def test_kernels_that_a_folder_names_are_never_fetched(
             load()
     change(folder / "config.json", **(dict.fromkeys(named) | {"attn_implementation": "flash_attention_2"}))
     assert load_model_config(folder).model_type == "llama"
+
+
+def test_a_configuration_that_stands_in_for_config_json_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    shutil.copy(folder / "config.json", folder / "config.4.0.0.json")
+    change(folder / "config.4.0.0.json", _attn_implementation="evil/kernel")
+    change(folder / "config.json", configuration_files=["config.4.0.0.json"])
+    with pytest.raises(ModelError, match="names another file in its place"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize("named", ["sub/p.safetensors", "../p.safetensors", "/p.safetensors"])
+def test_weights_lie_in_the_folder_itself_and_no_pipe_at_any_depth(named: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), named)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(ModelError, match="is not a file beside it"):
+        load_model(folder, dtype=torch.float32)
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "sub" / "p.safetensors")
+    with pytest.raises(ModelError, match=r"sub/p\.safetensors is a pipe"):
+        resolve_model_path(folder)
 
 
 def test_a_folder_that_is_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 
 from link import Gone, Line, decode, encode, unlimited_digits  # type: ignore[import-not-found]  # a file of the box
 
+sys.path.pop(0)  # this folder, where in a plain box a program of the same user could lay modules for the tests
+
 __all__ = ["main"]
 
 _ALIASES = {"np": "numpy", "pd": "pandas", "dt": "datetime", "plt": "matplotlib.pyplot"}
