@@ -154,10 +154,9 @@ class ReasoningGymTask:
         if "seed" in options:
             raise DataError.at("task.options", ": leave out 'seed'; questions follow run.seed")
         for text in _strings(options):
-            if re.search(r"[()\[\]{}\\'\"]", text):  # some datasets evaluate what they made of it
-                raise DataError.at(
-                    "task.options", f": {text!r:.60} has brackets or quotes in it: names and words alone"
-                )
+            # some datasets evaluate what they made of it, or open a file of the name
+            if re.search(r"[()\[\]{}\\'\"]|\.\.|/.|./", text):
+                raise DataError.at("task.options", f": {text!r:.60} has brackets, quotes or a path in it: words alone")
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, seed=0, **options)
             self._entry = lru_cache(maxsize=1024)(self._make_entry)
@@ -193,6 +192,9 @@ class ReasoningGymTask:
             entry: dict[str, Any] = self._dataset[number]
         except IndexError:  # the few datasets that prepare all their items in advance
             entry = self._dataset[number % len(self._dataset)]
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise DataError.at("task.name", f": {self.name} cannot make question {number}: {cause}") from error
         return entry
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
@@ -218,5 +220,9 @@ class ReasoningGymTask:
             )
         numeric = entry["answer"] is not None and is_number(str(entry["answer"]))
         given = extract_answer(reply, self._answer_from, numeric=numeric)
-        value = float(self._dataset.score_answer(given, entry))
+        try:
+            value = float(self._dataset.score_answer(given, entry))
+        except Exception:
+            self._dataset.score_answer(entry["answer"], entry)  # raises too, where it is not the reply's fault
+            value = 0.0
         return Score(value=value, parts={"correct": float(value >= 1.0), "answered": float(given is not None)})

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -242,6 +243,19 @@ def _tokenizer_code(folder: Path) -> str:
     return ", ".join(str(c) for c in code if c) if isinstance(code, list | tuple) else str(code)
 
 
+def _refuse_other_classes(folder: Path) -> None:
+    """Refuse a class for the tokenizer that is none: ``transformers`` would load whatever it is, and ask
+    on the console whether its code may run."""
+    for name in ("tokenizer_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        named = read_object(folder / name, big_integers=True).get("tokenizer_class")
+        found = getattr(transformers, named, None) if isinstance(named, str) else None
+        is_tokenizer = isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+        if found is not None and not is_tokenizer and not hasattr(found, "_backends"):  # of a library that is not there
+            raise ModelError(f"model.path: {folder / name} names {named!r:.60} as its tokenizer, which is no tokenizer")
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a model.
 
@@ -254,6 +268,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     folder = resolve_model_path(path)
     with _reading(folder, f"{folder} has no usable tokenizer", _CONFIG_FILES + _TOKENIZER_FILES):
         try:
+            _refuse_other_classes(folder)
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )

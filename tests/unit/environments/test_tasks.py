@@ -159,14 +159,32 @@ def test_answers_that_reasoning_gym_evaluates_run_nothing(name: str, tmp_path: P
     [
         ("simple_integration", {"symbols": ["__import__('os').system('true')"]}),
         ("polynomial_multiplication", {"variables": ["x", "open(chr(47))"]}),
+        ("spell_backward", {"data_file": "../../../../etc/passwd"}),
+        ("spell_backward", {"data_file": "/dev/zero"}),
         ("composite", {"datasets": [{"name": "simple_integration", "config": {"symbols": ["f(1)"]}, "weight": 1}]}),
     ],
 )
 def test_options_that_reasoning_gym_would_evaluate_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="has brackets or quotes in it"):
+    with pytest.raises(DataError, match="has brackets, quotes or a path in it"):
         make_task(TaskConfig(name=f"reasoning_gym:{name}", options=options), 0)
-    with pytest.raises(ValueError, match="has brackets or quotes in it"):
+    with pytest.raises(ValueError, match="has brackets, quotes or a path in it"):
         of_dataset(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("prime_factorization", "two times three"), ("coin_flip", "1e999"), ("boxnet", "[[1]]"), ("game_of_life", "{}")],
+)
+def test_an_answer_that_a_dataset_cannot_read_is_wrong_and_no_failed_sample(name: str, answer: str) -> None:
+    task = make_task(TaskConfig(name=f"reasoning_gym:{name}", answer_from="tag"), 0)
+    item = task.item("train", 0)
+    assert _value(task, item, f"<answer>{answer}</answer>") < 0.1
+
+
+def test_a_question_that_a_dataset_cannot_make_is_told_in_a_sentence() -> None:
+    task = make_task(TaskConfig(name="reasoning_gym:pool_matrix"), 0)
+    with pytest.raises(DataError, match="cannot make question"):
+        task.item("train", 2**40)
 
 
 def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:

@@ -157,6 +157,18 @@ def test_kernels_that_a_folder_names_are_never_fetched(
     assert load_model_config(folder).model_type == "llama"
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("named", ["AutoModelForCTC", "AutoModel", "DiaProcessor", "AutoTokenizer", "pipeline"])
+def test_a_tokenizer_of_another_class_is_refused_without_a_question(
+    place: str, named: str, tmp_path: Path, marker: Path
+) -> None:
+    folder = folder_with_code(tmp_path, marker, known=True)
+    change(folder / place, tokenizer_class=named, auto_map={named: "code.Model", "AutoTokenizer": "code.Tokenizer"})
+    with pytest.raises(ModelError, match="which is no tokenizer"):
+        load_tokenizer(folder)
+    assert not marker.exists()
+
+
 def test_a_configuration_that_stands_in_for_config_json_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(resolve_model_path("bundled:tiny"), folder)
