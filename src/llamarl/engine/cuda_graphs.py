@@ -13,6 +13,8 @@ many rows and so many blocks of context::
   stream, so that libraries set themselves up, then once more for the record. Graphs share one pool
   of memory, one stream and one tensor of logits, since one runs at a time: the logits of a step are
   valid until the next step.
+- The pool's segments never merge, so each wider copy of keys and values would take a further one: a
+  bucket larger than all before it starts the pool anew, and smaller ones then fit in its segments.
 - Weights are written in place, so graphs outlive them. If an address has moved after all, all
   graphs are forgotten.
 
@@ -194,6 +196,7 @@ class PaddedDecoder:
         self._graphs: dict[Bucket, _Recorded] = {}
         self._pool: Any = None
         self._side: Any = None
+        self._largest = 0  # padded blocks of the largest bucket in the pool
         self._logits = torch.empty(0)
         self._addresses: tuple[int, ...] | None = None
 
@@ -212,6 +215,9 @@ class PaddedDecoder:
             return self._compute(DecodeInputs(to_device(host, self._device), bucket))[: len(chunks)]
         recorded = self._graphs.get(bucket)
         if recorded is None:
+            if bucket.rows * bucket.width > self._largest:
+                self.drop()
+                self._largest = bucket.rows * bucket.width
             recorded = self._graphs[bucket] = self._capture(DecodeInputs(to_device(host, self._device), bucket))
         else:
             recorded.inputs.flat.copy_(host.pin_memory(), non_blocking=True)
@@ -227,7 +233,7 @@ class PaddedDecoder:
     def drop(self) -> None:
         """Forget every graph, and free their memory."""
         self._graphs.clear()
-        self._pool = None
+        self._pool, self._largest = None, 0
         self._logits = torch.empty(0)
 
     def _capture(self, inputs: DecodeInputs) -> _Recorded:

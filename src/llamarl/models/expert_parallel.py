@@ -105,15 +105,15 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
     return out
 
 
-def senders(index: Tensor, *, own: int, num_ranks: int) -> list[Tensor]:
-    """For each rank the tokens, ascending, of which at least one choice lies there.
+def senders(index: Tensor, *, own: int, num_ranks: int) -> Tensor:
+    """Which tokens have at least one choice on each rank, [num_ranks, N] bool.
 
     Args:
         index: [N, k] experts, those of rank r being ``r * own .. (r + 1) * own - 1``; larger numbers are of nobody.
         own: Experts a rank.
     """
     ranks = index.div(own, rounding_mode="floor")
-    return [(ranks == rank).any(dim=1).nonzero()[:, 0] for rank in range(num_ranks)]
+    return (ranks == torch.arange(num_ranks, device=index.device)[:, None, None]).any(dim=2)
 
 
 def exchange(compute: Experts, *, own: int, rank: int, num_ranks: int, group: dist.ProcessGroup) -> Experts:
@@ -125,12 +125,12 @@ def exchange(compute: Experts, *, own: int, rank: int, num_ranks: int, group: di
     """
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        tokens = senders(index, own=own, num_ranks=num_ranks)
-        counts = torch.tensor([len(some) for some in tokens], device=hidden.device)
+        there = senders(index, own=own, num_ranks=num_ranks)
+        counts = there.sum(dim=1)
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=group)
-        sent, received = counts.tolist(), coming.tolist()
-        rows = torch.cat(tokens)
+        sent, received = torch.stack([counts, coming]).tolist()  # the only thing that the host waits for
+        rows = torch.nonzero_static(there, size=sum(sent))[:, 1]
         width, dtype = hidden.shape[1], torch.promote_types(hidden.dtype, weights.dtype)
         going = torch.cat([hidden.to(dtype), weights.to(dtype)], dim=1).index_select(0, rows)
         came = _AllToAll.apply(going, sent, received, group)
@@ -142,9 +142,8 @@ def exchange(compute: Experts, *, own: int, rank: int, num_ranks: int, group: di
         made = compute(came[:, :width].to(hidden.dtype), torch.where(here, chosen, own), of_rows)[:-1]
         back = _AllToAll.apply(made, received, sent, group)
         out = torch.zeros_like(hidden)
-        for some, part in zip(
-            tokens, back.split(sent), strict=True
-        ):  # in their order, each token once a rank: repeatable
+        # in the order of ranks, each token once a rank: repeatable
+        for some, part in zip(rows.split(sent), back.split(sent), strict=True):
             out = out.index_add(0, some, part)
         return out
 

@@ -126,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 peak = part.max(peak)
             probs = torch.sub(logits, peak).exp_()
             total = probs.sum(dim=-1)
-            expected = torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)  # row by row, no third [C, V]
+            expected = _row_products(probs, logits)
             if part is None:
                 chosen = logits.gather(-1, targets[rows, None]).squeeze(-1)
             else:
@@ -170,7 +170,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.part is not None:
                 own, elsewhere = ctx.part.rows(own)
                 given = given.masked_fill(elsewhere, 0.0)
-            grad.scatter_add_(-1, own[:, None], given[:, None].to(dtype))
+            # not scatter_add_: its repeatable form on CUDA reads strides from the host, which then waits
+            grad[torch.arange(len(own), device=own.device), own] += given.to(dtype)
             grad = ctx.transform.backward_(grad, logits)
             del logits, log_probs
             if grad_bias is not None:
@@ -189,6 +190,14 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=dtype)
         weight_out = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, weight_out, bias_out, None, None, None, None, None
+
+
+def _row_products(probs: Tensor, logits: Tensor) -> Tensor:
+    """[C] sums of the products of rows, without a third [C, V]; destroys ``probs``. A product of so
+    many single rows is one block of threads each on a GPU."""
+    if probs.device.type == "cpu":
+        return torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)
+    return probs.mul_(logits).sum(dim=-1)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

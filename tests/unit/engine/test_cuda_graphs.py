@@ -221,7 +221,10 @@ class _Tape:
 
     def __init__(self) -> None:
         self.recording: list[Any] = []
+        self.capturing = False
         self.captures = self.replays = self.streams = 0
+        self.pools: list[list[int]] = []
+        """Of each pool, the tokens that the buckets recorded into it gather, in order."""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tape = self
@@ -236,11 +239,13 @@ class _Tape:
 
         @contextlib.contextmanager
         def graph(recorded: Any, **settings: Any) -> Iterator[None]:
-            assert settings["capture_error_mode"] == "thread_local" and settings["pool"] == "pool"
+            assert settings["capture_error_mode"] == "thread_local" and settings["pool"] is tape.pools[-1]
             tape.recording = []
             tape.captures += 1
+            tape.capturing = True
             with _Recording(tape.recording):
                 yield
+            tape.capturing = False
             recorded.work = tape.recording
 
         stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -249,11 +254,15 @@ class _Tape:
             tape.streams += 1
             return stream
 
+        def make_pool() -> list[int]:
+            tape.pools.append([])
+            return tape.pools[-1]
+
         fakes = {
             "current_stream": lambda device: stream,
             "Stream": make_stream,
             "stream": lambda s: contextlib.nullcontext(),
-            "graph_pool_handle": lambda: "pool",
+            "graph_pool_handle": make_pool,
             "CUDAGraph": Graph,
             "graph": graph,
         }
@@ -262,10 +271,12 @@ class _Tape:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
 
 
-def _recorder() -> PaddedDecoder:
+def _recorder(tape: _Tape | None = None) -> PaddedDecoder:
     """Logits of a row: its token, its length, and the sum of its block table."""
 
     def compute(inputs: DecodeInputs) -> torch.Tensor:
+        if tape is not None and tape.capturing:
+            tape.pools[-1].append(inputs.bucket.rows * inputs.bucket.width)
         tables = inputs.tables.view(inputs.bucket.rows, -1).sum(1)
         return torch.stack([inputs.tokens, inputs.lengths, tables], dim=1)
 
@@ -283,14 +294,27 @@ def test_a_bucket_is_recorded_once_and_replayed_with_new_inputs(monkeypatch: pyt
     assert (tape.captures, tape.replays, decoder.num_graphs) == (1, 3, 1)
     logits = decoder.run([_decode(9, 0, [3]), _decode(4, 1, [8])])
     assert logits is not None and logits[:, 0].tolist() == [9, 4]
-    assert (tape.captures, decoder.num_graphs, tape.streams) == (2, 2, 1)
+    assert (tape.captures, decoder.num_graphs, tape.streams) == (2, 1, 1)
+    decoder.run([_decode(5, 5, [1, 2])])
+    assert (tape.captures, decoder.num_graphs, tape.streams) == (3, 2, 1)
+
+
+def test_no_pool_is_given_a_larger_bucket_than_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a pool never merge: what it holds is then what its largest bucket takes, not the sum of all."""
+    tape = _Tape()
+    tape.install(monkeypatch)
+    decoder = _recorder(tape)
+    for rows in (1, 2, 1, 4, 3, 2, 1):
+        decoder.run([_decode(token, 0, [token]) for token in range(rows)])
+    assert tape.pools == [[4], [8, 4], [16, 12, 8, 4]]
+    assert decoder.num_graphs == 4
 
 
 def test_all_graphs_write_their_logits_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     _Tape().install(monkeypatch)
     decoder = _recorder()
-    one = decoder.run([_decode(5, 5, [1, 2])])
     three = decoder.run([_decode(token, 0, [token]) for token in (3, 4, 5)])
+    one = decoder.run([_decode(5, 5, [1, 2])])
     assert one is not None and three is not None
     assert one.data_ptr() == three.data_ptr() and three.untyped_storage().nbytes() == 4 * 3 * three.element_size()
 

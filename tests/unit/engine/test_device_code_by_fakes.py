@@ -108,6 +108,8 @@ def test_fp8_needs_a_device_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(linears.torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert supported_quantizations(cuda) == expected
     assert supported_quantizations(torch.device("cpu")) == ("none", "int8")
+    monkeypatch.setattr(linears.torch.version, "hip", "7.0")  # an MI300X says (9, 4), and has other codes
+    assert supported_quantizations(cuda) == ("none",)
 
 
 @pytest.mark.parametrize(("inside", "outside", "bias"), [(32, 48, False), (24, 19, True), (16, 97, True)])

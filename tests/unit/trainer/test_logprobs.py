@@ -159,3 +159,25 @@ def test_logits_of_a_single_chunk_are_computed_once_and_give_the_same_bits(
 def test_temperature_zero_cannot_train() -> None:
     with pytest.raises(ValueError, match="temperature must be > 0"):
         LogitTransform(temperature=0.0)
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_device_no_token_is_a_product_of_its_own_and_no_chunk_waits_for_the_host() -> None:
+    """A repeatable ``scatter_add`` on CUDA copies strides from the host; a batch of single rows is a block of threads each."""
+    inputs = [x.detach().to("meta").requires_grad_(x.is_floating_point()) for x in _inputs(torch.float32, False)[:2]]
+    targets = torch.empty(13, dtype=torch.int64, device="meta")
+    with _Names() as names:
+        logprobs, entropy = token_logprobs(
+            *inputs, None, targets, LogitTransform(), chunk_tokens=5, entropy_needs_grad=True
+        )
+        torch.autograd.grad((logprobs + entropy).sum(), inputs)
+    assert "mm" in names.seen and not {"bmm", "scatter_add_", "scatter_add", "item", "nonzero"} & names.seen
