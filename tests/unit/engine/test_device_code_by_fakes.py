@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import Launches
 from tiny_models import FAMILIES, SPARSE, tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -23,13 +24,15 @@ from llamarl.engine.sequence import SamplingParams, Sequence
 META = torch.device("meta")
 
 
-def _runner(monkeypatch: pytest.MonkeyPatch, family: str, quantization: str, **settings: Any) -> ModelRunner:
+def _runner(
+    monkeypatch: pytest.MonkeyPatch, family: str, quantization: str, layers: int = 3, **settings: Any
+) -> ModelRunner:
     """Of a model of ``family`` without values, on a device that offers what CUDA does."""
 
     def load(path: object, layout: object, *, dtype: torch.dtype, **_: Any) -> tuple[torch.nn.Module, dict[str, int]]:
         with META:
             model = AutoModelForCausalLM.from_config(
-                tiny_config(family), attn_implementation="llamarl_paged", dtype=dtype
+                tiny_config(family, num_hidden_layers=layers), attn_implementation="llamarl_paged", dtype=dtype
             )
         return model.eval(), {}
 
@@ -93,6 +96,32 @@ def test_a_step_stays_on_the_device_until_the_draws_are_read(
     runner.weights_updated()
     with pytest.raises((NotImplementedError, RuntimeError)):  # what reading a value does here
         draws.tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "budget"),
+    [("llama", "none", 39), ("qwen2", "none", 39), ("qwen3", "none", 55), ("gemma2", "none", 74), ("llama", "fp8", 59)],
+)
+def test_a_decoded_layer_starts_no_more_kernels_than_it_did(
+    family: str, quantization: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for layers in (2, 4):
+        runner = _runner(monkeypatch, family, quantization, layers, dtype="bfloat16", cuda_graphs="padded")
+        runner.execute(_decode_plan())
+        with Launches() as launches:
+            runner.execute(_decode_plan())
+        counts.append(launches.count)
+        assert launches.waiting == set()
+    assert (counts[1] - counts[0]) / 2 <= budget
+
+
+@pytest.mark.parametrize(("filters", "budget"), [({}, 61), ({"top_k": 5, "top_p": 0.9}, 87)])
+def test_draws_start_no_more_kernels_than_they_did(filters: dict[str, Any], budget: int) -> None:
+    params = [SamplingParams(max_new_tokens=4, **filters)] * 4
+    with Launches() as launches:
+        _draw(torch.empty(4, 97, device=META), params, range(4), [0] * 4)
+    assert launches.count <= budget and launches.waiting == set()
 
 
 def test_a_tensor_left_on_the_cpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
