@@ -13,7 +13,7 @@ S3_VENV ?= .venv-s3-server
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check install clean
+.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check check-torch install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -58,6 +58,9 @@ check: install  ## formatter, linter, type checker
 	$(BIN)/ruff format --check src tests benchmarks examples scripts
 	$(BIN)/ruff check src tests benchmarks examples scripts
 	$(BIN)/mypy
+
+check-torch: install  ## the type checker against the oldest torch that pyproject.toml allows and the newest (two wheels, 0.2 GB)
+	$(BIN)/python scripts/check_torch.py
 
 install: $(STAMP)
 
