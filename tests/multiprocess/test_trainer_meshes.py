@@ -67,6 +67,7 @@ OTHERWISE = {
     "replay": ("qwen3_moe:1x1x2x1x1", "qwen3_moe:2x2x1x1x1"),
 }
 """What else is trained -> by whom, in which layouts."""
+MUON = ("llama:1x2x1x2x1", "qwen3_moe:1x4x1x1x2", "qwen3_moe:2x1x1x2x1", f"{ONE_HEAD}:1x2x1x2x1", "qwen3:1x2x1x2x1")
 REFUSING = ("1x2x1x2x1", "1x2x2x1x1", "2x2x1x1x1")
 VALUING = ("1x2x1x2x1", "1x1x1x4x1")
 SCORING = [
@@ -104,6 +105,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases += [f"{case}:{kind}" for kind, layouts in OTHERWISE.items() for case in layouts]
     cases += [f"llama:{sizes}:critic" for sizes in VALUING] + [f"{case}:bfloat16" for case in ROUNDED]
     cases += [f"{family}:{sizes}:scores" for family, sizes in SCORING]
+    cases += [f"{case}:muon" for case in MUON]
     alone = {":".join((case.split(":")[0], ALONE, case.split(":")[2])) for case in cases}
     cases += [f"llama:{sizes}:refusals" for sizes in REFUSING] + [f"llama:{sizes}:{kind}" for kind, sizes in PARKED]
     cases += ["llama:1x1x2x1x1:row_parts", "scaled:1x2x1x1x1:unknown_logits"]
@@ -121,9 +123,9 @@ def _reports(folder: Path, family: str, sizes: str, kind: str) -> list[Any]:
 
 
 def _read(
-    folder: Path, family: str, sizes: str, what: str = "through"
+    folder: Path, family: str, sizes: str, what: str = "through", kind: str = "train"
 ) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
-    out = folder / f"{family}-{sizes}-train"
+    out = folder / f"{family}-{sizes}-{kind}"
     reports = [json.loads((out / f"{what}-{rank}.json").read_text()) for rank in range(_world(sizes))]
     return reports, [load_file(out / f"{what}-{rank}.safetensors") for rank in range(_world(sizes))]
 
@@ -228,6 +230,23 @@ def test_other_losses_passes_adapters_and_replayed_experts_are_those_of_one_proc
         for got, wanted in zip(found, alone, strict=True):
             assert [got.get(key) for key in counts] == [wanted.get(key) for key in counts]
             assert kind != "replay" or {"experts/load_max", "experts/load_mean", "experts/unused"} <= got.keys()
+
+
+@pytest.mark.parametrize("what", ["through", "from_one"])
+@pytest.mark.parametrize("case", MUON)
+def test_muon_gathers_what_is_cut_and_makes_the_weights_of_one_process(runs: Path, case: str, what: str) -> None:
+    """Also from what one process has saved; ``qwen3`` trains adapters. A step of 1e-3 moves a weight by 2e-4 on average."""
+    family, sizes = case.split(":")
+    (alone,), (expected,) = _read(runs, family, ALONE, kind="muon")
+    reports, parts = _read(runs, family, sizes, what, kind="muon")
+    compared: set[str] = set()
+    for report, tensors in zip(reports, parts, strict=True):
+        _assert_same_rows(report["metrics"], alone["metrics"][-len(report["metrics"]) :])
+        for name, tensor in tensors.items():
+            where = tuple(slice(start, stop) for start, stop in report["boxes"][name])
+            torch.testing.assert_close(tensor, expected[name][where], rtol=0, atol=1e-5, msg=name)
+            compared.add(name)
+    assert compared == expected.keys()
 
 
 @pytest.mark.parametrize("case", ROUNDED)

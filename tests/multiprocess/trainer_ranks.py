@@ -38,6 +38,7 @@ AXES = ("pp", "fsdp", "cp", "tp", "ep")
 ALONE = "1x1x1x1x1"
 NUM_TICKS = 2
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01)
+ALGORITHM_ALONE = AlgorithmConfig(entropy_coef=0.01)
 GAE = AlgorithmConfig(advantage="gae")
 LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 16}
 
@@ -315,7 +316,33 @@ def _parked_rounded(folder: Path, family: str, named: str, out: Path) -> dict[st
     return _parked(folder, family, named, out, "bfloat16", offload=sizes_of(named)["fsdp"] > 1)
 
 
+def _muon(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
+    """As ``_train``, by Muon: this rank's parts and what its optimizer keeps, saved and gone on with, here and elsewhere."""
+    optimizer, lora = OptimizerConfig(name="muon", lr=1e-3, weight_decay=0.01, eps=1e-6), None
+    if family == "qwen3":  # adapters are matrices too, cut as what they stand beside
+        lora = LoraConfig(rank=3, targets=("q_proj", "v_proj", "down_proj"), hand_over="adapter")
+
+    def make() -> Trainer:
+        config = TrainerConfig(**sizes_of(named), max_tokens_per_microbatch=48)
+        return Trainer(folder / family, config, optimizer, ALGORITHM_ALONE, temperature=0.9, seed=1, lora=lora)
+
+    trainer, again = make(), make()
+    metrics = [trainer.train(_own(trainer, 0), 0)]
+    trainer.save(out / "state")
+    metrics.append(trainer.train(_own(trainer, 1), 1))
+    again.load(out / "state")
+    assert again.train(_own(again, 1), 1) == metrics[1]
+    assert _same_bits(again.weights.state(), trainer.weights.state())
+    assert "momentum_buffer" in trainer.weights.kinds
+    _keep(trainer, out, "through", metrics)
+    if named != ALONE:
+        again.load(folder / f"{family}-{ALONE}-muon" / "state")
+        _keep(again, out, "from_one", [again.train(_own(again, 1), 1)])
+    return metrics
+
+
 KINDS = {
+    "muon": _muon,
     "scores": _scores,
     "parked": _parked,
     "parked_rounded": _parked_rounded,

@@ -326,9 +326,9 @@ def test_mistakes_travel_between_processes_whole() -> None:
 
 
 def test_a_word_that_means_another_thing_in_each_section_is_no_hint() -> None:
-    """``name`` stands in three sections: none of them is what was meant."""
-    (line,) = lines_of({"optimizer": {"name": "adam"}})
-    assert line.startswith("optimizer.name: unknown key; [optimizer] has lr, ") and "task" not in line
+    """``name`` stands in several sections: none of them is what was meant."""
+    (line,) = lines_of({"checkpoint": {"name": "last"}})
+    assert line.startswith("checkpoint.name: unknown key; [checkpoint] has every_minutes, ") and "task" not in line
 
 
 def test_an_optional_dependency_is_used_by_some_code() -> None:

@@ -132,6 +132,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
         reward_s=reward_s,
         reference_model=getattr(args, "reference_model", False),
+        muon=config is not None and config.optimizer.name == "muon",
     )
     if fit and work.model.name != fit.model:
         pools = [(pools[0][0].with_efficiency(estimates=("generator_scale", "trainer_scale")), pools[0][1])]

@@ -29,6 +29,8 @@ __all__ = [
 
 _MASTER_AND_MOMENTS = 12
 """Bytes a trained parameter: float32 weight and two moments."""
+_MOMENT = 4
+"""Less where Muon moves it, which keeps one."""
 
 
 def checkpoint_bytes(config: RunConfig) -> float:
@@ -40,7 +42,9 @@ def checkpoint_bytes(config: RunConfig) -> float:
         trained = float(sum(config.lora.rank * sum(shape) for shape in shapes if len(shape) == 2))
     handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
     width = 4 if config.trainer.dtype == "float32" or config.lora.rank else 2
-    total = _MASTER_AND_MOMENTS * trained + width * config.schedule.max_staleness * handed_over
+    moved = [math.prod(p.shape) for name, p in parameters.items() if config.optimizer.is_matrix(name, len(p.shape))]
+    by_muon = 0.0 if config.optimizer.name == "adamw" else trained if config.lora.rank else float(sum(moved))
+    total = _MASTER_AND_MOMENTS * trained - _MOMENT * by_muon + width * config.schedule.max_staleness * handed_over
     for role in present_roles(config):
         if role.model is not None and role.model.trained and role.name != "trainer":
             own = model_parameters(resolve_model_path(role.model.path(config)), dtype="float32")

@@ -3,7 +3,8 @@
     generator   weights, the peak of the cache over a tick, the buffers of a step (T rows, N sequences sampled for):
                   MLP of a prefill  T (4 H + 2 D + 4 I / tp)   |  attention of a decode  the wave's cache of a layer
                   draws             2 N V / tp in float32
-    trainer     16 bytes a parameter of state, and the fullest moment of the fullest pipeline stage:
+    trainer     16 bytes a parameter of state (with Muon 12 of the matrices in layers), and the fullest moment of the
+                fullest pipeline stage:
                   forward of the output layer    kept activations + two chunks of logits
                   backward of the output layer   kept activations + a chunk of logits + the layer's gradient
                   backward of a layer            kept activations (+ one layer's, where it is recomputed) + gradients
@@ -36,6 +37,8 @@ MARGIN = 0.10
 """Added to what is counted before it is compared with the device's memory."""
 STATE = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
 """Bytes a parameter of the sharded state: fp32 master weights, fp32 gradients, two fp32 moments."""
+MOMENT = 4.0
+"""Bytes of the moment that Muon does not keep."""
 _LOGIT_ROWS = 512.0
 """Tokens whose logits the trainer holds at once: the default of ``trainer.logprob_chunk_tokens``."""
 _MAX_BATCH_TOKENS = 2048
@@ -93,6 +96,8 @@ def trainer_memory(
     for stage in stages_of(model.layers, layout.pp, demand.microbatches(layout)):
         held = stage.sharded_params(model, tp=layout.tp, shards=layout.shards, ep=layout.ep)
         parts = {name: held * size for name, size in STATE.items()}
+        if demand.muon:  # what it makes whole for its step is gone again before activations come
+            parts["optimizer"] -= MOMENT * (held - stage.end_params(model) / layout.tp / layout.shards)
         if demand.reference_forward:
             parts["reference"] = held * width
         parts |= _working(model, stage, layout, width, tokens=tokens, trained=trained, layer=layer)

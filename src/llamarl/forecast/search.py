@@ -74,6 +74,8 @@ class Workload:
     """Time of the reward executor for a tick."""
     reference_model: bool = False
     """The trainer also holds a frozen reference model and scores each token with it."""
+    muon: bool = False
+    """Matrices of layers are moved by Muon (``optimizer.name``), which keeps one moment of them."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "prompt_tokens"):
@@ -230,6 +232,7 @@ def trainer_demand(work: Workload) -> TrainerDemand:
         sequences=work.sequences,
         group_size=work.group_size,
         reference_forward=work.reference_model,
+        muon=work.muon,
     )
 
 

@@ -346,6 +346,8 @@ class TrainerDemand:
     """Responses to one prompt: they stay on one data rank, and their prompt may be computed once."""
     reference_forward: bool = False
     """One more forward pass, for log-probs of a reference model held by the trainer."""
+    muon: bool = False
+    """Of the matrices in layers the optimizer keeps one moment, not two."""
 
     def most_of(self, data_ranks: int) -> int:
         """Sequences of the data rank that gets most: groups are dealt whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -153,17 +154,23 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact; all
+    """The optimizer and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact; all
     optimizer steps of a tick have the same."""
+
+    name: Annotated[Literal["adamw", "muon"], IN_STATE] = "adamw"
+    """"adamw", or "muon": matrices inside the layers move along their orthogonalized momentum
+    (``torch.optim.Muon``, momentum 0.95), everything else by AdamW. Its steps are scaled to the size
+    of AdamW's, so ``lr`` and ``weight_decay`` mean the same; it keeps one number a matrix's weight
+    in place of two. Ranks of a mesh gather matrices in turn."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
 
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
 
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -185,6 +192,11 @@ class OptimizerConfig:
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final rate over ``lr``, for ``linear`` and ``cosine``. With 0 the last tick changes no weight."""
+
+    def is_matrix(self, name: str, num_dims: int) -> bool:
+        """Whether Muon moves the parameter of that name: a matrix, or a stack of experts' matrices,
+        of a numbered layer. AdamW moves everything else."""
+        return self.name == "muon" and num_dims >= 2 and re.search(r"\.\d+\.", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -270,7 +282,7 @@ class CriticConfig:
     larger of both errors counts (PPO's value clipping); 0 is off."""
 
     lr: PositiveFloat = 1e-5
-    """Peak learning rate of its own AdamW, which else is as ``optimizer`` says."""
+    """Peak learning rate of its own optimizer, which else is as ``optimizer`` says."""
 
     warmup_ticks: NonNegativeInt = 0
     """Ticks over which its rate rises linearly to ``lr``."""

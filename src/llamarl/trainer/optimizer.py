@@ -2,8 +2,9 @@
 
     compute parameter (dtype of forward) ──gradient, float32──▶ master [local part] ──optimizer──▶ copied back
 
-AdamW is elementwise, so it works on local parts alone and knows nothing of meshes. Which optimizer it is, only
-``make_optimizer`` knows: of one it says what it keeps of each weight, and everything else goes by that. Where the
+AdamW is elementwise, so it works on local parts alone and knows nothing of meshes; Muon gathers matrices in turn
+(``muon.py``). Which optimizer it is, only ``make_optimizer`` knows: of one it says what it keeps of each weight, and
+everything else goes by that. Where the
 compute dtype is float32 the master *is* the parameter's storage. Otherwise a hook adds each
 micro-batch's gradient to the master's in float32.
 """
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llamarl.models.parallel import Cut, ParallelLayout, holds_first, local_tensor
+from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, holds_first, local_tensor
 from llamarl.trainer.config import OptimizerConfig
+from llamarl.trainer.muon import Muon
 
 __all__ = ["MasterWeights", "Optimizer", "TiedStages", "learning_rate", "make_optimizer"]
 
@@ -57,23 +59,39 @@ class Optimizer:
     """Name of each weight -> names of the tensors in its state once it was updated: of its shape, or scalars."""
 
 
-def make_optimizer(config: OptimizerConfig, weights: Mapping[str, nn.Parameter]) -> Optimizer:
-    """AdamW with decay of matrices alone.
+def make_optimizer(
+    config: OptimizerConfig,
+    weights: Mapping[str, nn.Parameter],
+    *,
+    shards: Mapping[str, ParameterShard],
+    layout: ParallelLayout,
+    device: torch.device,
+) -> Optimizer:
+    """AdamW with decay of matrices alone, or Muon for the matrices of layers and AdamW beside it.
 
     Args:
         weights: This rank's parts, float32, by name.
+        shards: Which part of each this rank holds; empty: each is whole.
+        device: Where collectives work.
     """
+    matrices = {name: t for name, t in weights.items() if config.is_matrix(name, t.ndim)}
+    rest = [tensor for name, tensor in weights.items() if name not in matrices]
     adamw = torch.optim.AdamW(
         [
-            {"params": [t for t in weights.values() if t.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [t for t in weights.values() if t.ndim < 2], "weight_decay": 0.0},
+            {"params": [t for t in rest if t.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [t for t in rest if t.ndim < 2], "weight_decay": 0.0},
         ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=True,
     )
-    return Optimizer(adamw, dict.fromkeys(weights, ("step", "exp_avg", "exp_avg_sq")))
+    kinds: dict[str, tuple[str, ...]] = dict.fromkeys(weights, ("step", "exp_avg", "exp_avg_sq"))
+    if not matrices:
+        return Optimizer(adamw, kinds)
+    decay = config.weight_decay
+    muon = Muon(matrices, adamw, lr=config.lr, weight_decay=decay, shards=shards, layout=layout, device=device)
+    return Optimizer(muon, {**kinds, **dict.fromkeys(matrices, ("momentum_buffer",))})
 
 
 @dataclass(frozen=True)
@@ -101,10 +119,12 @@ class MasterWeights:
         initial: Mapping[str, Tensor] | None = None,
         offload: bool = False,
         tied: TiedStages | None = None,
+        shards: Mapping[str, ParameterShard] | None = None,
     ) -> None:
         """
         Args:
             parameters: What the model computes with, by name; any dtype.
+            shards: Which part of each this rank holds; None: each is whole.
             tied: Those of them that another stage holds too.
             initial: Float32 values of ``parameters`` before they were rounded, if they were; they become the masters.
             offload: Keep masters and the optimizer's state in host memory, apart from the parameters.
@@ -129,7 +149,8 @@ class MasterWeights:
                 if not isinstance(parameter, DTensor):  # FSDP2 adds up its own gradients, in float32 already
                     parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self.tensors[name] = nn.Parameter(local)
-        self.optimizer = make_optimizer(config, self.tensors)
+        device = next(iter(self.parameters.values())).device
+        self.optimizer = make_optimizer(config, self.tensors, shards=shards or {}, layout=layout, device=device)
         self.kinds = frozenset({"weight"}.union(*self.optimizer.kinds.values()))
         """Of the tensors in ``state``."""
 

@@ -87,6 +87,7 @@ class ShardedModel(Generic[Module]):
             initial=built.initial,
             offload=offload,
             tied=_tied_stages(self._shards, layout),
+            shards=self._shards,
         )
         self.parking = Parking(device)
         self._base_shards: dict[str, ParameterShard] = {}
@@ -119,10 +120,10 @@ class ShardedModel(Generic[Module]):
         self._handed_over = {}
 
     def apply_gradients(self, loss: Tensor, lr: float, *, max_norm: float, empty: bool = False) -> tuple[float, bool]:
-        """Take one AdamW step with the collected gradients, unless they or the loss are not finite.
+        """Take one optimizer step with the collected gradients, unless they or the loss are not finite.
 
         The loss counts for itself: a token of probability 0 makes it NaN while its gradient is 0,
-        and AdamW would step on by its moments. Both are sums over all ranks, so all decide alike.
+        and the optimizer would step on by its moments. Both are sums over all ranks, so all decide alike.
 
         Args:
             loss: Scalar, over all ranks.

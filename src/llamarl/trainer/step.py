@@ -1,7 +1,7 @@
 """The trainer: one optimizer step a tick, or as many as asked, the same for every algorithm.
 
     scored groups ─▶ sequences ─▶ steps ─▶ micro-batches ─▶ log-probs ─▶ loss(tokens) · weights ─▶ backward
-                                                                                      └─ all micro-batches, all ranks ─▶ AdamW
+                                                                                      └─ all micro-batches, all ranks ─▶ optimizer
 
 Every token's weight in its step's mean is fixed before the step's first forward pass, from counts
 over the whole step and all ranks. So micro-batches simply add up: any split over them and over

@@ -1,5 +1,6 @@
 """What a user is told of checkpoints, word for word."""
 
+import math
 from pathlib import Path
 
 from llamarl.config import load_config
@@ -11,6 +12,8 @@ from llamarl.controller.notices import (
     reached_policy,
     what_is_saved,
 )
+from llamarl.models.folders import resolve_model_path
+from llamarl.weight_sync.model_layouts import model_parameters
 
 RUN = Path("/runs/my run")
 
@@ -70,6 +73,16 @@ def test_a_checkpoint_of_float32_weights_takes_sixteen_bytes_a_parameter_at_stal
     parameters = checkpoint_bytes(none) / 12
     assert parameters == int(parameters) > 100_000
     assert checkpoint_bytes(one) == 16 * parameters
+
+
+def test_a_checkpoint_of_muon_lacks_a_moment_of_each_matrix_in_a_layer() -> None:
+    words = ["--trainer.dtype", "float32", "--schedule.max_staleness", "0"]
+    by_adamw, by_muon = (
+        checkpoint_bytes(load_config(None, [*words, "--optimizer.name", n])) for n in ("adamw", "muon")
+    )
+    shapes = model_parameters(resolve_model_path("bundled:tiny"), dtype="float32")
+    moved = sum(math.prod(p.shape) for name, p in shapes.items() if "_proj" in name)
+    assert by_adamw - by_muon == 4 * moved > 0.5 * by_adamw / 3
 
 
 def test_a_checkpoint_that_lacks_a_ranks_state_is_left_out_and_the_newest_complete_one_named(tmp_path: Path) -> None:

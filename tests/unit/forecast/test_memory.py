@@ -1,5 +1,6 @@
 """128k tokens: what a forecast says fits, against the bytes that the trainer's own layers keep on tensors without storage."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,3 +183,11 @@ def test_more_micro_batches_at_once_hold_activations_and_gradients_of_each() -> 
     one, two = (trainer_memory(hardware, model, TrainerLayout(at_once=n), demand) for n in (1, 2))
     assert two["activations"] == 2 * one["activations"] and two["gradients"] == 4 * one["gradients"]
     assert two["parameters"] == one["parameters"]
+
+
+def test_muon_keeps_one_moment_of_what_lies_in_layers() -> None:
+    layout = TrainerLayout(fsdp=8, micro_batch=1)
+    both, one = (trainer_memory(H100, WORK.model, layout, dataclasses.replace(DEMAND, muon=m)) for m in (False, True))
+    assert {key: both[key] - one[key] for key in both if both[key] != one[key]} == {
+        "optimizer": pytest.approx(4 * (WORK.model.total_params - WORK.model.embedding_params) / 8)
+    }

@@ -120,7 +120,7 @@ def test_state_restores_the_next_step_bit_for_bit() -> None:
 def test_another_optimizers_state_is_kept_and_restored_by_the_kinds_that_it_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def heavy_ball(config: OptimizerConfig, weights: Mapping[str, nn.Parameter]) -> Optimizer:
+    def heavy_ball(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **where: object) -> Optimizer:
         sgd = torch.optim.SGD(weights.values(), lr=config.lr, momentum=0.5)
         return Optimizer(sgd, dict.fromkeys(weights, ("momentum_buffer",)))
 
