@@ -311,6 +311,28 @@ def _imitation_checks(config: RunConfig) -> Iterator[Mistake]:
         )
 
 
+def _patience_checks(config: RunConfig) -> Iterator[Mistake]:
+    if not config.evaluation.patience:
+        return
+    if not config.algorithm.imitates:
+        yield Mistake(
+            "evaluation.patience",
+            f"is of the held-out loss, which algorithm.name {config.algorithm.name!r} does not measure: leave it out",
+            ("algorithm.name",),
+        )
+    elif not config.evaluation.every:
+        yield Mistake(
+            "evaluation.patience", "counts evaluations, but evaluation.every is 0: set that", ("evaluation.every",)
+        )
+    elif not config.checkpoint.at_end or config.evaluation.every % (config.checkpoint.every or 1):
+        yield Mistake(
+            "evaluation.patience",
+            f"makes the run's model of the best evaluation's checkpoint, but checkpoint.every is {config.checkpoint.every} and "
+            f"checkpoint.at_end {config.checkpoint.at_end}, so that not every evaluation has one: leave both out",
+            ("checkpoint.every", "checkpoint.at_end", "evaluation.every"),
+        )
+
+
 def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     if config.algorithm.imitates:
         yield from _imitation_checks(config)
@@ -320,6 +342,7 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
             "is 'demonstrations', rows to imitate without a judge: set algorithm.name to 'sft'",
             ("algorithm.name",),
         )
+    yield from _patience_checks(config)
     yield from _group_checks(config)
     yield from _engine_checks(config)
     yield from _batch_checks(config)

@@ -3,16 +3,20 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import CommandLine, rows, wait_until
 from forked_command import Started
+from safetensors.torch import load_file
 from same_run import contents, untimed
 
 from llamarl.data.items import split_questions
+from llamarl.models.folders import resolve_model_path
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(1, 8) for b in range(1, 8) if a + b < 10]
 SETTINGS: dict[str, Any] = {
@@ -23,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation.every": 4,
     "observability.console": '"plain"',
 }
+TINY = resolve_model_path("bundled:tiny")
 EPOCHS = ("--epochs", "4", "--batch", "8")
 
 
@@ -73,6 +78,70 @@ def test_it_repeats_and_a_run_that_was_killed_twice_ends_with_the_same_bits(
     assert_same(run_dir, undisturbed)
 
 
+OVERFITTING = {"optimizer.lr": 1e-2, "evaluation.every": 3, "evaluation.patience": 2, "checkpoint.every": 3}
+
+
+def overfitting(data: Path, run_dir: Path, **more: Any) -> list[str]:
+    """So many epochs at such a rate that held-out loss rises early."""
+    return [*words(data, run_dir, **OVERFITTING, **more), "--epochs", "60"]
+
+
+@pytest.fixture(scope="module")
+def ended_early(llamarl: CommandLine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("early") / "run"
+    done = llamarl.run(overfitting(data, run_dir))
+    assert "held-out loss has not fallen for 2 evaluations (evaluation.patience)" in done.stderr + done.stdout
+    return run_dir
+
+
+def lowest(run_dir: Path) -> int:
+    """The tick of the lowest held-out loss of a version that was trained."""
+    losses = {row["step"]: row["eval/loss"] for row in rows(run_dir) if "eval/loss" in row and row["step"]}
+    return min(losses, key=losses.__getitem__)
+
+
+def test_a_run_whose_held_out_loss_rises_ends_and_its_model_is_of_the_lowest(
+    llamarl: CommandLine, ended_early: Path, tmp_path: Path
+) -> None:
+    table, best = rows(ended_early), lowest(ended_early)
+    losses = [row["eval/loss"] for row in table if "eval/loss" in row and row["step"] >= best]
+    assert 10 < len(table) < 60 * 40 / 8 and len(table) % 3 == 0
+    assert min(losses) == losses[0] and len(losses) >= 3, "two evaluations without a fall, and what followed"
+    llamarl.run(["export", str(ended_early), "--out", str(tmp_path / "best"), "--tick", str(best)])
+    assert contents(ended_early / "model") == contents(tmp_path / "best")
+
+
+def test_a_run_that_ends_early_ends_with_the_same_bits_where_it_is_killed(
+    llamarl: CommandLine, data: Path, ended_early: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "killed"
+    run = Started(overfitting(data, run_dir), together=True)
+    wait_until(lambda: run.poll() is not None or len(rows(run_dir)) >= 8, limit_s=120, what="eight ticks")
+    run.send_signal(signal.SIGKILL)
+    run.wait(60)
+    assert len(rows(run_dir)) < len(rows(ended_early)), "it was killed in its middle"
+    llamarl.run(["train", "--resume", str(run_dir)])
+    assert_same(run_dir, ended_early)
+    done = llamarl.run(["train", "--resume", str(run_dir)])
+    assert f"complete at {len(rows(ended_early))} ticks" in done.stdout
+    shutil.rmtree(run_dir / "model")
+    llamarl.run(["train", "--resume", str(run_dir)])
+    assert contents(run_dir / "model") == contents(ended_early / "model")
+
+
+def test_adapters_alone_learn_the_rows_and_the_rest_of_the_model_stays(
+    llamarl: CommandLine, data: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "lora"
+    llamarl.run(words(data, run_dir, lora__rank=8, optimizer__lr=1e-2))
+    losses = [row["eval/loss"] for row in rows(run_dir) if "eval/loss" in row]
+    assert losses[-1] < losses[0] / 2, losses
+    assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
+    before, after = (load_file(folder / "model.safetensors") for folder in (TINY, run_dir / "model"))
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert changed and all(".self_attn." in name or ".mlp." in name for name in changed)
+
+
 def test_two_ranks_train_as_one_does_to_rounding(
     llamarl: CommandLine, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +169,11 @@ def test_the_model_is_where_reinforcement_learning_begins(
         ({"schedule__colocated": "true"}, "schedule.colocated: with algorithm.name 'sft' nothing is sampled"),
         ({"dynamic_sampling__enabled": "true"}, "dynamic_sampling.enabled"),
         ({"task__name": "math"}, "task.name is 'math', but algorithm.name 'sft' imitates rows of data"),
+        ({"evaluation__patience": 2, "evaluation__every": 0}, "counts evaluations, but evaluation.every is 0"),
+        (
+            {"evaluation__patience": 2, "evaluation__every": 4, "checkpoint__every": 3},
+            "so that not every evaluation has one",
+        ),
         ({"algorithm__name": "aipo"}, "task.name is 'demonstrations', rows to imitate without a judge"),
     ],
 )
@@ -112,6 +186,14 @@ def test_what_an_sft_job_cannot_have_is_refused_before_it_starts(
 
 
 def test_wrong_files_and_numbers_are_told_in_a_line(llamarl: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "row.jsonl").write_text(
+        '{"prompt": "a1 b2 =", "completion": "#3"}\n{"prompt": "a1", "completion": " "}\n'
+    )
+    blank = llamarl.run(["sft", "bundled:tiny", str(tmp_path / "row.jsonl")], status=2)
+    assert "row.jsonl:2: field 'completion' is blank" in blank.stderr
+    (tmp_path / "row.jsonl").write_text('{"prompt": "a1 b2 =", "completion": "#3"}\n' * 2)
+    long = llamarl.run(["sft", "bundled:tiny", str(tmp_path / "row.jsonl"), "--data.max_prompt_tokens", "4"], status=2)
+    assert "row.jsonl:1 (" in long.stderr and "raise data.max_prompt_tokens" in long.stderr
     missing = llamarl.run(["sft", "bundled:tiny", str(tmp_path / "none.jsonl")], status=2)
     assert "no file or folder" in missing.stderr
     (tmp_path / "empty.jsonl").write_text("")

@@ -64,6 +64,8 @@ class CheckpointStore:
         self.config = config if config is not None else CheckpointConfig()
         self.patience_s = patience_s
         self._platform = platform
+        self.pinned: int | None = None
+        """Tick of one that stays, however old."""
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -245,13 +247,14 @@ class CheckpointStore:
         return None
 
     def _prune(self, newest: int) -> None:
-        """Remove the oldest beyond ``keep``, never ``newest`` (just proved) or what lies after it."""
+        """Remove the oldest beyond ``keep``, never ``pinned``, ``newest`` (just proved) or what lies after it."""
         if self.config.keep == 0:
             return
         with self._failing("cannot remove an old checkpoint", self.folder):
             held = [path for tick, suffix, path in self._entries() if not suffix and tick <= newest]
             for path in held[: -self.config.keep]:
-                self._remove(path)
+                if self.pinned is None or path != self._path(self.pinned):
+                    self._remove(path)
 
     def _remove(self, path: Path) -> None:
         """Rename first: a half removed folder must not look like a checkpoint."""

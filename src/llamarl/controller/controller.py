@@ -33,7 +33,7 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -67,6 +67,7 @@ def run_graph(
     saving: Saving | None = None,
     observers: Sequence[Observer] = (),
     request: StopRequest = _NEVER,
+    last_tick: Callable[[Report], int | None] = lambda report: None,
 ) -> None:
     """Run every executor of the marking's graph to its last tick, then return. The caller closes the runtime.
 
@@ -76,6 +77,8 @@ def run_graph(
         load_from: Folder of the checkpoint after the tick before the first; None: there is none.
         saving: None: nothing is saved.
         request: By which the user asks for the job to end, with a checkpoint.
+        last_tick: Says by a report that counts, once, with which tick the job is to end sooner than
+            planned; None: with its own.
 
     Raises:
         KeyboardInterrupt: They did, and everyone has saved the same tick before.
@@ -100,6 +103,8 @@ def run_graph(
     for report in runtime.counted():
         for observer in observers:
             observer.on_report(report)
+        if (last := last_tick(report)) is not None:
+            saving.end_after(marking, last)
     stop, by_user = "", False
     while not marking.finished:
         if request.take() and not stop:
@@ -116,6 +121,8 @@ def run_graph(
             marking.complete(report.executor, report.tick, report.outputs)
             for observer in observers:
                 observer.on_report(report)
+            if (last := last_tick(report)) is not None:
+                saving.end_after(marking, last)
         _tell_sinks(runtime, marking, report)
         saving.note(report)
         if counts and report.stop and not stop:

@@ -114,7 +114,8 @@ def _evaluation(config: RunConfig, questions: Questions) -> str:
     evaluation = config.evaluation
     prompts = min(evaluation.num_prompts, questions.num_held_out or evaluation.num_prompts)
     if config.algorithm.imitates:
-        return f"every {plural(evaluation.every, 'tick')}: {plural(prompts, 'held-out row')}"
+        fall = f"; the run ends where the loss has not fallen for {evaluation.patience}" if evaluation.patience else ""
+        return f"every {plural(evaluation.every, 'tick')}: {plural(prompts, 'held-out row')}{fall}"
     responses = prompts * evaluation.samples_per_prompt
     share = responses / (config.schedule.prompts_per_step * config.generator.group_size)
     return (

@@ -1,15 +1,11 @@
 """Going on with a run that stopped: its configuration with what the user sets on top, its last good
-checkpoint, and what must still be the same for the bits to be those of the uninterrupted run. What
-its last tick leaves besides checkpoints (RUN/model, RUN/adapter, RUN/critic) is proved file for
-file, and written again from the last checkpoint where it is not whole."""
+checkpoint, and what must still be the same for the bits to be those of the uninterrupted run."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +15,9 @@ from llamarl.algorithms.config import spelled_out
 from llamarl.channels.samples import Limits
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.platform import platform_differences
-from llamarl.checkpoint.storage import CheckpointStore, saving
+from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
 from llamarl.config import RunConfig, load_config, read_settings, to_plain, validate
+from llamarl.controller.early_end import EarlyEnd
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.own_runs import why_not_own
@@ -32,6 +29,7 @@ from llamarl.controller.prepare import (
     join_network,
     prepare,
 )
+from llamarl.controller.products import incomplete_products, rewrite_product
 from llamarl.controller.run import execute, mirror_of
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.run_models import fetch_weights, refuse_other_models
@@ -39,13 +37,12 @@ from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top
 from llamarl.controller.settle import fix_end_of_decay
 from llamarl.errors import ConfigError
-from llamarl.import_path import resolve, source_file
-from llamarl.models.exported import why_incomplete
+from llamarl.import_path import source_file
+from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.plural import plural
 from llamarl.reading import refuse_pipes
-from llamarl.roles import ROLES, present_roles
 
-__all__ = ["begun_config", "incomplete_products", "plan_resume", "refuse_code_of_a_run", "resume_run"]
+__all__ = ["begun_config", "plan_resume", "refuse_code_of_a_run", "resume_run"]
 
 
 def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
@@ -202,9 +199,11 @@ def resume_run(config: RunConfig) -> None:
         checkpoint = store.load()
         _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
         if checkpoint.tick + 1 == prepared.config.run.num_ticks:
-            for folder_name, why in incomplete_products(run_dir, prepared.config).items():
-                print(f"{run_dir / folder_name}: {why}; it is written again from {checkpoint.path}", file=sys.stderr)
-                rewrite_product(run_dir, folder_name, checkpoint.path, prepared.local)
+            incomplete = incomplete_products(run_dir, prepared.config)
+            source = _product_source(run_dir, prepared.config, store, checkpoint) if incomplete else checkpoint.path
+            for folder_name, why in incomplete.items():
+                print(f"{run_dir / folder_name}: {why}; it is written again from {source}", file=sys.stderr)
+                rewrite_product(run_dir, folder_name, source, prepared.local)
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
             if missing := incomplete_products(run_dir, prepared.config):
                 raise ConfigError(
@@ -242,6 +241,15 @@ def _continue_run(
     execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed, mirror=mirror)
 
 
+def _product_source(run_dir: Path, config: RunConfig, store: CheckpointStore, last: Checkpoint) -> Path:
+    """The checkpoint that a complete run's model is of: the last, or that of the lowest held-out loss."""
+    if not config.evaluation.patience:
+        return last.path
+    early_end = EarlyEnd(config.evaluation, num_ticks=config.run.num_ticks, ahead=0)
+    early_end.note_rows(read_metrics(run_dir / METRICS_FILE))
+    return store.load(early_end.best).path
+
+
 def _is_done(run_dir: Path, config: RunConfig) -> bool:
     """Whether a run without a checkpoint has reached its last tick and all that this one writes is whole."""
     return num_rows(run_dir) == config.run.num_ticks and not incomplete_products(run_dir, config)
@@ -259,40 +267,3 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     if found or elsewhere:
         policy = reached_policy(run_dir) if made != run_dir else ""
         raise ConfigError(explain(found, elsewhere, run_dir, made, policy=policy))
-
-
-def incomplete_products(run_dir: Path, config: RunConfig) -> Mapping[str, str]:
-    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` writes at its end. Reads every byte."""
-    wanted = [p.folder for role in present_roles(config) for p in role.products if p.wanted(config)]
-    found = {name: _why_not_whole(run_dir / name) for name in wanted}
-    return {name: why for name, why in found.items() if why}
-
-
-def rewrite_product(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
-    """Write one of them from the checkpoint of the last tick; what was there stays until the new one is whole.
-
-    Raises:
-        CheckpointError: The disk is full, or the state cannot be read.
-    """
-    writers = {product.folder: product.writer for role in ROLES.values() for product in role.products}
-    folder, partial = run_dir / name, run_dir / f"{name}.partial"
-    _remove(partial)
-    with saving(partial):
-        resolve(writers[name])(checkpoint, config, partial)
-        _remove(folder)
-        os.replace(partial, folder)
-
-
-def _why_not_whole(folder: Path) -> str | None:
-    if not folder.is_dir():
-        return "it is missing"
-    why = why_incomplete(folder)
-    return f"it is not whole ({why})" if why else None
-
-
-def _remove(path: Path) -> None:
-    """A folder with all that is in it; of a link, the link alone."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)

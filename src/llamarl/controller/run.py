@@ -20,6 +20,7 @@ from llamarl.controller.preflight import (
     check_reward,
 )
 from llamarl.controller.prepare import Prepared, absolute_dir, prepare
+from llamarl.controller.products import write_products
 from llamarl.controller.run_folder import RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.run_models import fetch_weights, record_models
 from llamarl.controller.run_parts import RunParts, save_settings
@@ -101,8 +102,11 @@ def execute(
             saving=parts.saving,
             observers=[parts],
             request=request,
+            last_tick=parts.last_tick,
         )
         parts.checkpoints.close()
+        if parts.early_end is not None:
+            write_products(folder.path, prepared.local, parts.early_end.best)
     raise_if_nothing_trained(parts.recorder.summary())
 
 

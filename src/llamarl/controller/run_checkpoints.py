@@ -93,6 +93,14 @@ class RunCheckpoints:
         self._required.add(tick)
         self._unsaved.add(tick)
 
+    def pin(self, tick: int | None) -> None:
+        """Keep the checkpoint of a tick, however many follow it, and no other one for this reason."""
+        self._store.pinned = tick
+
+    def end_after(self, tick: int) -> None:
+        self._num_ticks = tick + 1
+        self.require(tick)
+
     def folder_for(self, tick: int) -> Path | None:
         """
         Raises:

@@ -9,6 +9,7 @@ end: runtime, tick log, files, checkpoints, hosts, recorder; then what is saved,
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
+from llamarl.controller.early_end import EarlyEnd, most_ahead
 from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.live_lines import LiveLines
 from llamarl.controller.marking import Marking
@@ -94,6 +96,7 @@ class RunParts:
         first_tick = 0 if resume_after_tick is None else resume_after_tick + 1
         self.marking = Marking(prepared.graph, first_tick=first_tick, num_ticks=config.run.num_ticks, needs=needs)
         self.runtime: Runtime = self._surviving(real) if isinstance(real, ProcessRuntime) else real
+        self.early_end = self._make_early_end()
         self._live = LiveLines(real.progress, self.recorder.console) if isinstance(real, ProcessRuntime) else None
 
     def on_report(self, report: Report) -> None:
@@ -102,6 +105,34 @@ class RunParts:
         self.checkpoints.on_report(report)
         self._events.append(report.events)
         self.recorder.on_report(report)
+
+    def last_tick(self, report: Report) -> int | None:
+        """The tick with which the run is to end sooner than planned, told by the report that shows
+        it; ``config.toml`` says it from then on, so that who resumes the run goes no further."""
+        if self.early_end is None or (loss := report.metrics.get("eval/loss")) is None:
+            return None
+        last = self.early_end.note(report.tick, loss)
+        self.checkpoints.pin(self.early_end.best)
+        if last is not None:
+            config = self._prepared.config
+            fruitless = plural(config.evaluation.patience, "evaluation")
+            self.recorder.message(
+                f"held-out loss has not fallen for {fruitless} (evaluation.patience): the run ends with tick {last}"
+            )
+            shorter = dataclasses.replace(config, run=dataclasses.replace(config.run, num_ticks=last + 1))
+            save_settings(dataclasses.replace(self._prepared, config=shorter), self._folder.path)
+        return last
+
+    def _make_early_end(self) -> EarlyEnd | None:
+        """None where nothing ends the run early; else with the losses of the rows before this process's first."""
+        config = self._prepared.config
+        if not config.evaluation.patience:
+            return None
+        ahead = most_ahead(self._prepared.graph.channels)
+        early_end = EarlyEnd(config.evaluation, num_ticks=config.run.num_ticks, ahead=ahead)
+        early_end.note_rows(self.recorder.rows)
+        self.checkpoints.pin(early_end.best)
+        return early_end
 
     def __enter__(self) -> RunParts:
         return self

@@ -37,12 +37,12 @@ class Machine:
 
 
 def settle_recipe(config: RunConfig) -> RunConfig:
-    """Settle what hangs on no machine: the number of ticks, where a falling rate ends, commits of the Hub.
+    """Settle what hangs on no machine: the number of ticks, which are saved, where a falling rate ends, commits of the Hub.
 
     Raises:
         ConfigError, ModelError, DataError: Of a pass over a task without end; of models and data that are not there.
     """
-    config = with_num_ticks(config)
+    config = _with_saved_evaluations(with_num_ticks(config))
     return pinned(fix_end_of_decay(config, config))
 
 
@@ -81,6 +81,13 @@ def with_num_ticks(config: RunConfig) -> RunConfig:
     plain = to_plain(config)
     plain["run"] |= {"num_ticks": num_ticks, "epochs": 0}
     return validate(plain)
+
+
+def _with_saved_evaluations(config: RunConfig) -> RunConfig:
+    """With a checkpoint at each evaluation where the best of them is to become the run's model."""
+    if not config.evaluation.patience or config.checkpoint.every:
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=config.evaluation.every))
 
 
 def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:

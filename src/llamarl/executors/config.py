@@ -589,6 +589,12 @@ class EvaluationConfig:
     every: Annotated[NonNegativeInt, NO_BITS] = 10
     """Trainer ticks between evaluations, 0 for none; version 0 and the last version are then scored too."""
 
+    patience: Annotated[NonNegativeInt, NO_BITS] = 0
+    """Evaluations in a row without a new lowest held-out loss after which a job of algorithm.name =
+    "sft" ends, with an evaluation soon after. RUN/model is then of the evaluation with the lowest
+    loss, each of which is also a checkpoint. 0: the job ends with ``run.num_ticks``, and so does
+    RUN/model."""
+
     num_prompts: Annotated[PositiveInt, NO_BITS] = 100
     """Held-out prompts of one evaluation."""
 

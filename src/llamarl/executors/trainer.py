@@ -188,7 +188,8 @@ class TrainerExecutor(BaseExecutor):
             self._waits.append(("write trained tokens", trained, time.monotonic()))
         version = self.trainer.policy_version
         self._remember(version)
-        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None and not self._stop:
+        whole = tick == self.config.run.num_ticks - 1 and not self._stop
+        if whole and self.context.run_dir is not None and not self.config.evaluation.patience:
             files.extend(self._export_all(self.context.run_dir))
         if self._lease is not None:
             self._wait_for_readers()  # a tick without an update has not waited for them

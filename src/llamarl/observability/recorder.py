@@ -172,6 +172,11 @@ class Recorder:
         self.console.on_report(report.executor, report.tick)
         return [self._write(tick, items) for tick, items in self._join.add(report.executor, report.tick, timed)]
 
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Those that are written, also from before a resume."""
+        return self._log.rows
+
     def message(self, text: str) -> None:
         """Show a line to the user."""
         self.console.message(text)

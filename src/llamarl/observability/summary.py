@@ -32,6 +32,8 @@ class RunSummary:
     last: dict[str, float] = field(default_factory=dict)
     best_accuracy: float = 0.0
     """The highest that an evaluation found."""
+    lowest_loss: float | None = None
+    """The lowest held-out loss of a version that was trained."""
     warnings: tuple[tuple[int, str], ...] = ()
     """(tick, text) of what the user was warned of, in the order in which it began."""
     is_graded: bool = False
@@ -65,6 +67,8 @@ class RunSummary:
             if key in known:
                 self.first.setdefault(key, known[key])
                 self.last[key] = known[key]
+        if "eval/loss" in known and known.get("eval/policy_version"):
+            self.lowest_loss = min(self.lowest_loss or known["eval/loss"], known["eval/loss"])
         self.best_accuracy = max(self.best_accuracy, known.get("eval/accuracy", 0.0))
         for key in ("time/step_s", "tokens/generated", "tokens/trained", "reward/failed", "step/skipped"):
             if key in known:

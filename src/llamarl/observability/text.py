@@ -224,6 +224,8 @@ def tail(summary: RunSummary) -> list[str]:
         facts["held-out reward"] = f"{number(first['eval/reward_mean'], 3)} → {number(last.get('eval/reward_mean'), 3)}"
     if "eval/loss" in first:
         facts["held-out loss"] = f"{number(first['eval/loss'], 4)} → {number(last['eval/loss'], 4)} nats a token"
+        if summary.lowest_loss is not None and summary.lowest_loss < last["eval/loss"]:
+            facts["held-out loss"] += f", at its lowest {number(summary.lowest_loss, 4)}"
     if "reward/mean" in first:
         facts["reward"] = f"{first['reward/mean']:.3f} → {last['reward/mean']:.3f}"
     if summary.tokens_generated:
