@@ -97,9 +97,9 @@ class RunCheckpoints:
         """Keep the checkpoint of a tick, however many follow it, and no other one for this reason."""
         self._store.pinned = tick
 
-    def end_after(self, tick: int) -> None:
-        self._num_ticks = tick + 1
-        self.require(tick)
+    def shorten(self, num_ticks: int) -> None:
+        """The run has only so many ticks: without the checkpoint of its last one it has failed."""
+        self._num_ticks = num_ticks
 
     def folder_for(self, tick: int) -> Path | None:
         """

@@ -114,6 +114,7 @@ class RunParts:
         last = self.early_end.note(report.tick, loss)
         self.checkpoints.pin(self.early_end.best)
         if last is not None:
+            self.checkpoints.shorten(last + 1)
             config = self._prepared.config
             fruitless = plural(config.evaluation.patience, "evaluation")
             self.recorder.message(

@@ -39,10 +39,6 @@ class Checkpoints(Protocol):
         """Save the state after ``tick`` too, a tick that no executor has begun."""
         ...
 
-    def end_after(self, tick: int) -> None:
-        """The run's last tick is this one, that no executor has begun: save it."""
-        ...
-
     def on_saved(self, tick: int, written: Mapping[str, Sequence[FileRecord]]) -> None:
         """Every executor's state after ``tick`` is written: rank's name -> its files of it, for all
         ranks that told of any."""
@@ -112,7 +108,7 @@ class Saving:
         assert last >= _next_cut(marking), f"tick {last} has begun: {marking.describe()}"
         marking.num_ticks = min(marking.num_ticks, last + 1)
         if self._checkpoints:
-            self._checkpoints.end_after(last)
+            self._checkpoints.require(last)
 
     def note(self, report: Report) -> None:
         """Tell the checkpoints of each tick that is complete with this report, oldest first."""
