@@ -100,11 +100,15 @@ def run_graph(
     ready = runtime.start(job)
     marking.begin({name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()})
     marking.advance_by((report.executor, report.tick, report.outputs) for report in runtime.counted())
-    for report in runtime.counted():
+
+    def tell(report: Report) -> None:
         for observer in observers:
             observer.on_report(report)
         if (last := last_tick(report)) is not None:
             saving.end_after(marking, last)
+
+    for report in runtime.counted():
+        tell(report)
     stop, by_user = "", False
     while not marking.finished:
         if request.take() and not stop:
@@ -119,10 +123,7 @@ def run_graph(
         counts = report.tick == marking.done_ticks[report.executor]  # else it is one that was done again
         if counts:
             marking.complete(report.executor, report.tick, report.outputs)
-            for observer in observers:
-                observer.on_report(report)
-            if (last := last_tick(report)) is not None:
-                saving.end_after(marking, last)
+            tell(report)
         _tell_sinks(runtime, marking, report)
         saving.note(report)
         if counts and report.stop and not stop:
