@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.runtime.determinism import environment
-from llamarl.runtime.fork_here import read_on_import
+from llamarl.runtime.fork_server import read_on_import
 
 __all__ = ["ENVIRONMENT", "SERVER", "Started", "run_llamarl"]
 

@@ -52,9 +52,14 @@ class NamespaceHost:
                     found[pid] = words.replace(b"\0", b" ").decode(errors="replace").strip()
         return found
 
-    def ranks(self) -> list[int]:
-        """Processes of ranks, guards among them."""
-        return [pid for pid, words in self.commands().items() if "llamarl.runtime.rank_process" in words]
+    def named(self, name: str) -> list[int]:
+        """The processes that show themselves by this name, as ranks do."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == f"{name}\n":
+                    found.append(pid)
+        return found
 
     @property
     def root(self) -> Path:

@@ -10,7 +10,7 @@ from llamarl.config import load_config
 from llamarl.controller import run_parts as run_module
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
-from llamarl.runtime.fork_here import allow_fork_of_this_process
+from llamarl.runtime.fork_server import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.transports.network import Network
 

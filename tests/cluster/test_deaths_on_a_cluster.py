@@ -87,8 +87,7 @@ def ends_well(controller: subprocess.Popen[str], limit_s: float = 250.0) -> str:
 
 def rank_of(host: NamespaceHost, executor: str) -> int:
     """The process of a rank itself, not its guard; 0: it is not there."""
-    pids = [pid for pid, words in host.commands().items() if re.search(rf"rank_process \d+ \d+ {executor}$", words)]
-    return max(pids, default=0)
+    return max(host.named(executor), default=0)
 
 
 @pytest.mark.parametrize(("way", "limit_s"), [("kill", 3.0), ("cut_off", 10.0)])

@@ -28,7 +28,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children, local
 from llamarl.runtime.base import Report
 from llamarl.runtime.determinism import rank_environment
-from llamarl.runtime.fork_here import allow_fork_of_this_process
+from llamarl.runtime.fork_server import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 

@@ -94,7 +94,7 @@ def test_a_replacement_that_is_killed_while_it_starts_is_replaced_too(pool: Epis
     end = time.monotonic() + 20
     while pool.num_replaced < 1 and time.monotonic() < end:
         pool.poll()
-    pool._workers[0].guardian.kill()  # the kernel ends the worker with it
+    pool._workers[0].guard.kill()  # the kernel ends the worker with it
     assert step(pool.wait(ask("a"))).text == "1 a"
     assert pool.num_replaced == 2
 

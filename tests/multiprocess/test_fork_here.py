@@ -9,14 +9,14 @@ import pytest
 
 from llamarl.runtime.children import forks_work
 from llamarl.runtime.determinism import rank_environment
-from llamarl.runtime.fork_here import ready
+from llamarl.runtime.fork_server import ready
 
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
 
 _PROGRAM = """
 import asyncio, json, os, signal, socket, sys
 from pathlib import Path
-from llamarl.runtime import fork_here
+from llamarl.runtime import fork_server
 from llamarl.runtime.children import ForkServer
 from llamarl.runtime.determinism import rank_environment
 
@@ -24,6 +24,9 @@ OURS, IMPORTED_BEFORE, THREADS, SEEN = json.loads(sys.argv[1])
 
 def words(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\\0", b" ").decode().split()
+
+def name(pid):
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 def descriptors(pid):
     return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in sorted(map(int, os.listdir(f"/proc/{pid}/fd")))]
@@ -43,7 +46,7 @@ async def look():
     told = {
         "imported_here": "colorsys" in sys.modules,
         "server": words(server._process.pid),
-        "rank": words(rank),
+        "names": [name(child.pid), name(rank)],
         "descriptors": descriptors(rank),
         "catches_usr1": bool(caught >> (signal.SIGUSR1 - 1) & 1),
     }
@@ -56,7 +59,7 @@ async def look():
 if IMPORTED_BEFORE:
     import torch
 if OURS:
-    fork_here.allow_fork_of_this_process()
+    fork_server.allow_fork_of_this_process()
 asyncio.run(look())
 """
 
@@ -76,8 +79,8 @@ def look(*, ours: bool, torch_before: bool = False, threads: int = 1, seen: str 
 
 def test_the_server_of_a_command_is_its_fork_and_ranks_are_like_new_processes() -> None:
     told = look(ours=True)
-    assert told["imported_here"] and "fork_server" not in " ".join(told["server"]), "nothing was started anew"
-    assert "llamarl.runtime.rank_process" in told["rank"] and told["rank"][-2:] == ["generator", "3"]
+    assert told["imported_here"] and told["server"][1] == "-c", "nothing was started anew"
+    assert told["names"] == ["llamarl-guard", "generator 3"]
     assert "/dev/zero" not in told["descriptors"], "what the command has open is not the rank's"
     assert told["descriptors"][0] == "/dev/null", "a rank reads no terminal"
     assert not told["catches_usr1"]
@@ -89,7 +92,7 @@ def test_who_may_not_be_forked_starts_a_server(case: dict[str, Any]) -> None:
     """Somebody else's process, and one in which torch was imported for another number of threads."""
     told = look(**case)
     assert "llamarl.runtime.fork_server" in told["server"] and not told["imported_here"]
-    assert "llamarl.runtime.rank_process" in told["rank"] and told["left"] == []
+    assert told["names"] == ["llamarl-guard", "generator 3"] and told["left"] == []
 
 
 def test_a_process_of_tests_is_nobodys_to_fork() -> None:

@@ -59,7 +59,7 @@ def deaf():
 
 def frame(job):
     body = json.dumps({"reply": {"job": job, "retire": False, "answer": [{"value": -9.0, "parts": {}}]}})
-    return len(body).to_bytes(8, "little") + body.encode()
+    return bytes([0]) + len(body).to_bytes(8, "big") + body.encode()
 
 def forked(act, wait):
     child = os.fork()
@@ -338,7 +338,7 @@ def _hold_a_pool(config: TaskConfig, text: str, how: str, said: Connection) -> N
     pool = RewardPool(config)
     if how == "fork" and os.fork() == 0:  # holds a copy of every socket of the pool
         time.sleep(60)
-    said.send([*pool.worker_pids, *(worker.guardian.pid for worker in pool._workers)])
+    said.send([*pool.worker_pids, *(worker.guard.pid for worker in pool._workers)])
     pool.score([_group(text)])
     time.sleep(60)
 
@@ -368,10 +368,10 @@ def test_nobody_is_left_when_the_process_of_the_pool_is_killed(tmp_path: Path, w
             os.killpg(parent.pid, signal.SIGKILL)  # the forked copy, which is not the pool's to end
 
 
-def test_a_worker_whose_guardian_is_killed_dies_too_and_is_replaced(tmp_path: Path) -> None:
+def test_a_worker_whose_guard_is_killed_dies_too_and_is_replaced(tmp_path: Path) -> None:
     with RewardPool(_config(tmp_path, "judge")) as pool:
         (old,) = pool.worker_pids
-        pool._workers[0].guardian.kill()
+        pool._workers[0].guard.kill()
         assert not wait_for_end({old}, 15.0)
         assert _judge(pool, "xx") == [Score(value=2.0)]
 

@@ -14,7 +14,7 @@ import llamarl
 ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree"}
+        {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree", "frames"}
         | {
             "bounded_server",
             "plural",

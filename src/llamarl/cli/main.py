@@ -36,7 +36,7 @@ _NEED_TEMPORARY_FILES = ("train", "sft", "eval", "generate")
 
 def command() -> int:
     """``llamarl`` as a process of its own; :func:`main` is for those who call it in theirs."""
-    from llamarl.runtime.fork_here import allow_fork_of_this_process
+    from llamarl.runtime.fork_server import allow_fork_of_this_process
 
     allow_fork_of_this_process()
     # torch and transformers make a million objects that stay: looking through them every 700 takes a seventh of a start

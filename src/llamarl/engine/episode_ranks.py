@@ -18,7 +18,7 @@ from llamarl.engine.ranks import EngineRanks
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.episode_pool import Answer, Environments, EpisodePool
 from llamarl.environments.episodes import Ask
-from llamarl.environments.messages import LENGTH_BYTES, Answered, pack_reply, parse_reply
+from llamarl.environments.messages import Answered, parse_reply, reply_text
 from llamarl.models.parallel import ParallelLayout
 
 __all__ = ["SharedEpisodes", "make_environments"]
@@ -53,7 +53,7 @@ class SharedEpisodes:
 
         def heard() -> bytes:
             assert self._pool is not None, "rank 0 holds the pool"
-            return pack_reply(Answered(0, self._pool.wait(ask)))[LENGTH_BYTES:]
+            return reply_text(Answered(0, self._pool.wait(ask)))
 
         reply = parse_reply(self._share(heard))
         assert isinstance(reply, Answered) and not isinstance(reply.answer, tuple), reply

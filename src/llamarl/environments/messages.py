@@ -1,4 +1,4 @@
-"""What passes between a pool and its workers, and how it lies on the socket: a length, then so many bytes.
+"""What passes between a pool and its workers, in frames (llamarl/frames.py).
 
 Requests go from the process that trusts nobody to one that may be anything by now, as pickles. Replies come back from a
 process in which user code ran: plain JSON, of which pydantic checks every value.
@@ -17,23 +17,24 @@ import pydantic
 from pydantic import AfterValidator, ConfigDict, TypeAdapter
 
 from llamarl.environments.episode import Observation, Step
+from llamarl.frames import frame
 from llamarl.types import Failure, Score
 
 __all__ = [
     "Answer",
     "Answered",
     "BrokenReply",
-    "Frames",
     "Ready",
     "Refused",
-    "pack_reply",
     "pack_request",
     "parse_reply",
     "plain_text",
+    "reply_text",
 ]
 
-LENGTH_BYTES = 8
-_MAX_REPLY_BYTES = 1 << 26
+MAX_REPLY_BYTES = 1 << 26
+KIND = 0
+"""Of all frames: which one it is, what comes before says."""
 
 
 class BrokenReply(Exception):
@@ -85,56 +86,26 @@ _ENVELOPE = TypeAdapter(_Envelope)
 
 def pack_request(message: Any) -> bytes:
     """A message to a worker as it stands on the socket."""
-    return _pack(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    return frame(KIND, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def pack_reply(reply: Ready | Refused | Answered) -> bytes:
-    """A message from a worker as it stands on the socket."""
-    return _pack(_ENVELOPE.dump_json(_Envelope(reply)))
+def reply_text(reply: Ready | Refused | Answered) -> bytes:
+    """What a worker says, in JSON."""
+    return _ENVELOPE.dump_json(_Envelope(reply))
 
 
-def parse_reply(frame: bytes) -> Ready | Refused | Answered:
+def parse_reply(text: bytes) -> Ready | Refused | Answered:
     """A worker's reply, every value of it checked.
 
     Raises:
         BrokenReply: It is none.
     """
     try:
-        return _ENVELOPE.validate_json(frame).reply
+        return _ENVELOPE.validate_json(text).reply
     except ValueError as error:
-        raise BrokenReply(f"{type(error).__name__} in {frame[:80]!r}") from error
+        raise BrokenReply(f"{type(error).__name__} in {text[:80]!r}") from error
 
 
 def plain_text(text: str, most: int) -> str:
     """Text that can be written as UTF-8, of limited length."""
     return text[:most].encode("utf-8", "backslashreplace").decode()
-
-
-def _pack(body: bytes) -> bytes:
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-class Frames:
-    """Whole messages out of bytes that come in pieces."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """The messages that are whole with this piece.
-
-        Raises:
-            BrokenReply: A message says that it is longer than any reply is.
-        """
-        self._bytes += chunk
-        whole = []
-        while len(self._bytes) >= LENGTH_BYTES:
-            length = int.from_bytes(self._bytes[:LENGTH_BYTES], "little")
-            if length > _MAX_REPLY_BYTES:
-                raise BrokenReply(f"a reply of {length} bytes")
-            end = LENGTH_BYTES + length
-            if len(self._bytes) < end:
-                break
-            whole.append(bytes(self._bytes[LENGTH_BYTES:end]))
-            del self._bytes[:end]
-        return whole

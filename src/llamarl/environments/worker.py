@@ -1,12 +1,12 @@
 """One worker of a pool: ``python -m llamarl.environments.worker JOBS_FD CONTROL_FD POOL_PID``.
 
-The program forks at once: the parent becomes the worker's guardian (see ``guardian``), the child
+The program forks at once: the parent becomes the worker's guard (see ``process_tree``), the child
 judges responses or plays environments, as its first request says (see ``jobs``), in its main
 thread, what comes over the socket ``JOBS_FD`` (see ``messages``). It imports no torch, and starts
 in about the time that the task's own library takes.
 
 Judges print, fork, exit and close what they find. So standard input is empty, standard output and
-error lead to the guardian, processes that a judge starts or forks do not inherit the socket, a
+error lead to the guard, processes that a judge starts or forks do not inherit the socket, a
 forked one that comes back here ends instead of answering, and the worker answers only where its
 socket still is its socket.
 """
@@ -20,7 +20,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llamarl.environments.guardian import guard
+from llamarl.frames import Frames, frame
+from llamarl.process_tree import OutputTail, divide
 
 if TYPE_CHECKING:
     from llamarl.environments.messages import Answered, Ready, Refused
@@ -37,6 +38,7 @@ class _Pool:
 
     def __init__(self, fd: int, output: int, mark: bytes) -> None:
         self._fd, self._output, self._mark = fd, output, mark
+        self._frames, self._requests = Frames(), list[tuple[int, bytes]]()
         os.set_inheritable(fd, False)
         self._identities = {fd: _identify(fd), output: _identify(output), 0: _identify(0)}
         self._pid = os.getpid()
@@ -47,20 +49,23 @@ class _Pool:
         """The next request; ends the process where there is no pool any more."""
         import pickle
 
-        from llamarl.environments.messages import LENGTH_BYTES
-
-        return pickle.loads(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
+        while not self._requests:
+            self._check()
+            if not (piece := os.read(self._fd, 1 << 20)):
+                os._exit(0)
+            self._requests += self._frames.feed(piece)
+        return pickle.loads(self._requests.pop(0)[1])
 
     def reply(self, reply: Ready | Refused | Answered) -> None:
-        from llamarl.environments.messages import pack_reply
+        from llamarl.environments.messages import KIND, reply_text
 
         self._check()
-        left = memoryview(pack_reply(reply))
+        left = memoryview(frame(KIND, reply_text(reply)))
         while left:
             left = left[os.write(self._fd, left) :]
 
     def next_sample(self) -> None:
-        """Put back what the last judge did to the standard streams, and have the guardian forget what it printed."""
+        """Put back what the last judge did to the standard streams, and have the guard forget what it printed."""
         if not self._has(0):
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
@@ -84,16 +89,6 @@ class _Pool:
     def is_own(self) -> bool:
         """False in a process that a judge forked."""
         return os.getpid() == self._pid
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._check()
-            chunk = os.read(self._fd, min(size - len(data), 1 << 20))
-            if not chunk:
-                os._exit(0)
-            data += chunk
-        return bytes(data)
 
     def _check(self) -> None:
         if not (self._has(self._fd) and self._has(self._output)):
@@ -163,10 +158,16 @@ def _failed(error: Exception, memory_limit_mb: int) -> Failure:
 def main() -> None:
     """Serve until the pool is gone."""
     jobs, control, pool_pid = (int(argument) for argument in sys.argv[1:4])
-    output, mark = guard(control, pool_pid, jobs)
+    mark = b"\0" + os.urandom(16).hex().encode() + b"\0"  # written where the guard is to forget what came before
+    printed, output = os.pipe()
+    divide(control, pool_pid, tail=OutputTail(mark, printed), others=(jobs, output))
+    os.close(control)
+    os.close(printed)
+    for stream in (1, 2):
+        os.dup2(output, stream)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the last lines are there when it crashes
     pool = _Pool(jobs, output, mark)
-    # Only now the imports that take time: the guardian keeps watch already.
+    # Only now the imports that take time: the guard keeps watch already.
     from llamarl.environments.messages import Answered, Ready, Refused, plain_text
     from llamarl.errors import LlamaRLError
 

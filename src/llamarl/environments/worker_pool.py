@@ -8,8 +8,8 @@ before all others, where that may not have been its own fault. Nothing happens h
 ``turn`` reads what has come and hands out what waits.
 
 Workers are started by exec, not by fork, so a pool may live in a process with threads, CUDA or
-actors. Each has a guardian that ends it, and every process that it started, with the pool or with
-the process that owns the pool (see ``guardian``).
+actors. Each has a guard that ends it, and every process that it started, with the pool or with the
+process that owns the pool (see ``process_tree``).
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class WorkerPool:
     def _read(self, worker: WorkerProcess) -> None:
         try:
             replies = worker.read()
-        except EOFError:  # its guardian reports how it ended
+        except EOFError:  # its guard tells how it ended
             self._selector.unregister(worker.jobs)
             return
         except BrokenReply as error:

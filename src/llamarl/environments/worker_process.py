@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llamarl.environments.config import RewardPoolConfig
-from llamarl.environments.messages import Answered, BrokenReply, Frames, Ready, Refused, parse_reply
+from llamarl.environments.messages import MAX_REPLY_BYTES, Answered, BrokenReply, Ready, Refused, parse_reply
+from llamarl.frames import BrokenFrame, Frames
+from llamarl.process_tree import spawn
 from llamarl.running_time import running_s
 
 __all__ = ["Job", "PASSED", "START_TIMEOUT_S", "WorkerProcess", "unset_names", "worker_environment"]
@@ -92,7 +93,7 @@ class Job:
 
 
 class WorkerProcess:
-    """A worker and its guardian; nothing here blocks but ``stop``, and sending what is more than a socket takes.
+    """A worker and its guard; nothing here blocks but ``stop``, and sending what is more than a socket takes.
 
     Args:
         number: Its place in the pool.
@@ -108,23 +109,18 @@ class WorkerProcess:
         self.started = running_s()
         self.deadline = self.started + START_TIMEOUT_S
         self.had_more_time = False
-        self._frames = Frames()
-        self._report = bytearray()
+        self._frames = Frames(MAX_REPLY_BYTES)
+        self._last_words = bytearray()
         self._end: str | None = None
+        self._has_ended = self._asked_to_end = False
         self.was_killed = False
-        """Whether SIGKILL ended it, or its guardian: somebody else's doing. Known after :meth:`stop`."""
+        """Whether SIGKILL ended it, or its guard: somebody else's doing. Known after :meth:`stop`."""
         self.jobs, jobs = socket.socketpair()
         self.control, control = socket.socketpair()
         fds = (jobs.fileno(), control.fileno())
         with jobs, control:
-            self.guardian = subprocess.Popen(
-                [sys.executable, "-P", "-m", "llamarl.environments.worker", *map(str, fds), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=worker_environment(os.environ, config.pass_env, sys.path),
-                pass_fds=fds,
-                start_new_session=True,
-            )
+            environment = worker_environment(os.environ, config.pass_env, sys.path)
+            self.guard = spawn("llamarl.environments.worker", fds, environment=environment, stdout=subprocess.DEVNULL)
         self.jobs.setblocking(False)
         self.control.setblocking(False)
         self._send(hello, START_TIMEOUT_S)
@@ -161,7 +157,10 @@ class WorkerProcess:
             piece = b""
         if not piece:
             raise EOFError
-        return [parse_reply(frame) for frame in self._frames.feed(piece)]
+        try:
+            return [parse_reply(text) for _, text in self._frames.feed(piece)]
+        except BrokenFrame as error:
+            raise BrokenReply(str(error)) from error
 
     def _send(self, message: bytes, timeout_s: float) -> None:
         """Send a message whole. Where nobody reads any more, the worker's report or deadline will tell."""
@@ -177,20 +176,22 @@ class WorkerProcess:
                 yield from replies
 
     def has_ended(self) -> bool:
-        """Read what the guardian says; True once it has nothing more to say, as all that it guarded has ended."""
+        """Read what the guard tells of the worker's output; True once it has ended, and all that it guarded."""
         try:
             piece = self.control.recv(_PIECE_BYTES)
         except BlockingIOError:
             return False
         except OSError:
             piece = b""
-        self._report += piece
-        return not piece
+        self._last_words += piece
+        self._has_ended = not piece
+        return self._has_ended
 
     def begin_stop(self) -> None:
-        """Have the guardian kill the worker and all that it started, without waiting for it."""
-        with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_WR)
+        """Have the guard kill the worker and all that it started, without waiting for it."""
+        if not self._has_ended:
+            self._asked_to_end = True
+            self.guard.terminate()
 
     def stop(self) -> str:
         """End the worker and all that it started; return how it ended and what it last printed. Safe twice."""
@@ -200,26 +201,17 @@ class WorkerProcess:
             while not self.has_ended() and time.monotonic() < until:
                 time.sleep(0.001)
             try:
-                self.guardian.wait(max(0.0, until - time.monotonic()))
+                self.guard.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:  # the kernel then kills the worker too
-                self.guardian.kill()
-                self.guardian.wait(_EXIT_WAIT_S)
+                self.guard.kill()
+                self.guard.wait(_EXIT_WAIT_S)
             self.jobs.close()
             self.control.close()
-            said = self._last_words()
-            status = said.get("status", self.guardian.returncode)
-            self.was_killed = status == -signal.SIGKILL
-            how = "killed" if status is None else _describe_status(status)
-            self._end = "\n".join([how, *said["output"]]) if said else f"was killed: its guardian {how}"
+            status = self.guard.returncode
+            self.was_killed = status == -signal.SIGKILL and not self._asked_to_end
+            how = "killed" if self._asked_to_end else _describe_status(status)
+            self._end = "\n".join([how, *self._last_words.decode(errors="replace").splitlines()])
         return self._end
-
-    def _last_words(self) -> dict[str, Any]:
-        """What the guardian said of the worker's end; empty if nothing."""
-        try:
-            said = json.loads(self._report)
-        except ValueError:
-            return {}
-        return said if isinstance(said, dict) and {"status", "output"} <= set(said) else {}
 
 
 def _describe_status(status: int) -> str:

@@ -1,8 +1,9 @@
-"""The processes of ranks on this machine as their launcher sees them: started by themselves, or forked from a server.
+"""The processes of ranks on one machine as those see them who start them: the controller
+(:mod:`llamarl.runtime.local`), and the agent on a node of a cluster (:mod:`llamarl.runtime.ray.host_agent`).
 
 ``PlainChild`` is a new Python that imports everything anew. ``ForkedChild`` is a fork of
-:mod:`llamarl.runtime.fork_server`, which has imported it. Both are a guard (runtime/rank_process.py), the
-one whose end counts. Everything here runs on the io thread, but ``signal``.
+:mod:`llamarl.runtime.fork_server`, which has imported it. Both are a guard (llamarl/process_tree.py),
+whose end is told in words. Everything here runs on the io thread, but ``signal``.
 """
 
 from __future__ import annotations
@@ -11,36 +12,39 @@ import asyncio
 import collections
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.child_process import gone
-from llamarl.runtime.fork_here import ForkOfThis, fork_this_process, ready
-from llamarl.runtime.fork_server import ANSWER, ENDED, STARTED
+from llamarl.process_tree import spawn
+from llamarl.runtime.fork_server import ANSWER, ENDED, STARTED, ForkOfThis, fork_this_process, ready
 
 __all__ = [
     "Child",
     "ForkServer",
     "ForkedChild",
+    "Killed",
     "PlainChild",
+    "Stores",
+    "cause_of_death",
     "fork_server",
-    "forked",
     "forks_work",
+    "is_stopped",
     "shared_modules",
     "shares_imports",
     "start_early",
+    "start_rank",
 ]
 
 _POLL_S = 0.002
 _SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 """Which every process that imports torch sets for itself."""
-_TITLE = 64
-"""Room that a fork's own command line needs in that of its server."""
 
 
 class Child(Protocol):
@@ -66,7 +70,20 @@ class PlainChild:
         self._process = process
 
     async def code(self, reading: asyncio.Task[None]) -> int | None:
-        await gone(self._process, reading)
+        try:
+            pidfd = os.pidfd_open(self._process.pid)
+        except (AttributeError, OSError):  # macOS, an old kernel, a sandbox
+            await asyncio.wait({reading})
+        else:
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(pidfd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        while self._process.poll() is None:
+            await asyncio.sleep(_POLL_S)
         return self._process.returncode
 
     def signal(self, number: int) -> None:
@@ -110,7 +127,7 @@ class ForkServer:
             self._process: subprocess.Popen[bytes] | ForkOfThis = (
                 fork_this_process(theirs.fileno(), environment)
                 if may_be_a_fork and ready(modules, environment)
-                else _start(theirs.fileno(), modules, environment)
+                else spawn("llamarl.runtime.fork_server", [theirs.fileno()], ",".join(modules), environment=environment)
             )
         self._requests = ours
         self._starting: collections.deque[asyncio.Future[int | None]] = collections.deque()
@@ -180,29 +197,33 @@ class ForkServer:
                 _resolve(waiting, None)
 
 
-async def forked(server: ForkServer, label: str, stdout: int, stderr: int) -> tuple[socket.socket, Child] | None:
-    """This process's end of the socket to the rank, and its guard; None if the server does not fork."""
+async def start_rank(
+    server: ForkServer | None, label: str, environment: Mapping[str, str], stdout: int, stderr: int
+) -> tuple[socket.socket, Child]:
+    """Start guard and rank; this process's end of the socket to the rank, and the guard.
+
+    Args:
+        server: Whose fork it is to be, where that forks; None: a process of its own.
+        label: For who looks at ``ps``.
+        environment: Of a process of its own.
+        stdout: Write end of a pipe; stays the caller's to close, as does ``stderr``.
+
+    Raises:
+        OSError: The system gives no process.
+    """
     ours, theirs = socket.socketpair()
-    child = None
+    child: Child | None = None
     try:
         with theirs:
-            child = await server.fork(label, theirs.fileno(), stdout, stderr)
+            if server is not None:
+                child = await server.fork(label, theirs.fileno(), stdout, stderr)
+            if child is None:
+                module, streams = "llamarl.runtime.rank_process", {"stdout": stdout, "stderr": stderr}
+                child = PlainChild(spawn(module, [theirs.fileno()], label, environment=environment, **streams))
     finally:
         if child is None:
             ours.close()
-    return None if child is None else (ours, child)
-
-
-def _start(requests: int, modules: Collection[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    names = ",".join(modules).ljust(_TITLE)
-    module = ["-P", "-m", "llamarl.runtime.fork_server"]
-    return subprocess.Popen(
-        [sys.executable, *module, str(requests), str(os.getpid()), names],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[requests],
-        env=dict(environment),
-        process_group=0,  # what a terminal sends to the controller is not for its ranks
-    )
+    return ours, child
 
 
 def start_early(
@@ -266,3 +287,80 @@ def shared_modules(specs: Iterable[ExecutorSpec], threads: int) -> tuple[str, ..
 def shares_imports(spec: ExecutorSpec) -> bool:
     """Whether ranks of this executor may be forks."""
     return spec.factory.startswith("llamarl.executors.") and not spec.device.startswith("cuda")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, and waits to be told to go on; or a child of its own was.
+
+    Of a rank that has not said who it is, no more is known than its guard: the rank is its child.
+    """
+    return any(_state(one) in ("T", "t") for one in (pid, *_children(pid)))
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):  # it has ended, or nothing can tell
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    return ""
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as children:
+            return [int(child) for child in children.read().split()]
+    return []
+
+
+class Stores:
+    """Files in which the ranks of process groups meet: memory of this process, which only its user may open."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[str, int]] = []
+        """Paths and their descriptors (-1: a real file)."""
+
+    def new(self, name: str) -> str:
+        """An ``init_method`` of ``torch.distributed`` for ranks on this machine."""
+        self._made.append(_new_store(name))
+        return f"file://{self._made[-1][0]}"
+
+    def close(self) -> None:
+        """Give them back."""
+        for path, fd in self._made:
+            if fd >= 0:
+                os.close(fd)
+            else:
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+        self._made = []
+
+
+def _new_store(name: str) -> tuple[str, int]:
+    try:
+        fd = os.memfd_create(f"llamarl-{name}")
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        os.stat(path)
+        return path, fd
+    except (AttributeError, OSError):  # macOS, a sandbox without /proc: a folder that only this user may enter
+        return os.path.join(tempfile.mkdtemp(prefix="llamarl-"), "store"), -1
+
+
+class Killed(str):
+    """The cause of a death, in words, where somebody else sent the signal: processes do not send
+    these to themselves."""
+
+
+def cause_of_death(returncode: int | None) -> str:
+    """What ended a process, in words; ``Killed`` where that was SIGKILL or SIGTERM.
+
+    Args:
+        returncode: As ``subprocess`` tells it: the exit code, or minus the signal. None: it went
+            with the process that had forked it.
+    """
+    if returncode is None:
+        return "the process that had forked it has ended, and it with that"
+    if returncode >= 0:
+        return f"its process exited with code {returncode}"
+    number = -returncode
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = "; the kernel does this when memory runs out" if number == signal.SIGKILL else ""
+    told = f"its process was killed by signal {number} ({name}{hint})"
+    return Killed(told) if number in (signal.SIGKILL, signal.SIGTERM) else told

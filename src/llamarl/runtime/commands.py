@@ -1,32 +1,35 @@
-"""What passes between the controller and a rank, and who obeys it there.
+"""What passes between the controller and a rank, who asks, and who obeys.
 
-    controller                                    rank's process
+    controller: FramedLink                        rank's process
     command_blob(..., "run", Order) ─▶ COMMAND ─▶ executor's thread: Obedient.obey ─▶ Worker
     RankReport or RankFailure       ◀─ COMMAND ◀─
     News                            ─▶ TELL    ─▶ diagnostics thread: Worker.tell, while the executor works
     stack of the executor's thread  ◀─ WHERE   ◀─ diagnostics thread, while the executor works or hangs
     how far its tick has come       ◀─ PROGRESS ◀─ diagnostics thread, while the executor works
 
-An executor's exception travels as a value (``RankFailure``). How the bytes get there is the link's
-business: frames on a socket (:mod:`llamarl.runtime.local`).
+An executor's exception travels as a value (``RankFailure``). All are frames (llamarl/frames.py) on
+bytes in order: a socket pair (:mod:`llamarl.runtime.local`), or what the agent of the rank's host
+carries (:mod:`llamarl.runtime.ray.launcher`).
 """
 
 from __future__ import annotations
 
-import struct
+import asyncio
+import collections
+import contextlib
 from enum import IntEnum
 from typing import Any
 
 import cloudpickle
 
+from llamarl.frames import Frames, frame
 from llamarl.progress import told
 from llamarl.runtime.worker import Worker, capture, stack_of
 
-__all__ = ["EXECUTOR_THREAD", "HEAD", "Kind", "Obedient", "command_blob", "frame"]
+__all__ = ["EXECUTOR_THREAD", "FramedLink", "Kind", "Obedient", "command_blob"]
 
 EXECUTOR_THREAD = "llamarl-executor"
-HEAD = struct.Struct("!BQ")
-"""Before each frame on a socket: its kind, and the bytes that follow."""
+_PIECE_BYTES = 1 << 18
 
 
 class Kind(IntEnum):
@@ -44,17 +47,79 @@ class Kind(IntEnum):
     """To the rank: empty. From it: how far its tick has come, as text (``llamarl.progress``)."""
 
 
-def frame(kind: Kind, blob: bytes) -> bytes:
-    """``blob`` as it goes over a socket."""
-    return HEAD.pack(kind, len(blob)) + blob
-
-
 def command_blob(executor: str, rank: int, doing: str, method: str, argument: Any) -> bytes:
     """An order to :class:`Obedient`: ``setup``, ``run`` or ``close``. ``doing`` names it in a failure: ``tick 3``.
 
     The argument is pickled inside the pickle: one that cannot be read in the worker is then reported like any failure.
     """
     return cloudpickle.dumps((executor, rank, doing, method, cloudpickle.dumps(argument)))
+
+
+class FramedLink:
+    """The controller's end, as far as links of both kinds share it (:class:`llamarl.runtime.ranks.Link`). Subclasses
+    write, read, watch and kill."""
+
+    host = ""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting: dict[Kind, collections.deque[asyncio.Future[bytes]]] = collections.defaultdict(collections.deque)
+        self._greeted = False
+
+    def _write(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def here_s(self, there_s: float) -> float:
+        """A time on the rank's ``time.monotonic`` on the controller's."""
+        return there_s
+
+    async def command(self, blob: bytes) -> bytes:
+        return await self._ask(Kind.COMMAND, blob)
+
+    async def tell(self, blob: bytes) -> bytes:
+        return await self._ask(Kind.TELL, blob)
+
+    async def where(self) -> str:
+        if not self._greeted:
+            return "start of its process"
+        return (await self._ask(Kind.WHERE, b"")).decode()
+
+    async def progress(self) -> str:
+        return (await self._ask(Kind.PROGRESS, b"")).decode() if self._greeted else ""
+
+    async def _ask(self, kind: Kind, blob: bytes) -> bytes:
+        """Answers of one kind come in the order of the questions."""
+        if self.ended.done():
+            raise ConnectionResetError(self.ended.result())
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[kind].append(answer)
+        self._write(frame(kind, blob))
+        return await answer
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        frames = Frames()
+        with contextlib.suppress(OSError):  # the end of the socket, which whoever watches explains
+            while piece := await reader.read(_PIECE_BYTES):
+                for number, blob in frames.feed(piece):
+                    self._take(Kind(number), blob)
+
+    def _take(self, kind: Kind, blob: bytes) -> None:
+        if kind == Kind.HELLO:
+            self._greeted, self.pid = True, int(blob)
+            return
+        answer = self._waiting[kind].popleft()
+        if not answer.done():  # who asked may have given up
+            answer.set_result(blob)
+
+    def _end(self, cause: str) -> None:
+        """The process has ended: tell those who wait for it, and those who wait for more of it."""
+        if self.ended.done():
+            return
+        self.ended.set_result(cause)
+        for answer in (answer for answers in self._waiting.values() for answer in answers):
+            if not answer.done():
+                answer.set_exception(ConnectionResetError(cause))
 
 
 class Obedient:

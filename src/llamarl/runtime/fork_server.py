@@ -11,11 +11,23 @@ a process that has imported the same. Its environment is that of its ranks: rank
 number of threads have another server (``OMP_NUM_THREADS`` is read when torch is imported).
 
 ``REQUESTS`` is an inherited descriptor, one end of a pair of packet sockets. Linux only.
+
+The server can also be a fork of this process, which then imports once for both:
+
+    llamarl train ── imports torch, transformers, the executors ──┬── forks ──▶ fork server ── forks ──▶ ranks
+                                                                  └── goes on with its checks, and controls
+
+Only a process that is ours from beginning to end may be forked: see
+:func:`allow_fork_of_this_process`. What the libraries read from the environment when they are
+imported must have been there: see :func:`ready`. The rest is given to the fork: its own variables,
+no descriptor but the streams and its socket, signals as a new process has them.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -24,33 +36,47 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Collection, Iterable, Mapping
 from typing import NoReturn
 
 from llamarl.process_tree import end_process, end_with_parent
 
-__all__ = ["ANSWER", "ENDED", "REFUSED", "STARTED", "main", "serve_controller"]
+__all__ = [
+    "ANSWER",
+    "ENDED",
+    "REFUSED",
+    "STARTED",
+    "ForkOfThis",
+    "allow_fork_of_this_process",
+    "fork_this_process",
+    "main",
+    "read_on_import",
+    "ready",
+]
 
 STARTED, ENDED, REFUSED = 0, 1, 2
 ANSWER = struct.Struct("<iii")
 """Kind, pid (of the guard), exit code (minus the signal)."""
+_READ_ON_IMPORT = ("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "NUMEXPR_")
+_NUMPY = "OPENBLAS_NUM_THREADS"
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+"""Of ``mallopt``. The C library reads these from the environment when a process begins."""
+_ours = False
 
 
 def main() -> None:
     """Serve until the controller closes its end. Returns in a rank, when its executor is closed."""
-    serve_controller(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].strip().split(","))
+    serve_controller(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","))
 
 
-def serve_controller(
-    requests: int, controller: int, modules: Iterable[str] = (), *, owns_environment: bool = False
-) -> None:
-    """What :func:`main` does, also in a fork of the controller (runtime/fork_here.py).
+def serve_controller(requests: int, controller: int, modules: Iterable[str] = ()) -> None:
+    """What :func:`main` does, also in a fork of the controller.
 
     Args:
         requests: Descriptor of this end of the pair of packet sockets.
         controller: pid of the process that started this one.
         modules: To import first.
-        owns_environment: Whether the memory in which this process got its environment is read no more.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(controller)
@@ -60,10 +86,10 @@ def serve_controller(
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what is collected later does not touch, and so copy, the pages that are shared
-    serve(socket.socket(fileno=requests), owns_environment=owns_environment)
+    serve(socket.socket(fileno=requests))
 
 
-def serve(requests: socket.socket, *, owns_environment: bool = False) -> None:
+def serve(requests: socket.socket) -> None:
     """Fork a rank for each request; tell of those that have ended. Returns in a rank, when its executor is closed."""
     awake, wake = os.pipe()
     for fd in (awake, wake):
@@ -97,7 +123,7 @@ def serve(requests: socket.socket, *, owns_environment: bool = False) -> None:
             server = os.getppid()
             requests.close()
             control, stdout, stderr = descriptors
-            return _become_rank(label.decode(), control, stdout, stderr, server, owns_environment)
+            return _become_rank(label.decode(), control, stdout, stderr, server)
         for fd in descriptors:
             os.close(fd)
 
@@ -113,37 +139,138 @@ def _tell_of_ended(requests: socket.socket, guards: set[int]) -> None:
                 os._exit(0)
 
 
-def _become_rank(label: str, control: int, stdout: int, stderr: int, server: int, owns_environment: bool) -> None:
+def _become_rank(label: str, control: int, stdout: int, stderr: int, server: int) -> None:
     """In a fork: what a process started by itself would find. Returns in the rank when its executor is closed."""
     from llamarl.runtime import rank_process
 
-    os.setpgid(0, 0)
+    os.setsid()
     for pipe, fd in ((stdout, 1), (stderr, 2)):
         os.dup2(pipe, fd)
         os.close(pipe)
-    _show_as(["-P", "-m", rank_process.__name__, str(control), str(server), label], owns_environment)
-    rank_process.become(control, server)
-
-
-def _show_as(arguments: list[str], owns_environment: bool) -> None:
-    """What ``ps`` shows of this process: its command line lies in its own memory, and is written over there."""
-    import ctypes
-
-    with contextlib.suppress(OSError, ValueError, IndexError):  # only how it looks
-        with open("/proc/self/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-        start, end, after, last = (int(fields[n]) for n in (45, 46, 47, 48))  # of the arguments; of the environment
-        words = [part.encode() for part in [sys.executable, *arguments]]
-        shown = b"\0".join(words) + b"\0"
-        if owns_environment and len(shown) > end - start and after == end:
-            # The kernel reads on into the environment where the arguments do not end with a zero, up to the first one.
-            shown, end = b" ".join(words), last
-        if 0 < start < end:
-            ctypes.memmove(start, shown[: end - start - 1].ljust(end - start, b"\0"), end - start)
+    rank_process.become(control, server, label)
 
 
 def _wake(number: int, frame: object) -> None:
     """What counts is the byte that arrives through the wake-up pipe."""
+
+
+def allow_fork_of_this_process() -> None:
+    """Say that this process runs one command and nothing else, so that it may be forked, and a fork
+    of it end by itself."""
+    global _ours
+    _ours = True
+    # numpy's library starts its threads when it is imported, and a process that has threads is not forked
+    os.environ.setdefault(_NUMPY, "1")
+
+
+def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read once, when they are imported."""
+    return {name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT)}
+
+
+def ready(modules: Collection[str], environment: Mapping[str, str]) -> bool:
+    """Import what ranks need here; whether this process may then be forked for them.
+
+    What libraries that are not imported yet will read, this process takes from ``environment``.
+    """
+    if not _ours:
+        return False
+    wanted = read_on_import(environment)
+    if "torch" not in sys.modules:
+        os.environ.update(
+            {name: value for name, value in wanted.items() if name != _NUMPY or "numpy" not in sys.modules}
+        )
+    if read_on_import(os.environ) != wanted:
+        return False
+    for module in modules:
+        # A rank meets the same error when it imports its executor, and says so where it is heard.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+class ForkOfThis:
+    """A child of this process; like ``subprocess.Popen`` as far as its owner looks."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)  # not buried yet: the number is its own
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def fork_this_process(requests: int, environment: Mapping[str, str]) -> ForkOfThis:
+    """Fork a server.
+
+    Args:
+        requests: Its end of the pair of sockets, of which the other is this process's.
+        environment: Its own, and that of its forks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.collect()  # what would close descriptors late does it here
+    gc.freeze()  # modules: nobody needs to look through them again, here or in a fork
+    controller = os.getpid()
+    if pid := os.fork():
+        return ForkOfThis(pid)
+    _serve_in_a_fork(requests, controller, environment)
+
+
+def _serve_in_a_fork(requests: int, controller: int, environment: Mapping[str, str]) -> NoReturn:
+    code = 1
+    try:
+        _like_a_new_process(requests, environment)
+        serve_controller(requests, controller)  # returns in a rank, when its executor is closed
+        atexit._run_exitfuncs()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _like_a_new_process(requests: int, environment: Mapping[str, str]) -> None:
+    os.setsid()  # what a terminal sends to the controller is not for its ranks
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != requests:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(fd)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.environ.clear()
+    os.environ.update(environment)
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL(None)
+        if environment.get("MALLOC_MMAP_MAX_") == "0":
+            libc.mallopt(_M_MMAP_MAX, 0)
+        if "MALLOC_TRIM_THRESHOLD_" in environment:
+            libc.mallopt(_M_TRIM_THRESHOLD, -1)
+        if environment.get("MALLOC_ARENA_MAX") == "1":
+            libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _main() -> NoReturn:

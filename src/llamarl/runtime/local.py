@@ -20,10 +20,19 @@ import socket
 from collections.abc import Sequence
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.child_process import Stores, cause_of_death, is_stopped, start_rank
-from llamarl.runtime.children import Child, ForkServer, PlainChild, fork_server, forked, shared_modules, shares_imports
+from llamarl.runtime.children import (
+    Child,
+    ForkServer,
+    Stores,
+    cause_of_death,
+    fork_server,
+    is_stopped,
+    shared_modules,
+    shares_imports,
+    start_rank,
+)
+from llamarl.runtime.commands import FramedLink
 from llamarl.runtime.determinism import rank_environment
-from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan
 
@@ -108,15 +117,10 @@ class LocalLauncher:
         self._stores.close()
 
     async def _start_one(self, plan: WorkerPlan, label: str, output: OutputReader) -> LocalLink:
-        """Start one process. On the io thread: the kernel counts the thread that starts a child as
-        the child's parent."""
         server = self._server(plan.spec.threads) if shares_imports(plan.spec) else None
         pipes = {stream: output.pipe(label, stream) for stream in ("stdout", "stderr")}
         try:
-            started = await forked(server, label, **pipes) if server is not None else None
-            if started is None:
-                control, process = start_rank(label, rank_environment(plan.spec.threads), **pipes)
-                started = control, PlainChild(process)
+            started = await start_rank(server, label, rank_environment(plan.spec.threads), **pipes)
         finally:
             for pipe in pipes.values():
                 os.close(pipe)

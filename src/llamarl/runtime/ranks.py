@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from llamarl.errors import LlamaRLError
-from llamarl.runtime.child_process import Killed
+from llamarl.runtime.children import Killed
 from llamarl.runtime.commands import command_blob
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture

@@ -11,22 +11,19 @@ from tools.chaos.plan import Blow, Target
 
 __all__ = ["alive", "descendants", "ranks", "strike_processes", "targets", "wait_for_end"]
 
-_WORKER, _RANK = "llamarl.environments.worker", "llamarl.runtime.rank_process"
+_WORKER, _GUARD = "llamarl.environments.worker", "llamarl-guard"
 _POLL_S = 0.02
 
 
 def targets(controller: int) -> list[Target]:
     """Who may be struck now: the controller, its ranks, and the processes that hold environments; guards are left out."""
-    parents, commands = _processes()
+    parents = _processes()
     if controller not in parents:
         return []
     found = [Target(name="controller", pid=controller)]
-    for pid, words in commands.items():
-        program = next((name for name in (_WORKER, _RANK) if name in words), "")
-        is_guard = program not in commands.get(parents[pid], [])
-        if program and not is_guard and _is_below(pid, controller, parents):
-            name = " ".join(words[words.index(_RANK) + 3 :]) if program == _RANK else "environments"
-            found.append(Target(name=name, pid=pid))
+    for pid, parent in parents.items():
+        if _name(parent) == _GUARD and _is_below(pid, controller, parents):
+            found.append(Target(name="environments" if _WORKER in _command(pid) else _name(pid), pid=pid))
     return found
 
 
@@ -45,7 +42,7 @@ def strike_processes(blow: Blow, victims: Sequence[Target]) -> str:
 
 def descendants(above: int) -> list[int]:
     """Every process below one, itself left out."""
-    parents, _ = _processes()
+    parents = _processes()
     return [pid for pid in parents if pid != above and _is_below(pid, above, parents)]
 
 
@@ -65,21 +62,29 @@ def wait_for_end(pids: set[int], limit_s: float) -> set[int]:
     return left
 
 
-def _processes() -> tuple[dict[int, int], dict[int, list[str]]]:
-    """Of all there are: pid -> its parent, and pid -> the words of its command line."""
+def _processes() -> dict[int, int]:
+    """Of all there are: pid -> its parent."""
     parents: dict[int, int] = {}
-    commands: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it has just ended
                 stat = (entry / "stat").read_text().rpartition(")")[2].split()
                 if stat[0] not in "ZX":
-                    # a fork's command line may have spaces for zeros (runtime/fork_server.py)
-                    commands[int(entry.name)] = (
-                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").split()
-                    )
                     parents[int(entry.name)] = int(stat[1])
-    return parents, commands
+    return parents
+
+
+def _name(pid: int) -> str:
+    """What ``ps -o comm`` shows: of a rank, what it is called, such as ``generator 1``."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
 
 
 def _is_below(pid: int, above: int, parents: dict[int, int]) -> bool:

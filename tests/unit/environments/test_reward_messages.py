@@ -12,32 +12,33 @@ from made_responses import made_group, made_response
 from llamarl.config import validate
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.functions import NotANumber, as_score, how_to_call
-from llamarl.environments.guardian import OutputTail
 from llamarl.environments.jobs import checked_step
 from llamarl.environments.messages import (
     Answered,
     BrokenReply,
-    Frames,
     Ready,
     Refused,
-    pack_reply,
     parse_reply,
+    reply_text,
 )
 from llamarl.environments.pool import split_into_batches
 from llamarl.environments.worker_process import unset_names, worker_environment
 from llamarl.errors import ConfigError, DataError
 from llamarl.executors.reward import count_causes, failure_cause
+from llamarl.frames import BrokenFrame, Frames, frame
+from llamarl.process_tree import OutputTail
 from llamarl.types import Failure, Group, Score
 
 
 def test_frames_come_whole_however_the_bytes_are_cut() -> None:
     sent = [Refused("x" * length) for length in (0, 5, 300)]
-    data = b"".join(map(pack_reply, sent))
-    frames = Frames()
-    got = [frame for i in range(len(data)) for frame in frames.feed(data[i : i + 1])]
-    assert [parse_reply(frame) for frame in got] == sent
-    with pytest.raises(BrokenReply):
-        Frames().feed(b"\xff" * 8)
+    data = b"".join(frame(0, reply_text(reply)) for reply in sent)
+    for size in (1, 7, len(data)):
+        frames = Frames()
+        got = [one for i in range(0, len(data), size) for one in frames.feed(data[i : i + size])]
+        assert [parse_reply(text) for _, text in got] == sent
+    with pytest.raises(BrokenFrame, match=r"a message of 18446744073709551615 bytes"):
+        Frames(most=1 << 26).feed(b"\xff" * 9)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_frames_come_whole_however_the_bytes_are_cut() -> None:
     ],
 )
 def test_replies_are_read_with_every_bit_of_their_numbers(reply: Ready | Refused | Answered) -> None:
-    assert parse_reply(pack_reply(reply)[8:]) == reply
+    assert parse_reply(reply_text(reply)) == reply
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.runtime.child_process import is_stopped
+from llamarl.runtime.children import is_stopped
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ranks import Ranks
 from llamarl.runtime.worker import WorkerPlan

@@ -11,6 +11,7 @@ import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.children import PlainChild
 from llamarl.runtime.config import parse_ports
 from llamarl.runtime.ranks import on_our_clock
 from llamarl.runtime.ray.cluster import _free, check_access, one_line
@@ -80,10 +81,12 @@ def test_places_where_ranks_meet_do_not_coincide_nor_with_where_segments_are_off
 
 
 def test_a_job_ends_at_once_though_nobody_takes_what_its_rank_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_label: str, _environment: object, stdout: int, stderr: int) -> tuple[socket.socket, object]:
+    async def start(
+        _server: None, _label: str, _environment: object, stdout: int, stderr: int
+    ) -> tuple[socket.socket, PlainChild]:
         ours, theirs = socket.socketpair()
         with theirs:
-            return ours, subprocess.Popen(["yes"], stdin=theirs.fileno(), stdout=stdout, stderr=stderr)
+            return ours, PlainChild(subprocess.Popen(["yes"], stdin=theirs.fileno(), stdout=stdout, stderr=stderr))
 
     monkeypatch.setattr("llamarl.runtime.ray.hosted_rank.start_rank", start)
 

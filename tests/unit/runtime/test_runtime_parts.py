@@ -8,7 +8,7 @@ import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.runtime import processes
-from llamarl.runtime.child_process import cause_of_death
+from llamarl.runtime.children import cause_of_death
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.make_runtime import make_runtime
 from llamarl.runtime.output import OutputReader

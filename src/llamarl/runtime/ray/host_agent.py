@@ -21,8 +21,7 @@ from typing import Any
 
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
-from llamarl.runtime.child_process import Stores
-from llamarl.runtime.children import ForkServer, forks_work
+from llamarl.runtime.children import ForkServer, Stores, forks_work
 from llamarl.runtime.determinism import LOOPBACK
 from llamarl.runtime.ray.hosted_rank import HostedRank, Say, Word
 from llamarl.runtime.ray.inventory import Inventory

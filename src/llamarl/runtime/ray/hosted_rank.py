@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from llamarl.runtime.child_process import is_stopped, start_rank
-from llamarl.runtime.children import Child, ForkServer, PlainChild, forked
+from llamarl.runtime.children import Child, ForkServer, is_stopped, start_rank
 
 __all__ = ["HostedRank", "Say", "Word"]
 
@@ -49,7 +48,7 @@ Say = tuple[Word, int, Any]
 
 
 class HostedRank:
-    """Made by ``start``, on the agent's event loop, since the kernel ends a process with the thread that started it.
+    """Made by ``start``, on the agent's event loop.
 
     Args:
         number: By which the controller calls it.
@@ -78,10 +77,7 @@ class HostedRank:
         pipes = {word: os.pipe() for word in (Word.OUTPUT, Word.ERRORS)}
         try:
             ends = {"stdout": pipes[Word.OUTPUT][1], "stderr": pipes[Word.ERRORS][1]}
-            started = await forked(server, label, **ends) if server is not None else None
-            if started is None:
-                control, process = start_rank(label, environment, **ends)
-                started = control, PlainChild(process)
+            started = await start_rank(server, label, environment, **ends)
         except BaseException:
             for read, _ in pipes.values():
                 os.close(read)

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.child_process import Killed, cause_of_death
-from llamarl.runtime.children import shares_imports
+from llamarl.runtime.children import Killed, cause_of_death, shares_imports
+from llamarl.runtime.commands import FramedLink
 from llamarl.runtime.determinism import environment
-from llamarl.runtime.framed_link import FramedLink
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ray.cluster import Cluster
 from llamarl.runtime.ray.hosted_rank import Say, Word
