@@ -125,9 +125,9 @@ def _commands(block: Block) -> list[list[str]]:
 
 @cache
 def _flags(verb: str) -> frozenset[str]:
-    verbs = argparse.ArgumentParser().add_subparsers()
-    importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs)
-    return frozenset(verbs.choices[verb]._option_string_actions)
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"llamarl.cli.{verb}").add_arguments(parser)
+    return frozenset(parser._option_string_actions)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)

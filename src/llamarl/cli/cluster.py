@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HEALTH", "add_parser", "description_of_cluster", "run"]
+__all__ = ["HEALTH", "add_arguments", "description_of_cluster", "run"]
 
 _DESCRIPTION = """\
 Starts a Ray cluster on machines of your own, by ssh, and ends it. Ray does the work: this writes its description
@@ -42,13 +42,8 @@ _END_S = 120.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "cluster",
-        help="start or end a Ray cluster on machines of your own, by ssh",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("action", choices=("up", "down"))
     parser.add_argument("hosts", nargs="?", metavar="a,b,c", help="with up: names or addresses, the head first")
     parser.add_argument(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llamarl.executors.mismatch import Mismatch
     from llamarl.models.support import Use
 
-__all__ = ["add_parser", "first_difference", "play", "random_reply", "record_twice", "run"]
+__all__ = ["add_arguments", "first_difference", "play", "random_reply", "record_twice", "run"]
 
 _DESCRIPTION = """\
   llamarl doctor                                          can a run start on this machine?
@@ -80,13 +80,8 @@ _PLAY_S = 120.0
 """For each of the two processes that play."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "doctor",
-        help="report what works on this machine, or how far a generator is from the trainer",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "model", nargs="?", help="run folder, Hugging Face folder, or bundled:tiny; default: look at the machine"
     )

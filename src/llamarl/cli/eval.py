@@ -16,7 +16,7 @@ from llamarl.errors import ConfigError, Mistake, ModelError
 if TYPE_CHECKING:
     from llamarl.models.exported import NamedModel
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Samples held-out prompts and judges the responses.
@@ -35,13 +35,8 @@ of the model with which the run began, where it was asked the same; pass@k the s
 A sample whose judge failed is counted as failed and enters neither. Exit code 1 if every sample failed."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "eval",
-        help="score a model or a run on a task",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "model", help="run folder, Hugging Face folder, id of the Hub (org/name), LoRA adapter folder, or bundled:tiny"
     )
@@ -52,7 +47,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument("--temperature", type=float, help="sampling temperature, 0 is greedy (default: the recipe's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--responses", metavar="OUT.jsonl", help="also write every prompt, response and verdict")
-    parser.set_defaults(run=run, takes_overrides=True)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,14 +8,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llamarl.errors import ConfigError
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Writes the policy of a checkpoint as a Hugging Face folder.
@@ -30,13 +30,8 @@ Fewer bits than were served round most of a small learning rate's changes away. 
 model's bit for bit."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "export",
-        help="write a checkpoint's policy as a model folder",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("run_dir", metavar="RUN", help="run folder")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist, or be empty")
     parser.add_argument("--tick", type=int, help="checkpoint to take, as its folder is numbered (default: the newest)")

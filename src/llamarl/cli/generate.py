@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llamarl.api.llm import LLM
     from llamarl.engine.sequence import Sequence as TokenSequence
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Samples responses with the native engine: many prompts at once, answers in the order of the prompts.
@@ -46,13 +46,8 @@ class _Request(NamedTuple):
     """What the user gave: "prompt" or "messages", and keys that are carried over."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "generate",
-        help="sample responses from a model",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "model",
         help="run folder, Hugging Face folder, id of the Hub (org/name[@REVISION]), LoRA adapter folder, or bundled:tiny",

@@ -22,8 +22,23 @@ from llamarl.process_tree import end_process
 
 __all__ = ["VERBS", "command", "main"]
 
-_EVERY_DAY = ("train", "sft", "report", "watch", "eval", "generate", "export", "recipes", "new", "doctor")
-_AT_SCALE = ("plan", "simulate", "cluster")
+_EVERY_DAY = {
+    "train": "train a policy as a recipe says",
+    "sft": "fine-tune a model on conversations or completions",
+    "report": "one offline HTML page of a run: what looks wrong, curves, timeline, responses, tokens",
+    "watch": "the report's page from 127.0.0.1, refreshed while the run goes on",
+    "eval": "score a model or a run on a task",
+    "generate": "sample responses from a model",
+    "export": "write a checkpoint's policy as a model folder",
+    "recipes": "list the recipes that ship with llamarl, or print one",
+    "new": "write a task of your own to start from",
+    "doctor": "report what works on this machine, or how far a generator is from the trainer",
+}
+_AT_SCALE = {
+    "plan": "best split, layout and staleness for a model on given devices, with the step time",
+    "simulate": "a job's schedule on a virtual clock: step time, idle shares and staleness when lengths vary",
+    "cluster": "start or end a Ray cluster on machines of your own, by ssh",
+}
 VERBS = (*_EVERY_DAY, *_AT_SCALE)
 _FIRST = """\
 llamarl train tiny                a bundled model learns to add, in a minute
@@ -31,6 +46,7 @@ llamarl report runs/tiny          what happened, one page for the browser
 llamarl new my-task               questions, a reward and a recipe of your own to change
 
 llamarl --help lists every verb; llamarl VERB --help and llamarl --help WORD (of a recipe's keys) explain."""
+_TAKE_SETTINGS = ("train", "sft", "eval", "simulate")
 _NEED_TEMPORARY_FILES = ("train", "sft", "eval", "generate")
 
 
@@ -67,14 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = next((a for a in words if not a.startswith("-")), None)
     if named is not None and named not in VERBS and (near := difflib.get_close_matches(named, VERBS, n=1, cutoff=0.6)):
         parser.error(f"there is no verb {named!r}; did you mean {near[0]!r}? There are {', '.join(VERBS)}")
-    for verb in VERBS:
-        # Only the verb asked for is imported in full: the others cost a second of imports each.
-        importlib.import_module(f"llamarl.cli.{verb.replace('-', '_')}").add_parser(verbs, full=verb == named)
+    for verb, told in {**_EVERY_DAY, **_AT_SCALE}.items():
+        of_verb = verbs.add_parser(verb, help=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if verb == named:  # nobody needs the others
+            importlib.import_module(f"llamarl.cli.{verb}").add_arguments(of_verb)
     args, extra = parser.parse_known_args(words)
     args.overrides = [*extra, *overrides]
-    if args.overrides and not getattr(args, "takes_overrides", False):
-        takers = [verb for verb, known in verbs.choices.items() if known.get_default("takes_overrides")]
-        hint = f"; settings of a recipe (--section.key VALUE) are taken by {', '.join(takers)}" if overrides else ""
+    if args.overrides and args.verb not in _TAKE_SETTINGS:
+        takers = ", ".join(_TAKE_SETTINGS)
+        hint = f"; settings of a recipe (--section.key VALUE) are taken by {takers}" if overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}{hint}")
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -125,7 +142,7 @@ class _InGroups(argparse.HelpFormatter):
 
     def _format_action(self, action: argparse.Action) -> str:
         text = super()._format_action(action)
-        for title, first in (("every day", _EVERY_DAY[0]), ("at scale", _AT_SCALE[0])):
+        for title, first in (("every day", next(iter(_EVERY_DAY))), ("at scale", next(iter(_AT_SCALE)))):
             if action.metavar == first or getattr(action, "dest", None) == first:
                 return f"\n{' ' * (self._current_indent - 2)}{title}:\n{text}"
         return text

@@ -6,12 +6,11 @@ import argparse
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 from llamarl.errors import ConfigError
 from llamarl.reading import user_path
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Writes a folder with questions, a reward function, a test of it, and a recipe that trains on them. It runs as it is, on a
@@ -98,13 +97,8 @@ def test_no_answer_scores_nothing() -> None:
 '''
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "new",
-        help="write a task of your own to start from",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("folder", help="to be made")
     parser.set_defaults(run=run)
 

@@ -14,7 +14,7 @@ from llamarl.shipped import shipped_or_path
 if TYPE_CHECKING:
     from llamarl.forecast.search import Options, Plan
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Tells, for a model, a number of devices and a batch, the best layout of two systems and how long a step takes:
@@ -45,17 +45,9 @@ Times come from rooflines: work / (peak x efficiency) + latency. Peaks and effic
 src/llamarl/forecast/hardware.toml; docs/forecast.md says what the model leaves out."""
 
 
-def add_parser(subparsers: Any, full: bool = True) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="best split, layout and staleness for a model on given devices, with the step time",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.set_defaults(run=run)
-    if not full:
-        return
     parser.add_argument(
         "source",
         nargs="?",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from llamarl.shipped import find_recipe, shipped_recipes
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Complete jobs to start from. A name stands for the file wherever a recipe is asked for.
@@ -17,13 +16,8 @@ Complete jobs to start from. A name stands for the file wherever a recipe is ask
   llamarl train tiny                   run one"""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "recipes",
-        help="list the recipes that ship with llamarl, or print one",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("name", nargs="?", help="print this one instead")
     parser.set_defaults(run=run)
 

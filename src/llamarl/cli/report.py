@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from llamarl.errors import ConfigError
 
-__all__ = ["add_parser", "add_runs", "max_bytes_of", "open_runs", "run"]
+__all__ = ["add_arguments", "add_runs", "max_bytes_of", "open_runs", "run"]
 
 _DESCRIPTION = """\
 Writes what a run did as one HTML file that needs nothing else: no network, no server. Open it in any browser, keep it,
@@ -38,17 +37,9 @@ take more than --max-mb, the page carries whole groups sampled over all ticks, t
 More: docs/report.md"""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "report",
-        help="one offline HTML page of a run: what looks wrong, curves, timeline, responses, tokens",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.set_defaults(run=run)
-    if not full:
-        return
     add_runs(parser)
     parser.add_argument("--out", metavar="FILE.html", help="file to write (default: report.html in the first RUN)")
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["add_parser", "run", "settings"]
+__all__ = ["add_arguments", "run", "settings"]
 
 _DESCRIPTION = """\
 Trains a model to write the completions that the data holds: the trainer of `llamarl train`, without generator and reward.
@@ -24,13 +24,8 @@ A row is {"messages": [..]}, {"prompt": .., "completion": ..} or {"question": ..
 assistant says. Every key of a recipe can be set: --section.key VALUE (llamarl --help keys lists them, docs/sft.md explains)."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "sft",
-        help="fine-tune a model on conversations or completions",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument("model", help="Hugging Face folder, or id of a model of the Hub")
     parser.add_argument("data", help="file of JSON lines or another table, folder, or id of a data set of the Hub")
     parser.add_argument(
@@ -39,7 +34,7 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     parser.add_argument("--batch", type=int, default=32, help="rows an optimizer step (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
-    parser.set_defaults(run=run, takes_overrides=True)
+    parser.set_defaults(run=run)
 
 
 def settings(model: str, data: str, *, num_rows: int, epochs: float, batch: int) -> Mapping[str, Any]:

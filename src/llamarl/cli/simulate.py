@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llamarl.forecast.hardware import Hardware
     from llamarl.forecast.scenario import Scenario
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Runs the real controller and the real dataflow graph on a virtual clock, with executors that only take time, and tells for
@@ -39,17 +39,9 @@ examples:
 Response lengths as in llamarl plan --help. docs/forecast.md says what the model leaves out."""
 
 
-def add_parser(subparsers: Any, full: bool = True) -> None:
-    parser = subparsers.add_parser(
-        "simulate",
-        help="a job's schedule on a virtual clock: step time, idle shares and staleness when lengths vary",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run, takes_overrides=True, overrides=(), max_pipeline=1, precision=None)
-    if not full:
-        return
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.set_defaults(run=run, overrides=(), max_pipeline=1, precision=None)
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
     parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
     add_job(parser, "a recipe or run")

@@ -15,7 +15,7 @@ from llamarl.reading import user_path
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
 
-__all__ = ["add_parser", "launch", "run"]
+__all__ = ["add_arguments", "launch", "run"]
 
 _DESCRIPTION = """\
 Runs generator, reward and trainer at once, each in its own process, as a recipe says.
@@ -34,13 +34,8 @@ The run folder holds config.toml, metrics.jsonl, rollouts/, trace.json (ui.perfe
 model/ (a Hugging Face folder of the final policy)."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "train",
-        help="train a policy as a recipe says",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "recipe",
         nargs="?",
@@ -77,15 +72,14 @@ def add_parser(verbs: Any, full: bool = True) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--every-key", action="store_true", help="with --dry-run: print keys at their defaults too")
-    if full:
-        from llamarl.config import section_help
+    from llamarl.config import section_help
 
-        parser.epilog = textwrap.fill(
-            f"Keys of a recipe, by section: {section_help()}. llamarl --help optimizer explains those of a section, "
-            f"llamarl --help WORD those that hold a word, llamarl --help keys all of them.",
-            width=100,
-        )
-    parser.set_defaults(run=run, takes_overrides=True)
+    parser.epilog = textwrap.fill(
+        f"Keys of a recipe, by section: {section_help()}. llamarl --help optimizer explains those of a section, "
+        f"llamarl --help WORD those that hold a word, llamarl --help keys all of them.",
+        width=100,
+    )
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

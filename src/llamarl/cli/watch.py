@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from llamarl.cli.report import add_runs, max_bytes_of, open_runs
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Serves the page of llamarl report at 127.0.0.1, and keeps it up to date while the run goes on. Only this machine reaches it, and only
@@ -22,16 +21,9 @@ only read, never touched.
 The page looks for news every few seconds, and keeps the view, the scroll position and what you are typing."""
 
 
-def add_parser(verbs: Any, full: bool = True) -> None:
-    parser = verbs.add_parser(
-        "watch",
-        help="the report's page from 127.0.0.1, refreshed while the run goes on",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DESCRIPTION
     parser.set_defaults(run=run)
-    if not full:
-        return
     add_runs(parser)
     parser.add_argument("--port", type=int, default=0, help="to listen on (default: a free one)")
     parser.add_argument(

@@ -98,8 +98,8 @@ def test_advice_goes_from_the_cheapest_step_to_float32() -> None:
 
 def ask(line: str) -> int:
     parser = argparse.ArgumentParser()
-    doctor.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["doctor", *line.split()])
+    doctor.add_arguments(parser)
+    args = parser.parse_args(line.split())
     return int(args.run(args))
 
 
