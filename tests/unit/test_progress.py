@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from llamarl import progress
-from llamarl.controller.live_lines import LiveLines
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.observability.console import ConsoleReporter
+from llamarl.observability.console import ConsoleReporter, LiveLines
 from llamarl.observability.job_description import JobDescription, Lane
 
 JOB = JobDescription(title="tiny", lanes=(Lane(name="generator", detail="samples groups"),))

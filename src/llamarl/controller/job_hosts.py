@@ -412,8 +412,8 @@ class JobHosts:
             raise ConfigError(f"hosts.on.{executor}: {error}") from error
 
 
-def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts | None:
-    """The nodes of the cluster that a configuration names; None where it names none.
+def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
+    """The nodes of the cluster that a configuration names.
 
     Args:
         begun: Of the run that is gone on with: it may do so without some of the nodes that it was given.
@@ -421,8 +421,6 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts | 
     Raises:
         ConfigError: There is no such cluster, it refuses us, or a node cannot say what it is.
     """
-    if not config.hosts.wanted:
-        return None
     from llamarl.runtime.ray.cluster import connect
 
     ports = parse_ports(config.hosts.port_range) if config.hosts.port_range else (0, 0)

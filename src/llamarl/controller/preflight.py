@@ -14,7 +14,7 @@ from typing import Any
 
 from llamarl.checkpoint.config import why_no_storage
 from llamarl.config import RunConfig
-from llamarl.controller.overview import Questions
+from llamarl.controller.notices import Questions
 from llamarl.controller.run_folder import refuse_a_run, refuse_if_held
 from llamarl.data.chat import uses_chat_template
 from llamarl.data.mixture import MixedStream

@@ -10,13 +10,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
 from llamarl.controller.graph import Graph
-from llamarl.controller.job_hosts import JobHosts, open_hosts
-from llamarl.controller.notices import replica_table
-from llamarl.controller.overview import Questions, overview
+from llamarl.controller.notices import Questions, overview, replica_table
 from llamarl.controller.preflight import (
     check_architectures,
     check_engine,
@@ -41,6 +39,9 @@ from llamarl.runtime.host_placement import why_no_room
 from llamarl.runtime.placement import Placement, place
 from llamarl.trainer.config import TrainerConfig
 from llamarl.transports.network import join
+
+if TYPE_CHECKING:
+    from llamarl.controller.job_hosts import JobHosts
 
 __all__ = [
     "Prepared",
@@ -144,7 +145,11 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
         config = local(recorded)
     _check_vocabularies(config, folder)
     graph = llamarl_graph(config)
-    hosts = open_hosts(config, begun)
+    hosts = None
+    if config.hosts.wanted:
+        from llamarl.controller.job_hosts import open_hosts  # a run of one machine needs none of it
+
+        hosts = open_hosts(config, begun)
     try:
         prepared = _place_executors(recorded, config, folder, graph, hosts)
     except BaseException:

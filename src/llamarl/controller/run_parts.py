@@ -23,7 +23,6 @@ from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.early_end import EarlyEnd, most_ahead
 from llamarl.controller.journaled import keeps_journal
-from llamarl.controller.live_lines import LiveLines
 from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
 from llamarl.controller.own_runs import mark
@@ -34,6 +33,7 @@ from llamarl.controller.run_folder import CONFIG_FILE, RunFolder
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import TOLD, ConfigError, LlamaRLError, RunFolderLost, RunStopped
+from llamarl.observability.console import LiveLines
 from llamarl.observability.events import REPLAY_FILE, EventLog, read_events
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +28,7 @@ from llamarl.observability.job_description import JobDescription
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.writing import append_all, writes
 
-__all__ = ["LOG_FILE", "ConsoleReporter"]
+__all__ = ["LOG_FILE", "ConsoleReporter", "LiveLines"]
 
 LOG_FILE = "log.jsonl"
 
@@ -37,6 +37,8 @@ _REFRESH_S = 1.0
 """Between two looks at what executors are at, on a live display."""
 _SILENCE_S = 30.0
 """Longest time without a line elsewhere."""
+_ENDS_S = 10.0
+"""Longest wait for the thread: a question to the ranks is given up before."""
 
 
 class ConsoleReporter:
@@ -224,3 +226,30 @@ class _Panel:
                 Text(self.working.get(lane.name, lane.detail), style="dim"),
             )
         return Group(Text(""), self._progress, facts, lanes)
+
+
+class LiveLines:
+    """Shows how far the executors are while nothing else is said: a thread asks, every second where
+    there is a live display, else after half a minute of silence, until it is closed.
+
+    Args:
+        ask: Executor -> what it is at, in words, of those at work; takes a few seconds at most.
+    """
+
+    def __init__(self, ask: Callable[[], Mapping[str, str]], console: ConsoleReporter) -> None:
+        self._ask, self._console = ask, console
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llamarl-live-lines", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say no more. Idempotent."""
+        self._closed.set()
+        self._thread.join(_ENDS_S)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._console.silence_left_s()):
+            if self._console.silence_left_s() <= 0 or self._console.is_live:
+                found = self._ask()
+                if not self._closed.is_set():
+                    self._console.working(found)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import load_config
-from llamarl.controller.overview import Questions, overview
+from llamarl.controller.notices import Questions, overview
 from llamarl.controller.prepare import plan_run, prepare
 from llamarl.controller.run_folder import held, make_folder
 from llamarl.errors import ConfigError, LlamaRLError
