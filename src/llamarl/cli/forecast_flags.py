@@ -221,13 +221,14 @@ def threads_of(config: RunConfig) -> dict[str, int]:
     """CPU threads of each role's ranks as a run on this machine would pin them."""
     from llamarl.controller.standard_graph import llamarl_graph
     from llamarl.roles import ROLES
-    from llamarl.runtime.placement import place
+    from llamarl.runtime.placement import here, place
 
     sections = {role.section: role.settings(config) for role in ROLES.values() if role.section}
     on_cpu = dataclasses.replace(
         config, **{name: dataclasses.replace(section, device="cpu") for name, section in sections.items()}
     )
-    placed = place(llamarl_graph(on_cpu).executors, cores=config.run.cores or None, cuda_devices=0)
+    machine = here(cores=config.run.cores or None, cuda_devices=0)
+    placed = place(llamarl_graph(on_cpu).executors, [machine])
     return {spec.name: spec.threads for spec in placed.executors if spec.name in ("generator", "trainer")}
 
 

@@ -167,14 +167,14 @@ def start_fork_servers(config: RunConfig) -> None:
     from llamarl.errors import LlamaRLError
     from llamarl.runtime.children import shared_modules, start_early
     from llamarl.runtime.determinism import rank_environment
-    from llamarl.runtime.placement import may_have_gpus, place
+    from llamarl.runtime.placement import here, may_have_gpus, place
 
     if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():
         return
     try:
         graph = llamarl_graph(config)
-        cores = config.run.cores or None
-        placement = place(graph.executors, cores=cores, cuda_devices=0, colocated=colocated_group(config, graph))
+        machine = here(cores=config.run.cores or None, cuda_devices=0)
+        placement = place(graph.executors, [machine], colocated=colocated_group(config, graph))
     except LlamaRLError:
         return
     of_model = modules_of_model(config.model.path)

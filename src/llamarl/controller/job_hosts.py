@@ -30,15 +30,13 @@ from llamarl.runtime.config import HERE, hosts_named, parse_ports
 from llamarl.runtime.host_placement import (
     Machine,
     layouts,
-    place_on_hosts,
-    share_of,
     spread,
     stand_in,
     unlike,
     what_changed,
     why_no_room,
 )
-from llamarl.runtime.placement import ColocatedGroup, Placement
+from llamarl.runtime.placement import ColocatedGroup, Placement, place, share_of
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
@@ -228,7 +226,15 @@ class JobHosts:
             trouble = ConfigError(f"{trouble}\nthese nodes take no part:\n{left_out}")
         if not self.absent:
             raise trouble
-        raise ConfigError(why_no_room(self.absent, named, str(trouble))) from trouble
+        raise self.no_room(trouble) from trouble
+
+    def no_room(self, trouble: ConfigError) -> ConfigError:
+        """Why a run does not go on without the hosts that are absent.
+
+        Args:
+            trouble: Why its ranks have no place on the others.
+        """
+        return ConfigError(why_no_room(self.absent, self.named, str(trouble)))
 
     def _fit(
         self,
@@ -257,7 +263,7 @@ class JobHosts:
                 f"{listed}\nLeave some of them out by --on, or make them alike; other processors and libraries (not another llamarl, "
                 "nor Python 3.11 beside 3.12) are accepted with hosts.allow_unlike = true: to rounding, no longer bit for bit."
             )
-        placement = place_on_hosts(executors, hosts, self.where, colocated=colocated)
+        placement = place(executors, hosts, self.where, colocated=colocated)
         self.machines, self.placement = hosts, placement
         self.on_gpus = [spec.name for spec in placement.executors if spec.device.startswith("cuda")]
         return placement

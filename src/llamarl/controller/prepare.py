@@ -35,8 +35,7 @@ from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import user_path
 from llamarl.roles import present_roles
-from llamarl.runtime.host_placement import why_no_room
-from llamarl.runtime.placement import Placement, place
+from llamarl.runtime.placement import Placement, here, place
 from llamarl.trainer.config import TrainerConfig
 from llamarl.transports.network import join
 
@@ -168,7 +167,7 @@ def _place_executors(
     """Threads, devices and transports, on this machine or on hosts."""
     colocated = colocated_group(config, graph)
     if hosts is None:
-        placement = place(graph.executors, cores=config.run.cores or None, colocated=colocated)
+        placement = place(graph.executors, [here(cores=config.run.cores or None)], colocated=colocated)
     else:
         placement = hosts.place(graph.executors, colocated)
     recorded = settle_on(recorded, Machine(placement.executors, hosts.facts["processor"] if hosts is not None else ""))
@@ -182,7 +181,7 @@ def _place_executors(
     except ConfigError as error:
         if hosts is None or not hosts.absent:
             raise
-        raise ConfigError(why_no_room(hosts.absent, hosts.named, str(error))) from error
+        raise hosts.no_room(error) from error
     executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
     graph = Graph(executors, graph.channels)
     graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)

@@ -1,12 +1,11 @@
-"""Which rank goes to which host, and what it gets there. Pure: hosts are what their inventories say.
+"""Which rank goes to which host. Pure: hosts are what their inventories say.
 
-    executors, hosts ─▶ spread: a host for each rank ─▶ place, host by host ─▶ one Placement
+    executors, hosts ─▶ spread: a host for each rank ─▶ placement.place: threads and a device for each
 
 An executor that is given hosts fills them one after the other: tensor-parallel peers stay together
 where they can, ranks with neighbouring numbers too, since these talk most. One that is given none
 goes whole to the host that has fewest ranks so far. Unlike replicas may be given hosts kind by
-kind: ``generator_0`` are those of the first kind. All ranks of an executor get the same number of
-threads, the least that any of its hosts can give, because bits depend on it.
+kind: ``generator_0`` are those of the first kind.
 
 While the job goes on a host may be gone: another takes its place (``stand_in``), and everyone else stays.
 
@@ -18,18 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
 __all__ = [
     "Machine",
     "Units",
     "layouts",
-    "place_on_hosts",
-    "share_of",
     "spread",
     "stand_in",
     "unlike",
@@ -47,12 +43,13 @@ how many there are)."""
 
 @dataclass(frozen=True)
 class Machine:
-    """A host."""
+    """A host, or this machine where a job has none."""
 
     name: str
+    """Empty: this machine."""
     cores: int
     cuda_devices: int
-    facts: Mapping[str, str]
+    facts: Mapping[str, str] = field(default_factory=dict)
     """``checkpoint.platform.platform_facts``."""
 
 
@@ -193,99 +190,6 @@ def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:
             if ours != theirs and (name in _ALWAYS_ALIKE or not allow):
                 found.append(f"{name}: {first.name} has {ours!r}, {other.name} {theirs!r}")
     return found
-
-
-def place_on_hosts(
-    executors: Sequence[ExecutorSpec],
-    hosts: Sequence[Machine],
-    where: Mapping[str, Sequence[int]],
-    *,
-    colocated: ColocatedGroup | None = None,
-) -> Placement:
-    """Settle threads and devices on every host.
-
-    Args:
-        where: As :func:`spread` gives it.
-
-    Raises:
-        ConfigError: Something cannot be met. Every mistake is named, with its machine.
-    """
-    used = sorted({host for ranks in where.values() for host in ranks})
-    settled: dict[int, dict[str, ExecutorSpec]] = {}
-    mistakes: list[str] = []
-    for host in used:
-        machine = hosts[host]
-        local = [part for spec in executors if (part := _part(spec, where[spec.name], host)) is not None]
-        try:
-            placed = place(
-                local,
-                cores=machine.cores,
-                cuda_devices=machine.cuda_devices,
-                colocated=colocated.among(local) if colocated is not None else None,
-            )
-        except ConfigError as error:
-            mistakes += [f"{machine.name}: {line.removeprefix('  - ')}" for line in str(error).splitlines()[1:]]
-        else:
-            settled[host] = {spec.name: spec for spec in placed.executors}
-    if not mistakes:
-        mistakes += [mistake for spec in executors if (mistake := _mixed(spec, where[spec.name], settled))]
-    if mistakes:
-        raise ConfigError("this job cannot be placed on these hosts:\n" + "\n".join(f"  - {one}" for one in mistakes))
-    whole = tuple(_whole(spec, where[spec.name], settled) for spec in executors)
-    names = {spec.name: tuple(hosts[host].name for host in where[spec.name]) for spec in executors}
-    cores_of = {hosts[host].name: hosts[host].cores for host in used}
-    num_gpus = sum(hosts[host].cuda_devices for host in used)
-    return Placement(whole, sum(cores_of.values()), num_gpus, colocated, hosts=names, cores_of=cores_of)
-
-
-def share_of(
-    host: int, executors: Sequence[ExecutorSpec], where: Mapping[str, Sequence[int]], machine: Machine
-) -> tuple[int, int]:
-    """Cores and GPUs that the ranks on a host take of it: a core a thread, where there are so many,
-    and GPUs up to the last in use."""
-    threads = gpus = 0
-    for spec in executors:
-        threads += spec.threads * list(where[spec.name]).count(host)
-        devices = spec.device.split(",")
-        for device in (devices[rank % len(devices)] for rank, at in enumerate(where[spec.name]) if at == host):
-            kind, _, index = device.partition(":")
-            if kind == "cuda":
-                gpus = max(gpus, int(index or 0) + 1)
-    return min(threads, machine.cores), min(gpus, machine.cuda_devices)
-
-
-def _part(spec: ExecutorSpec, ranks: Sequence[int], host: int) -> ExecutorSpec | None:
-    """The ranks of ``spec`` that lie on ``host``, as an executor of their own."""
-    devices = [device.strip() for device in spec.device.split(",")]
-    own = [rank for rank, at in enumerate(ranks) if at == host]
-    if not own:
-        return None
-    if len(devices) == spec.num_ranks:  # one a rank
-        devices = [devices[rank] for rank in own]
-    return replace(spec, num_ranks=len(own), device=",".join(devices))
-
-
-def _mixed(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> str:
-    kinds = {settled[host][spec.name].device.startswith("cuda") for host in ranks}
-    if len(kinds) < 2:
-        return ""
-    return (
-        f"executor {spec.name!r}: device {spec.device!r} would be CUDA on some of its hosts and the CPU on others; set it to 'cpu' "
-        "or 'cuda', or give it other hosts"
-    )
-
-
-def _whole(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> ExecutorSpec:
-    """The executor with what its machines give."""
-    left = {host: _each(settled[host][spec.name]) for host in set(ranks)}
-    devices = [left[host].pop(0) for host in ranks]
-    threads = min(settled[host][spec.name].threads for host in ranks)
-    return replace(spec, threads=threads, device=devices[0] if set(devices) == {"cpu"} else ",".join(devices))
-
-
-def _each(part: ExecutorSpec) -> list[str]:
-    devices = part.device.split(",")
-    return devices if len(devices) == part.num_ranks else devices * part.num_ranks
 
 
 _WAYS_OUT = "ray start --address HEAD:PORT; or resume by --cluster here, on this machine."

@@ -29,9 +29,19 @@ from itertools import combinations
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.host_placement import Machine
 from llamarl.trainer.config import MOST_AT_ONCE
 
-__all__ = ["ColocatedGroup", "Placement", "available_cores", "available_cuda_devices", "may_have_gpus", "place"]
+__all__ = [
+    "ColocatedGroup",
+    "Placement",
+    "available_cores",
+    "available_cuda_devices",
+    "here",
+    "may_have_gpus",
+    "place",
+    "share_of",
+]
 
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of drivers, the last of Windows' subsystem for Linux."""
@@ -154,32 +164,132 @@ def may_have_gpus() -> bool:
     return sys.platform != "linux" or any(glob.glob(pattern) for pattern in _GPU_FILES)
 
 
+def here(*, cores: int | None = None, cuda_devices: int | None = None) -> Machine:
+    """This machine.
+
+    Args:
+        cores: To share; None takes what this process may use.
+        cuda_devices: None asks torch.
+    """
+    cores = available_cores() if cores is None else cores
+    return Machine("", cores, available_cuda_devices() if cuda_devices is None else cuda_devices)
+
+
 def place(
     executors: Sequence[ExecutorSpec],
+    machines: Sequence[Machine],
+    where: Mapping[str, Sequence[int]] | None = None,
     *,
-    cores: int | None = None,
-    cuda_devices: int | None = None,
     colocated: ColocatedGroup | None = None,
 ) -> Placement:
-    """Settle the threads and devices of ``executors``.
+    """Settle the threads and devices of ``executors``, machine by machine.
 
     Args:
         executors: ``threads`` 0 asks for a share of the cores; ``device`` is ``auto`` (CUDA where
             there is one), ``cpu``, ``cuda``, ``cuda:N``, or a comma-separated list with one a rank.
-        cores: Cores to share; None takes what this process may use.
-        cuda_devices: Number of CUDA devices; None asks torch.
+        where: Executor -> the machine of each of its ranks (``host_placement.spread``); None: all are
+            on the first.
         colocated: Of a co-located job: who takes turns.
 
     Raises:
-        ConfigError: The request cannot be met here. The message lists every mistake and what would mend it.
+        ConfigError: The request cannot be met. The message lists every mistake, with its machine, and what would mend it.
     """
-    cores = available_cores() if cores is None else cores
-    cuda_devices = available_cuda_devices() if cuda_devices is None else cuda_devices
+    mistakes = [
+        f"executor {spec.name!r}: num_ranks must be >= 1, got {spec.num_ranks}"
+        for spec in executors
+        if spec.num_ranks < 1
+    ]
+    where = {spec.name: (0,) * spec.num_ranks for spec in executors} if where is None else where
+    used = sorted({host for ranks in where.values() for host in ranks})
+    settled: dict[int, dict[str, ExecutorSpec]] = {}
+    for host in used:
+        local = [part for spec in executors if (part := _part(spec, where[spec.name], host)) is not None]
+        group = colocated.among(local) if colocated is not None else None
+        title = f"{machines[host].name}: " if machines[host].name else ""
+        try:
+            settled[host] = {spec.name: spec for spec in _settle(local, machines[host], group)}
+        except ConfigError as error:
+            mistakes += [title + line for line in str(error).splitlines()]
+    if not mistakes:
+        mistakes += [mistake for spec in executors if (mistake := _mixed(spec, where[spec.name], settled))]
+    named = any(machines[host].name for host in used)
+    if mistakes:
+        there = "on these hosts" if named else "here"
+        raise ConfigError(f"this job cannot be placed {there}:\n" + "\n".join(f"  - {one}" for one in mistakes))
+    return Placement(
+        tuple(_whole(spec, where[spec.name], settled) for spec in executors),
+        sum(machines[host].cores for host in used),
+        sum(machines[host].cuda_devices for host in used),
+        colocated,
+        hosts={name: tuple(machines[host].name for host in ranks) for name, ranks in where.items()} if named else {},
+        cores_of={machines[host].name: machines[host].cores for host in used} if named else {},
+    )
+
+
+def share_of(
+    host: int, executors: Sequence[ExecutorSpec], where: Mapping[str, Sequence[int]], machine: Machine
+) -> tuple[int, int]:
+    """Cores and GPUs that the ranks on a host take of it: a core a thread, where there are so many,
+    and GPUs up to the last in use."""
+    threads = gpus = 0
+    for spec in executors:
+        threads += spec.threads * list(where[spec.name]).count(host)
+        devices = spec.device.split(",")
+        for device in (devices[rank % len(devices)] for rank, at in enumerate(where[spec.name]) if at == host):
+            kind, _, index = device.partition(":")
+            if kind == "cuda":
+                gpus = max(gpus, int(index or 0) + 1)
+    return min(threads, machine.cores), min(gpus, machine.cuda_devices)
+
+
+def _part(spec: ExecutorSpec, ranks: Sequence[int], host: int) -> ExecutorSpec | None:
+    """The ranks of ``spec`` that lie on ``host``, as an executor of their own."""
+    devices = [device.strip() for device in spec.device.split(",")]
+    own = [rank for rank, at in enumerate(ranks) if at == host]
+    if not own:
+        return None
+    if len(devices) == spec.num_ranks:  # one a rank
+        devices = [devices[rank] for rank in own]
+    return replace(spec, num_ranks=len(own), device=",".join(devices))
+
+
+def _mixed(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> str:
+    kinds = {settled[host][spec.name].device.startswith("cuda") for host in ranks}
+    if len(kinds) < 2:
+        return ""
+    return (
+        f"executor {spec.name!r}: device {spec.device!r} would be CUDA on some of its hosts and the CPU on others; set it to 'cpu' "
+        "or 'cuda', or give it other hosts"
+    )
+
+
+def _whole(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mapping[str, ExecutorSpec]]) -> ExecutorSpec:
+    """The executor with what its machines give."""
+    left = {host: _each(settled[host][spec.name]) for host in set(ranks)}
+    devices = [left[host].pop(0) for host in ranks]
+    threads = min(settled[host][spec.name].threads for host in ranks)
+    return replace(spec, threads=threads, device=devices[0] if set(devices) == {"cpu"} else ",".join(devices))
+
+
+def _each(part: ExecutorSpec) -> list[str]:
+    devices = part.device.split(",")
+    return devices if len(devices) == part.num_ranks else devices * part.num_ranks
+
+
+def _settle(
+    executors: Sequence[ExecutorSpec], machine: Machine, colocated: ColocatedGroup | None
+) -> Sequence[ExecutorSpec]:
+    """The executors, all on one machine, with threads and devices.
+
+    Raises:
+        ConfigError: Has a line for each mistake.
+    """
+    cores, cuda_devices = machine.cores, machine.cuda_devices
     mistakes = [mistake for spec in executors for mistake in _mistakes(spec, cuda_devices)]
     if cores < 1:
         mistakes.append(f"cores must be >= 1, got {cores}")
     if mistakes:
-        raise ConfigError("this job cannot be placed here:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes))
+        raise ConfigError("\n".join(mistakes))
     threads = _threads(executors, cores, colocated)
     used: Counter[int] = Counter()
     for spec in executors:
@@ -190,13 +300,11 @@ def place(
         devices[spec.name] = _choose_device(spec, cuda_devices, used, from_first=spec.name in together)
     settled = tuple(replace(spec, threads=threads[spec.name], device=devices[spec.name]) for spec in executors)
     _refuse_crowds(settled, cuda_devices, together)
-    return Placement(settled, cores, cuda_devices, colocated)
+    return settled
 
 
 def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
     who = f"executor {spec.name!r}"
-    if spec.num_ranks < 1:
-        return [f"{who}: num_ranks must be >= 1, got {spec.num_ranks}"]
     found = []
     if spec.threads < 0:
         found.append(f"{who}: threads must be >= 1, or 0 for a share of the cores, got {spec.threads}")

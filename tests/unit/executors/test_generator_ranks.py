@@ -15,6 +15,7 @@ from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of, why_ranks_unfit
+from llamarl.runtime.host_placement import Machine
 from llamarl.runtime.placement import place
 
 
@@ -28,7 +29,7 @@ def test_replicas_times_tensor_parallel_ranks_are_processes_with_one_group() -> 
     assert (generator.num_ranks, generator.process_group) == (4, "cpu:gloo,cuda:nccl")
     alone = llamarl_graph(_config("--generator.dp", "2", "--generator.device", "cpu")).executors[0]
     assert (alone.num_ranks, alone.process_group) == (2, "")  # replicas never talk to each other
-    placed = place([generator], cores=8, cuda_devices=4).executors[0]
+    placed = place([generator], [Machine("", 8, 4)]).executors[0]
     assert placed.device == "cuda:0,cuda:1,cuda:2,cuda:3"
 
 

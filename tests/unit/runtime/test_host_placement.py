@@ -10,13 +10,11 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.config import host_settings, hosts_named
 from llamarl.runtime.host_placement import (
     Machine,
-    place_on_hosts,
-    share_of,
     spread,
     stand_in,
     unlike,
 )
-from llamarl.runtime.placement import ColocatedGroup
+from llamarl.runtime.placement import ColocatedGroup, place, share_of
 
 FACTS = {"llamarl": "1", "python": "3.11.7", "torch": "2.13", "processor": "x86 avx2"}
 
@@ -71,7 +69,7 @@ def test_an_executor_that_there_is_not_is_refused_with_those_that_there_are() ->
 def test_each_host_gives_its_own_cores_and_devices() -> None:
     executors = [spec("g", 4, "cuda", 0), spec("t", 2, "cuda", 0), spec("r", threads=1)]
     hosts = [machine("a", 4, 2), machine("b", 16, 4), machine("c")]
-    placement = place_on_hosts(executors, hosts, {"g": (0, 0, 1, 1), "t": (1, 1), "r": (2,)})
+    placement = place(executors, hosts, {"g": (0, 0, 1, 1), "t": (1, 1), "r": (2,)})
     g, t, r = placement.executors
     assert (g.device, g.threads) == ("cuda:0,cuda:1,cuda:0,cuda:1", 2), "a has least for each: 4 cores for 2 ranks"
     assert (t.device, t.threads) == ("cuda:2,cuda:3", 4)
@@ -87,7 +85,7 @@ def test_all_mistakes_are_told_at_once_with_their_machines() -> None:
     executors = [spec("g", 3, "cuda"), spec("t", 1, "cuda:7")]
     hosts = [machine("a", cuda_devices=1), machine("b", cuda_devices=2)]
     with pytest.raises(ConfigError) as caught:
-        place_on_hosts(executors, hosts, {"g": (0, 0, 1), "t": (1,)})
+        place(executors, hosts, {"g": (0, 0, 1), "t": (1,)})
     message = str(caught.value)
     assert "a: executor 'g': 2 ranks need as many CUDA devices, this machine has 1" in message
     assert "b: executor 't': there is no cuda:7" in message
@@ -96,13 +94,13 @@ def test_all_mistakes_are_told_at_once_with_their_machines() -> None:
 def test_one_kind_of_device_an_executor() -> None:
     hosts = [machine("a"), machine("b", cuda_devices=1)]
     with pytest.raises(ConfigError, match="CUDA on some of its hosts and the CPU on others"):
-        place_on_hosts([spec("g", 2, "auto")], hosts, {"g": (0, 1)})
+        place([spec("g", 2, "auto")], hosts, {"g": (0, 1)})
 
 
 def test_a_colocated_pair_shares_the_devices_of_its_host() -> None:
     group = ColocatedGroup(members=("g", "r", "t"), sharing=("g", "t"))
     executors = [spec("g", 1, "cuda", 0), spec("r", threads=1), spec("t", 1, "cuda", 0)]
-    placement = place_on_hosts(
+    placement = place(
         executors,
         [machine("a", 4, 2), machine("b")],
         {"g": (0,), "r": (1,), "t": (0,)},
@@ -201,3 +199,10 @@ def test_ranks_on_gpus_go_where_as_many_are_free() -> None:
     assert stand_in(0, hosts, where, gone={0}, on_gpus=["g", "t"]) == 2
     assert stand_in(0, hosts, where, gone={0, 2}, on_gpus=["g", "t"]) is None, "b has too few, and d none"
     assert stand_in(3, hosts, where, gone={3}, on_gpus=["g", "t"]) == 2, "ranks without a GPU go anywhere"
+
+
+def test_a_crowd_on_one_device_is_told_with_its_host() -> None:
+    with pytest.raises(
+        ConfigError, match=r"on these hosts:\n  - a: executors 'g' \(2 ranks\) and 't' \(2 ranks\) would share"
+    ):
+        place([spec("g", 2, "cuda"), spec("t", 2, "cuda")], [machine("a", 8, 2)], {"g": (0, 0), "t": (0, 0)})

@@ -6,6 +6,7 @@ import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.host_placement import Machine
 from llamarl.runtime.placement import ColocatedGroup, Placement, place
 
 
@@ -14,7 +15,7 @@ def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "
 
 
 def settled(*executors: ExecutorSpec, cores: int = 8, cuda_devices: int = 0) -> dict[str, tuple[int, str]]:
-    placement = place(executors, cores=cores, cuda_devices=cuda_devices)
+    placement = place(executors, [Machine("", cores, cuda_devices)])
     return {spec.name: (spec.threads, spec.device) for spec in placement.executors}
 
 
@@ -51,7 +52,7 @@ def test_ranks_of_two_executors_never_share_devices_unless_they_take_turns() -> 
 
 def test_executors_share_a_lone_device_and_the_table_says_so() -> None:
     job = (executor("generator"), executor("reward", device="cpu", threads=1), executor("trainer"))
-    placement = place(job, cores=3, cuda_devices=1)
+    placement = place(job, [Machine("", 3, 1)])
     assert [spec.device for spec in placement.executors] == ["cuda:0", "cpu", "cuda:0"]
     assert placement.table().splitlines() == [
         "executor   rank    device  threads",
@@ -67,7 +68,7 @@ def test_executors_share_a_lone_device_and_the_table_says_so() -> None:
 def _with_a_filling_trainer(cores: int, *, generator: int = 0, ranks: int = 1, threads: int = 0) -> Placement:
     trainer = replace(executor("trainer", num_ranks=ranks, threads=threads), fills_cores=True)
     job = [executor("generator", threads=generator), executor("reward", threads=1), trainer]
-    return place(job, cores=cores, cuda_devices=0)
+    return place(job, [Machine("", cores, 0)])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_the_table_says_who_uses_what_the_others_leave() -> None:
 
 
 def test_the_table_says_when_threads_outnumber_cores() -> None:
-    table = place([executor("trainer", num_ranks=2, threads=3)], cores=4, cuda_devices=0).table()
+    table = place([executor("trainer", num_ranks=2, threads=3)], [Machine("", 4, 0)]).table()
     assert table.endswith("6 threads on 4 cores: executors that work at the same time take turns")
 
 
@@ -123,13 +124,13 @@ def test_the_table_says_when_threads_outnumber_cores() -> None:
 )
 def test_what_cannot_be_met_is_refused_with_the_fix(spec: ExecutorSpec, cuda_devices: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        place([spec], cores=4, cuda_devices=cuda_devices)
+        place([spec], [Machine("", 4, cuda_devices)])
     assert f"executor 'trainer': {message}" in str(caught.value) or message in str(caught.value)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        place([executor("generator", device="cuda"), executor("trainer", threads=-2)], cores=0, cuda_devices=0)
+        place([executor("generator", device="cuda"), executor("trainer", threads=-2)], [Machine("", 0, 0)])
     assert str(caught.value).count("\n  - ") == 3
 
 
@@ -137,7 +138,7 @@ IN_TURN = ColocatedGroup(sharing=("generator", "trainer"), members=("generator",
 
 
 def co_located(*executors: ExecutorSpec, cores: int = 8, cuda_devices: int = 0) -> dict[str, tuple[int, str]]:
-    placement = place(executors, cores=cores, cuda_devices=cuda_devices, colocated=IN_TURN)
+    placement = place(executors, [Machine("", cores, cuda_devices)], colocated=IN_TURN)
     return {spec.name: (spec.threads, spec.device) for spec in placement.executors}
 
 
@@ -170,12 +171,12 @@ def test_co_located_executors_share_devices_from_the_first_on() -> None:
 
 def test_table_says_what_a_shared_device_must_hold() -> None:
     job = (executor("generator"), executor("reward", device="cpu", threads=1), executor("trainer"))
-    assert place(job, cores=4, cuda_devices=1, colocated=IN_TURN).notes() == [
+    assert place(job, [Machine("", 4, 1)], colocated=IN_TURN).notes() == [
         "4 threads on 4 cores, one at a time of generator, reward, trainer",
         "generator and trainer are co-located: the one that waits gives its memory back",
         "cuda:0 is shared by generator, trainer: its memory must hold the larger of generator and trainer",
     ]
-    crowded = place((*job, executor("evaluator", threads=1)), cores=4, cuda_devices=1, colocated=IN_TURN).notes()
+    crowded = place((*job, executor("evaluator", threads=1)), [Machine("", 4, 1)], colocated=IN_TURN).notes()
     assert crowded[-1].endswith(
         "generator, trainer, evaluator: its memory must hold evaluator and the larger of generator and trainer"
     )
