@@ -1,6 +1,6 @@
 """What passes between the controller and a rank, who asks, and who obeys.
 
-    controller: FramedLink                        rank's process
+    controller: Link                              rank's process
     command_blob(..., "run", Order) ─▶ COMMAND ─▶ executor's thread: Obedient.obey ─▶ Worker
     RankReport or RankFailure       ◀─ COMMAND ◀─
     News                            ─▶ TELL    ─▶ diagnostics thread: Worker.tell, while the executor works
@@ -26,7 +26,7 @@ from llamarl.frames import Frames, frame
 from llamarl.progress import told
 from llamarl.runtime.worker import Worker, capture, stack_of
 
-__all__ = ["EXECUTOR_THREAD", "FramedLink", "Kind", "Obedient", "command_blob"]
+__all__ = ["EXECUTOR_THREAD", "Kind", "Link", "Obedient", "command_blob"]
 
 EXECUTOR_THREAD = "llamarl-executor"
 _PIECE_BYTES = 1 << 18
@@ -55,37 +55,50 @@ def command_blob(executor: str, rank: int, doing: str, method: str, argument: An
     return cloudpickle.dumps((executor, rank, doing, method, cloudpickle.dumps(argument)))
 
 
-class FramedLink:
-    """The controller's end, as far as links of both kinds share it (:class:`llamarl.runtime.ranks.Link`). Subclasses
-    write, read, watch and kill."""
+class Link:
+    """The way to one rank's process; all on the io thread, but ``kill``. Subclasses write, read, watch and kill."""
 
     host = ""
+    """Where the process is, as the user calls it; empty: on this machine."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the process has ended: its cause, in words."""
         self._waiting: dict[Kind, collections.deque[asyncio.Future[bytes]]] = collections.defaultdict(collections.deque)
         self._greeted = False
+
+    async def stopped(self) -> bool:
+        """Whether the process waits since a signal has stopped it; False where nobody can tell. May never return."""
+        raise NotImplementedError
+
+    def kill(self, *, at_once: bool = False) -> None:
+        """End the process and its children, if this machine can; ``at_once`` without asking its guard. Any thread."""
+        raise NotImplementedError
 
     def _write(self, data: bytes) -> None:
         raise NotImplementedError
 
     def here_s(self, there_s: float) -> float:
-        """A time on the rank's ``time.monotonic`` on the controller's."""
+        """A time on the ``time.monotonic`` of the rank's machine on that of this one."""
         return there_s
 
     async def command(self, blob: bytes) -> bytes:
+        """Have a :func:`command_blob` carried out; the reply. Raises if the process ends before."""
         return await self._ask(Kind.COMMAND, blob)
 
     async def tell(self, blob: bytes) -> bytes:
+        """Hand over pickled ``News`` while the executor works; a pickled ``RankFailure`` if it went wrong there."""
         return await self._ask(Kind.TELL, blob)
 
     async def where(self) -> str:
+        """What the executor's thread is doing, in words. May never return."""
         if not self._greeted:
             return "start of its process"
         return (await self._ask(Kind.WHERE, b"")).decode()
 
     async def progress(self) -> str:
+        """How far its tick has come, in words; empty: it does not say. May never return."""
         return (await self._ask(Kind.PROGRESS, b"")).decode() if self._greeted else ""
 
     async def _ask(self, kind: Kind, blob: bytes) -> bytes:

@@ -31,7 +31,7 @@ from llamarl.runtime.children import (
     shares_imports,
     start_rank,
 )
-from llamarl.runtime.commands import FramedLink
+from llamarl.runtime.commands import Link
 from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan
@@ -42,8 +42,8 @@ _DRAIN_S = 0.2
 """After a death: how long to read what the rank said before it."""
 
 
-class LocalLink(FramedLink):
-    """Implements :class:`llamarl.runtime.ranks.Link` for a child process.
+class LocalLink(Link):
+    """The :class:`llamarl.runtime.commands.Link` to a child process.
 
     Args:
         control: The controller's end of the socket pair.

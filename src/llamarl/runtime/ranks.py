@@ -22,12 +22,12 @@ import cloudpickle
 
 from llamarl.errors import LlamaRLError
 from llamarl.runtime.children import Killed
-from llamarl.runtime.commands import command_blob
+from llamarl.runtime.commands import Link, command_blob
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import RankFailure, RankReport, WorkerPlan, capture
 from llamarl.transports.segments import Segment
 
-__all__ = ["END_S", "Answer", "Launcher", "Link", "Rank", "Ranks", "on_our_clock"]
+__all__ = ["END_S", "Answer", "Launcher", "Rank", "Ranks", "on_our_clock"]
 
 _WHERE_S = 3.0
 _STOP_S = 2.0
@@ -38,44 +38,6 @@ END_S = _STOP_S + _KILL_S + _OUTPUT_S + 2 * _THREAD_S
 """What ``Ranks.end`` takes at most, beyond the time that executors have to close."""
 _TOLD_S = 2.0
 """After memory of a rank could not be read: how long to listen for its death."""
-
-
-class Link(Protocol):
-    """The way to one rank's process. All on the io thread, but ``kill``."""
-
-    pid: int
-    host: str
-    """Where the process is, as the user calls it; empty: on this machine."""
-    ended: asyncio.Future[str]
-    """Done when the process has ended: its cause, in words."""
-
-    def here_s(self, there_s: float) -> float:
-        """A time on the ``time.monotonic`` of the rank's machine on that of this one."""
-        ...
-
-    async def command(self, blob: bytes) -> bytes:
-        """Have a :func:`command_blob` carried out; the reply. Raises if the process ends before."""
-        ...
-
-    async def tell(self, blob: bytes) -> bytes:
-        """Hand over pickled ``News`` while the executor works; a pickled ``RankFailure`` if it went wrong there."""
-        ...
-
-    async def where(self) -> str:
-        """What the executor's thread is doing, in words. May never return."""
-        ...
-
-    async def progress(self) -> str:
-        """How far its tick has come, in words; empty: it does not say. May never return."""
-        ...
-
-    async def stopped(self) -> bool:
-        """Whether the process waits since a signal has stopped it; False where nobody can tell. May never return."""
-        ...
-
-    def kill(self, *, at_once: bool = False) -> None:
-        """End the process and its children, if this machine can; ``at_once`` without asking its guard. Any thread."""
-        ...
 
 
 class Launcher(Protocol):

@@ -25,7 +25,7 @@ from typing import Any
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import Killed, cause_of_death, shares_imports
-from llamarl.runtime.commands import FramedLink
+from llamarl.runtime.commands import Link
 from llamarl.runtime.determinism import environment
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ray.cluster import Cluster
@@ -193,8 +193,8 @@ def _live() -> None:
     """Run on a node, as a sign that it lives."""
 
 
-class RayLink(FramedLink):
-    """Implements :class:`llamarl.runtime.ranks.Link` for a rank that an agent holds."""
+class RayLink(Link):
+    """The :class:`llamarl.runtime.commands.Link` to a rank that an agent holds."""
 
     def __init__(self, node: _Node, number: int, label: str, output: OutputReader) -> None:
         super().__init__(pid=0)
