@@ -30,7 +30,6 @@ from llamarl.controller.run_models import local
 from llamarl.controller.settle import Machine, settle_on, settle_recipe
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
-from llamarl.environments.code import warning_of_boxes
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import user_path
@@ -125,8 +124,11 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     Args:
         begun: Of the run that is gone on with: it may do so without some of its hosts.
     """
-    if warning := warning_of_boxes(config.task):
-        print(warning, file=sys.stderr)
+    if any(task.name == "code" for task in (config.task, *config.task.tasks.values())):
+        from llamarl.environments.code import warning_of_boxes
+
+        if warning := warning_of_boxes(config.task):
+            print(warning, file=sys.stderr)
     recorded = settle_recipe(config)
     config = local(recorded)
     check_models(config)
