@@ -1,6 +1,5 @@
 """Experts over ranks, in one process: what the ranks compute adds up to what one computes."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from llamarl.errors import ModelError
 from llamarl.models import expert_parallel
 from llamarl.models.expert_parallel import cut_experts, senders
-from llamarl.models.experts import Routing, expert_layers, num_experts, watch_experts, watching
+from llamarl.models.experts import expert_layers, num_experts
 from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, whole_experts
 
 
@@ -55,22 +54,6 @@ def test_parts_and_their_gradients_add_up_to_the_whole(implementation: str, rank
         torch.testing.assert_close(torch.cat([part[place] for part in parts]), whole[place], atol=1e-5, rtol=1e-5)
 
 
-def test_a_rank_notes_the_choices_of_all_experts() -> None:
-    model = tiny_model("mixtral", "eager")
-    tokens = torch.tensor([[5, 17, 33, 8]])
-    found = []
-    for cut in (False, True):
-        own = copy.deepcopy(model)
-        layers = watch_experts(own)
-        for layer in layers if cut else []:
-            cut_experts(layer, ranks=2, rank=1, copied=unchanged, summed=unchanged)
-        routing = Routing(len(layers))
-        with torch.no_grad(), watching(routing):
-            own(tokens, use_cache=False)
-        found.append(routing.counts(num_experts(layers[0]))[0])
-    assert torch.equal(found[0], found[1])  # of the first layer, whose input is the same
-
-
 def test_sizes_leave_each_rank_as_many_whole_experts(tmp_path: Path) -> None:
     assert whole_experts([1, 2, 4, 8], 6) == [1, 2]
     assert whole_experts([1, 2, 4], 0) == [1, 2, 4]
@@ -85,19 +68,6 @@ def test_a_token_travels_once_to_each_rank_that_has_one_of_its_experts() -> None
     index = torch.tensor([[0, 1], [5, 2], [3, 2], [6, 6], [4, 0]])  # of three ranks with two experts each; 6 is nobody
     there = senders(index, own=2, num_ranks=3)
     assert [rank.nonzero()[:, 0].tolist() for rank in there] == [[0, 4], [1, 2], [1, 4]]
-
-
-def test_ranks_that_share_the_experts_of_each_tensor_parallel_rank_hold_them_in_order() -> None:
-    held = []
-    for rank in range(2):
-        for exchanging in range(2):
-            module = experts_of("eager")
-            whole = next(p for p in module.parameters() if p.ndim == 3).detach().clone()
-            options = {"copied": unchanged, "summed": unchanged, "num_exchanging": 2, "exchanging": exchanging}
-            cut_experts(module, ranks=2, rank=rank, **options)
-            assert num_experts(module) == 4
-            held.append(next(p for p in module.parameters() if p.ndim == 3).detach())
-    assert torch.equal(torch.cat(held), whole)
 
 
 def test_the_host_waits_once_a_layer_to_learn_how_many_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,16 +29,6 @@ def test_positions_point_at_the_token_before_each_trained_one() -> None:
     assert sequence.policy_versions.tolist() == [4, 5]
 
 
-def test_failed_responses_do_not_train_and_do_not_move_the_baseline() -> None:
-    group = _group(
-        make_response(0, 0, [20], Score(value=1.0)),
-        make_response(0, 1, [21], Failure(kind="crash", detail="")),
-        make_response(0, 2, [22], Score(value=0.0)),
-    )
-    sequences = make_sequences([group], AlgorithmConfig())
-    assert [(s.targets.tolist(), s.advantage) for s in sequences] == [([20], 0.5), ([22], -0.5)]
-
-
 def test_a_response_without_tokens_counts_in_the_baseline_only() -> None:
     group = _group(make_response(0, 0, [], Score(value=1.0)), make_response(0, 1, [22], Score(value=0.0)))
     (sequence,) = make_sequences([group], AlgorithmConfig())

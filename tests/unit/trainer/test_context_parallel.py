@@ -1,6 +1,5 @@
 """What a context-parallel rank computes of a row, by hand, and which architectures may be cut so."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from training_fixtures import tiny_config, write_model
-from transformers import AutoModelForCausalLM
+from training_fixtures import tiny_config
 
 from llamarl.errors import ModelError
 from llamarl.models.parallel import ParallelLayout
@@ -119,17 +117,3 @@ def test_models_whose_rows_cannot_be_cut_are_refused_with_what_to_write(traits: 
     config = tiny_config("llama", **traits)
     with pytest.raises(ModelError, match=f"trainer.cp = 2: .*{reason}"):
         building._check_cuts(config, CONTEXT_ATTENTION, ParallelLayout(fsdp=1, tp=1, mesh=None, cp=2))
-
-
-def test_on_one_rank_the_attention_is_the_trainers_own(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "gemma2")
-    from llamarl.models.attention import PackedSequences, attending
-
-    packed = PackedSequences.of([0, 9, 12])
-    outputs = []
-    for attention in ("llamarl_packed", CONTEXT_ATTENTION):
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
-        with attending(packed), torch.no_grad():
-            ids = torch.arange(3, 15)[None]
-            outputs.append(model(input_ids=ids, position_ids=packed.position_ids("cpu"), use_cache=False).logits)
-    assert torch.equal(*outputs)

@@ -130,18 +130,6 @@ def test_a_trainer_parked_between_ticks_gives_the_bits_of_one_that_stays(
     assert equal_bits(*(load_file(tmp_path / name / "model.safetensors") for name in ("parked", "stays")))
 
 
-def test_a_parked_trainer_saves_what_another_goes_on_from(model_folder: Path, tmp_path: Path) -> None:
-    stays, parked = make(model_folder), make(model_folder)
-    for trainer in (stays, parked):
-        trainer.train(make_groups(seed=0), 0)
-    parked.park()
-    parked.save(tmp_path / "state")
-    resumed = make(model_folder)
-    resumed.load(tmp_path / "state")
-    assert resumed.train(make_groups(seed=1), 1) == stays.train(make_groups(seed=1), 1)
-    assert equal_bits(resumed.parameters_for_sync(), stays.parameters_for_sync())
-
-
 def test_training_while_parked_is_refused(model_folder: Path) -> None:
     trainer = make(model_folder)
     trainer.park()

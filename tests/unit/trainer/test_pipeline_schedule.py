@@ -27,12 +27,6 @@ def most_alive(actions: list[Action]) -> int:
     return most
 
 
-def test_three_stages_and_four_micro_batches_by_hand() -> None:
-    assert words(schedule(0, 3, 4)) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert words(schedule(1, 3, 4)) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert words(schedule(2, 3, 4)) == "F0 B0 F1 B1 F2 B2 F3 B3"
-
-
 def test_fewer_micro_batches_than_stages_by_hand() -> None:
     assert words(schedule(0, 4, 2)) == "F0 F1 B0 B1"
     assert words(schedule(2, 4, 2)) == "F0 F1 B0 B1"

@@ -71,18 +71,6 @@ def test_each_step_is_the_one_that_its_part_alone_would_make(model_folder: Path,
     assert metrics["step/skipped"] == metrics["step/empty"] == 0.0
 
 
-def test_two_passes_without_cuts_are_two_steps_on_the_whole_batch(model_folder: Path) -> None:
-    groups = make_groups()
-    twice, single = _trainer(model_folder, epochs=2), _trainer(model_folder)
-    metrics = twice.train(groups, 0)
-    single.optimizer_config = OptimizerConfig(lr=metrics["lr"])
-    first = single.train(groups, 0)
-    single.train(groups, 1)
-    _assert_same_state(twice, single)
-    assert metrics["tokens/trained"] == 2 * first["tokens/trained"]
-    assert metrics["tokens/repeated"] == first["tokens/trained"] and metrics["tokens/unused"] == 0
-
-
 def test_tokens_that_no_step_takes_are_counted_once_whatever_the_passes(model_folder: Path) -> None:
     lengths, rewards = (1, 2, 3, 4), (0.0, 1.0, 0.5, None)
     outcomes = [Failure(kind="timeout", detail="") if r is None else Score(value=r) for r in rewards]
@@ -227,30 +215,6 @@ def test_steps_without_a_token_are_counted_and_change_nothing(model_folder: Path
     assert nothing["step/empty"] == 3.0 and nothing["tokens/trained"] == nothing["grad_norm"] == 0.0
 
 
-def test_zero_advantages_may_be_skipped_in_every_step(model_folder: Path) -> None:
-    groups = make_groups(num_groups=4)
-    equal = tuple(dataclasses.replace(r, outcome=Score(value=0.5)) for r in groups[1].responses)
-    groups[1] = dataclasses.replace(groups[1], responses=equal)
-    whole = _trainer(model_folder, minibatches=2, skip_zero_advantage=False).train(groups, 0)
-    skipping = _trainer(model_folder, minibatches=2).train(groups, 0)
-    assert skipping["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
-    assert skipping["loss/policy"] == pytest.approx(whole["loss/policy"], rel=1e-4)
-    assert skipping["tokens/trained"] == whole["tokens/trained"]
-    assert skipping["tokens/computed"] < whole["tokens/computed"]
-
-
-def test_a_resumed_trainer_makes_the_same_bits_with_several_steps(model_folder: Path, tmp_path: Path) -> None:
-    whole, half, resumed = (_trainer(model_folder, seed=3, minibatches=2, epochs=2) for _ in range(3))
-    for k in range(2):
-        whole.train(make_groups(seed=k, num_groups=4), k)
-        half.train(make_groups(seed=k, num_groups=4), k)
-    half.save(tmp_path)
-    resumed.load(tmp_path)
-    groups = make_groups(seed=2, num_groups=4)
-    assert whole.train(groups, 2) == resumed.train(groups, 2)
-    _assert_same_state(whole, resumed)
-
-
 # The plan of a tick's steps.
 
 
@@ -271,11 +235,6 @@ def test_passes_ticks_and_seeds_are_cut_differently_and_each_again_the_same() ->
     assert plan() == made
     assert plan(tick=1) != made
     assert plan(seed=1) != made
-
-
-def test_more_parts_than_groups_leave_steps_empty() -> None:
-    assert sorted(map(len, plan_steps([0, 1], minibatches=3, epochs=1, seed=0, tick=0))) == [0, 1, 1]
-    assert plan_steps([], minibatches=3, epochs=1, seed=0, tick=0) == [[], [], []]
 
 
 def test_ranks_plan_together_and_groups_stay_whole() -> None:

@@ -9,9 +9,7 @@ import torch
 from training_fixtures import make_groups, write_model
 from transformers import AutoModelForCausalLM
 
-from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.registry import LOSSES
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Score
@@ -56,21 +54,6 @@ def cross_entropy(model: torch.nn.Module, groups: list[Group]) -> torch.Tensor:
         total = total + torch.nn.functional.cross_entropy(logits.double(), labels[1:], reduction="sum")
         count += int(own.sum())
     return total / count
-
-
-def test_each_token_is_charged_its_own_surprise() -> None:
-    logprobs = torch.tensor([-0.5, -2.0, 0.0], requires_grad=True)
-    batch = TokenBatch(
-        policy_logprobs=logprobs,
-        behavior_logprobs=torch.zeros(3),
-        advantages=torch.tensor([1.0, 1.0, 1.0]),
-        sequence_ids=torch.tensor([0, 0, 1]),
-        num_sequences=2,
-    )
-    terms = LOSSES["sft"](batch, SFT)
-    assert terms.losses.tolist() == [0.5, 2.0, 0.0] and not terms.clipped.any()
-    terms.losses.sum().backward()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("microbatch", [16, 4096])

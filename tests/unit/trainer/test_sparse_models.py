@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import SPARSE, tiny_config
-from training_fixtures import make_groups, write_model
+from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.parallel import ParallelLayout
@@ -104,7 +104,3 @@ def test_a_tick_says_how_evenly_its_tokens_lay_over_experts(folders: Path, famil
     count = tiny_config(family).num_local_experts if family != "qwen3_moe" else tiny_config(family).num_experts
     assert 1 <= found["experts/load_mean"] <= found["experts/load_max"] <= count
     assert 0 <= found["experts/unused"] < 1
-
-
-def test_a_dense_model_says_nothing_of_experts(tmp_path: Path) -> None:
-    assert experts(trained(write_model(tmp_path))) == {}

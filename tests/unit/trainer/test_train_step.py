@@ -79,16 +79,6 @@ def test_three_steps_equal_the_written_objective_response_by_response(family: st
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_another_split_into_microbatches_gives_the_same_gradient(model_folder: Path) -> None:
-    results = []
-    for budget in (4096, 30, 1):
-        trainer = _trainer(model_folder, max_tokens_per_microbatch=budget, max_grad_norm=0.0)
-        metrics = trainer.train(make_groups(), 0)
-        results.append((metrics["grad_norm"], metrics["loss/policy"]))
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
-    assert results[2] == pytest.approx(results[0], rel=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_two_trainers_agree_bit_for_bit_also_where_activations_are_computed_again(
     model_folder: Path, mode: str
@@ -233,17 +223,6 @@ def test_a_batch_in_which_all_failed_leaves_weights_and_moments(model_folder: Pa
     for key, value in before.items():
         assert torch.equal(trainer.weights.state()[key], value), key
     assert trainer.train([], 2)["step/empty"] == 1.0
-
-
-def test_equal_rewards_make_an_ordinary_step_with_a_zero_gradient(model_folder: Path) -> None:
-    trainer = _trainer(model_folder)
-    prompt = Prompt(index=0, tokens=np.array([5, 6], dtype=np.int32), text="")
-    equal = [Group(prompt=prompt, responses=tuple(make_response(0, s, [7 + s, 8], Score(value=1.0)) for s in range(2)))]
-    before = _weights(trainer)
-    metrics = trainer.train(equal, 0)
-    assert metrics["grad_norm"] == 0.0 and metrics["step/empty"] == 0.0 and metrics["tokens/trained"] == 4.0
-    for name, tensor in before.items():  # no moments yet: nothing moves
-        assert torch.equal(trainer.parameters_for_sync()[name], tensor)
 
 
 def test_gradients_are_clipped_to_the_given_norm(model_folder: Path) -> None:

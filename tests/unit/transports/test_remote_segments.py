@@ -17,7 +17,7 @@ from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded
 from llamarl.transports.network import TlsFiles
 from llamarl.transports.remote_segment import RemoteSegment
 from llamarl.transports.run_key import KeyRefused, prove_as_client
-from llamarl.transports.segment_server import Answer, Limits, Relay, SegmentServer, join_chain, server_here
+from llamarl.transports.segment_server import Limits, SegmentServer, server_here
 from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, open_segment
 
 A, B = place("a"), place("b")
@@ -313,28 +313,3 @@ def test_certificates_that_cannot_be_read_are_a_mistake_with_their_names(tmp_pat
     nothing = TlsFiles(certificate=tmp_path / "c.pem", private_key=tmp_path / "k.pem", authority=tmp_path / "a.pem")
     with pytest.raises(ConfigError, match="c.pem"):
         SegmentServer(place("a", tls=nothing))
-
-
-# Chains of hosts.
-
-
-def test_each_host_reads_from_the_one_before_it_and_its_other_processes_read_the_copy_there() -> None:
-    chain, answer = join_chain([], Relay("b", "at b"))
-    assert answer == Answer(relays=True, mirror="")
-    chain, answer = join_chain(chain, Relay("c", "at c"))
-    assert answer == Answer(relays=True, mirror="at b")
-    again, answer = join_chain(chain, Relay("c", "a second rank of c"))
-    assert (again, answer) == (chain, Answer(relays=False, mirror="at c"))
-
-
-def test_the_chain_begins_anew_once_one_says_that_the_copy_it_was_told_of_is_gone() -> None:
-    before = [Relay("b", "old at b"), Relay("c", "old at c")]
-    chain, answer = join_chain(before, Relay("c", "at c"))
-    assert answer == Answer(relays=False, mirror="old at c")
-    chain, answer = join_chain(chain, Relay("c", "at c"), gone="old at c")
-    assert (chain, answer) == ([Relay("c", "at c")], Answer(relays=True, mirror=""))
-    chain, answer = join_chain(
-        chain, Relay("b", "at b"), gone="old at b"
-    )  # it had asked before, and is not the first to say so
-    assert (chain, answer) == ([Relay("c", "at c"), Relay("b", "at b")], Answer(relays=True, mirror="at c"))
-    assert join_chain(chain, Relay("b", "a second rank of b"))[1] == Answer(relays=False, mirror="at b")

@@ -111,22 +111,6 @@ def test_next_send_waits_for_the_copy_before_it(gate: Gate) -> None:
     assert slots[1] is not None and [int(s.words[Word.VERSION]) for s in slots if s is not None] == [3, 4]
 
 
-def test_versions_announced_one_after_another_arrive_as_they_were() -> None:
-    two = replace(SPEC, capacity=2)
-    sender, receiver = WeightsSender(two, **ENDS), WeightsReceiver(two, **ENDS)
-    handles = []
-    for version in range(5):
-        tensors = {name: t + version for name, t in model().items()}
-        handles.append(
-            sender.send(version, WeightsPayload(version=version, tensors=tensors, released=threading.Event()))
-        )
-        for old in range(max(0, version - 1), version + 1):
-            opened = receiver.receive((handles[old],), WAIT_S)
-            assert opened is not None
-            got = read_all(opened)
-            assert opened.version == old and all(torch.equal(got[n], t + old) for n, t in model().items())
-
-
 def test_altered_checksum_of_an_announced_version_is_found_at_the_end() -> None:
     sender, receiver = WeightsSender(SPEC, **ENDS), WeightsReceiver(SPEC, **ENDS)
     handle, released = announce(sender)

@@ -32,41 +32,15 @@ def test_rows_of_two_shards_to_three() -> None:
     ]
 
 
-def test_rows_to_columns_meet_in_every_pair() -> None:
-    source = MeshLayout(W, {"fsdp": 2}, {"w": (Shard("fsdp", 0),)})
-    sink = MeshLayout(W, {"tp": 2}, {"w": (Shard("tp", 1),)})
-    assert [(c.source_rank, c.sink_rank, c.box) for c in plan(source, sink)] == [
-        (0, 0, ((0, 4), (0, 2))),
-        (1, 0, ((4, 8), (0, 2))),
-        (0, 1, ((0, 4), (2, 4))),
-        (1, 1, ((4, 8), (2, 4))),
-    ]
-
-
 def test_chunks_follow_torch_also_where_some_are_empty() -> None:
     assert [chunk_bounds(10, 4, i) for i in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert [chunk_bounds(5, 4, i) for i in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
-
-
-def test_uneven_shards_leave_a_rank_without_a_piece() -> None:
-    specs = {"w": ParameterSpec((5, 2), "float32")}
-    source = MeshLayout(specs, {"fsdp": 4}, {"w": (Shard("fsdp", 0),)})
-    assert [len(source.pieces_of(rank)) for rank in range(4)] == [1, 1, 1, 0]
-    copies = plan(source, MeshLayout(specs, {"rank": 1}))
-    assert [(c.source_rank, c.box[0]) for c in copies] == [(0, (0, 2)), (1, (2, 4)), (2, (4, 5))]
 
 
 def test_tensor_parallelism_cuts_before_fsdp() -> None:
     source = MeshLayout(W, {"fsdp": 2, "tp": 2}, {"w": (Shard("tp", 0), Shard("fsdp", 0))})
     rows = [source.pieces_of(rank)[0].box[0] for rank in range(4)]
     assert rows == [(0, 2), (4, 6), (2, 4), (6, 8)]  # rank = fsdp * 2 + tp
-
-
-def test_scalar_parameter_is_one_copy() -> None:
-    specs = {"scale": ParameterSpec((), "float32")}
-    assert [(c.box, c.nbytes) for c in plan(MeshLayout(specs, {"rank": 2}), MeshLayout(specs, {"rank": 1}))] == [
-        ((), 4)
-    ]
 
 
 def test_names_and_shapes_must_agree() -> None:
@@ -167,14 +141,6 @@ def check_turns(source: MeshLayout, sink: AnyLayout, copies: list[Copied], seed:
         assert [copy.source_rank for copy in in_order] == [
             holders[turn % len(holders)] for turn in range(len(in_order))
         ], seed
-
-
-def test_ranks_that_hold_the_same_take_turns_by_hand() -> None:
-    """Two sources hold all; three sinks: the third asks the first again."""
-    specs = {"w": ParameterSpec((4, 4), "float32"), "b": ParameterSpec((4,), "float32")}
-    source, sink = MeshLayout(specs, {"rank": 2}), MeshLayout(specs, {"rank": 3})
-    turns = {(c.parameter, c.sink_rank): c.source_rank for c in plan(source, sink)}
-    assert turns == {("w", 0): 0, ("w", 1): 1, ("w", 2): 0, ("b", 0): 0, ("b", 1): 1, ("b", 2): 0}
 
 
 def test_512_whole_sinks_ask_512_whole_sources_one_each() -> None:

@@ -96,16 +96,6 @@ def test_a_second_rank_of_a_host_maps_its_hosts_copy() -> None:
     assert not second.puller.slots.mirrors
 
 
-def test_blocks_are_passed_on_while_the_source_still_writes() -> None:
-    source = Source()
-    handle = source.publish(1, background=True)
-    assert handle.manifest_checksum is None
-    sinks = [Sink(space) for space in "bcd"]
-    for sink in reversed(sinks):
-        assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
-    source.publisher.wait()
-
-
 def test_a_host_that_takes_another_version_is_passed_over_after_a_while() -> None:
     source = Source()
     ahead, behind = Sink("b"), Sink("c")
@@ -116,15 +106,6 @@ def test_a_host_that_takes_another_version_is_passed_over_after_a_while() -> Non
     handle = source.publish(3)  # the first slot again, which ``ahead`` does not ask for
     assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
     assert sum(mirror.num_passed_over for mirror in behind.puller.slots.mirrors) == 1
-
-
-def test_a_host_that_ends_is_passed_over() -> None:
-    source = Source()
-    ahead, behind = Sink("b"), Sink("c")
-    handle = source.publish(1)
-    ahead.load(handle)
-    ahead.puller.close()
-    assert torch.equal(behind.load(handle)["w"], source.tensors["w"])
 
 
 def test_hosts_whose_processes_are_others_now_pass_versions_on_again_and_one_that_came_too() -> None:

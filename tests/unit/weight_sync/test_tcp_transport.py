@@ -1,7 +1,5 @@
 """Weights over the tcp transport: equal bytes from another space, mapped in the same one, and every fault told as elsewhere."""
 
-import threading
-
 import pytest
 import torch
 from other_space import being_at, place
@@ -64,31 +62,6 @@ def test_versions_come_whole_from_another_space_and_cannot_be_mapped() -> None:
     publisher.close()
 
 
-def test_versions_of_the_same_space_are_mapped() -> None:
-    source = tensors()
-    publisher, handle = published(source)
-    with being_at(A):
-        puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink())
-        opened = puller.open([handle], 10.0)
-        assert_equal(opened.map_tensors(), source)
-        puller.close()
-    publisher.close()
-
-
-def test_blocks_are_followed_while_the_source_still_writes() -> None:
-    source = tensors(blocks=40)
-    publisher = Publisher(rank=0, num_source_ranks=1, num_slots=1, transport=TcpSource())
-    with being_at(A):
-        handle = publisher.publish(WeightsPayload(version=1, tensors=source, released=threading.Event()))
-    live = empty_like(source)
-    with being_at(B):
-        puller = Puller(rank=0, num_sink_ranks=1, transport=TcpSink())
-        puller.open([handle], 30.0).load_into(live)
-        puller.close()
-    assert_equal(live, source)
-    publisher.close()
-
-
 def test_a_block_altered_at_the_source_is_pulled_again_and_then_refused() -> None:
     source = tensors()
     publisher, handle = published(source)
@@ -114,28 +87,6 @@ def test_a_source_that_ends_is_named_as_on_one_host() -> None:
         publisher.close()
         with pytest.raises(WeightSyncError, match="its owner has closed it or restarted.*this version is not served"):
             opened.load_into(empty_like(source))
-
-
-def test_two_sinks_at_once_share_the_source() -> None:
-    source = tensors(blocks=20)
-    publisher, handle = published(source)
-    found: list[dict[str, torch.Tensor]] = []
-
-    def pull() -> None:
-        live = empty_like(source)
-        Puller(rank=0, num_sink_ranks=1, transport=TcpSink()).open([handle], 30.0).load_into(live)
-        found.append(live)
-
-    with being_at(B):
-        threads = [threading.Thread(target=pull) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert len(found) == 2
-    for live in found:
-        assert_equal(live, source)
-    publisher.close()
 
 
 def test_on_one_machine_tcp_is_shared_memory() -> None:
