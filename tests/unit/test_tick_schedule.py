@@ -26,25 +26,10 @@ def select_deliveries(
     return select_due(due, completion_order, tick=tick, prompts_per_step=prompts_per_step)
 
 
-def test_without_segments_every_active_group_is_forced() -> None:
-    assert num_forced([3, 3], tick=3, max_segments=1, prompts_per_step=2) == 2
-
-
-def test_a_group_is_forced_only_when_its_last_tick_has_come() -> None:
-    assert num_forced([4, 5, 5], tick=5, max_segments=3, prompts_per_step=2) == 0
-    assert num_forced([4, 5, 5], tick=6, max_segments=3, prompts_per_step=2) == 1
-
-
 def test_a_crowd_of_equal_deadlines_is_forced_ahead_of_time() -> None:
     """Four groups due at tick 1, two leave a tick: at tick 0 two of them must already go."""
     assert num_forced([0, 0, 0, 0], tick=0, max_segments=2, prompts_per_step=2) == 2
     assert num_forced([0, 0, 0], tick=0, max_segments=2, prompts_per_step=2) == 1
-
-
-def test_decoding_goes_on_until_the_forced_group_is_complete() -> None:
-    admitted = [0, 1, 1]
-    assert select_deliveries(admitted, [2, 1], tick=1, max_segments=2, prompts_per_step=2) is None
-    assert select_deliveries(admitted, [2, 1, 0], tick=1, max_segments=2, prompts_per_step=2) == [0, 2]
 
 
 @given(

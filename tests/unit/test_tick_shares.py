@@ -16,23 +16,9 @@ def test_what_is_left_goes_to_the_largest_remainder_and_is_carried() -> None:
     assert [dealing.counts(tick) for tick in range(5)] == [(3, 1), (2, 2), (3, 1), (2, 2), (3, 1)]
 
 
-def test_three_replicas_by_hand() -> None:
-    """Quotas 10/3, 10/3, 10/3: one group over a tick, to each in turn."""
-    dealing = Dealing([1, 1, 1], 10)
-    assert [dealing.counts(tick) for tick in range(4)] == [(4, 3, 3), (3, 4, 3), (3, 3, 4), (4, 3, 3)]
-
-
 def _in_rounds(counts: Sequence[int]) -> list[int]:
     """Deal a tick's prompts like cards: the replica that each goes to, in the order of the prompts."""
     return [replica for dealt in range(max(counts)) for replica, count in enumerate(counts) if count > dealt]
-
-
-def test_prompts_of_a_tick_are_dealt_in_rounds() -> None:
-    """Tick 0: 0 1 | 2 | 3 of replicas 0 1 0 0; tick 1: 4 5 6 7 of 0 1 0 1."""
-    dealing = Dealing([5, 3], 4)
-    assert [_in_rounds(dealing.counts(tick)) for tick in (0, 1)] == [[0, 1, 0, 0], [0, 1, 0, 1]]
-    assert [dealing.prompt_index(0, number) for number in range(5)] == [0, 2, 3, 4, 6]
-    assert [dealing.prompt_index(1, number) for number in range(3)] == [1, 5, 7]
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(0.1, 9), st.integers(0, 400))

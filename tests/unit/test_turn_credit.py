@@ -9,26 +9,6 @@ from llamarl.algorithms.gae import gae
 from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
 
 
-def test_turn_advantages_of_two_turns_worked_by_hand() -> None:
-    # turns of 2 and 3 tokens, V before their first tokens 0.5 and 0.25, rewards 0 and 1, gamma 0.5, lambda 0.5
-    values = np.array([0.5, 9.0, 0.25, 9.0, 9.0])
-    advantages, returns = turn_gae(np.array([0.0, 1.0]), values, [2, 3], gamma=0.5, lam=0.5)
-    second = 1.0 - 0.25
-    first = 0.0 + 0.5 * 0.25 - 0.5 + 0.25 * second
-    assert advantages.tolist() == [first, first, second, second, second]
-    assert returns.tolist() == [first + 0.5] * 2 + [1.0] * 3
-
-
-def test_the_last_tokens_of_two_levels_share_the_turn_s_return() -> None:
-    values = np.array([0.5, 0.75, 0.25, 0.125])
-    advantages, returns = two_level_gae(
-        np.array([0.5, 1.0]), values, [2, 2], turn_gamma=1.0, turn_lam=1.0, gamma=1.0, lam=0.0
-    )
-    # R_0 = 1.5, R_1 = 1; within a turn, one-step differences: the next value, then the turn's return
-    assert advantages.tolist() == [0.75 - 0.5, 1.5 - 0.75, 0.125 - 0.25, 1.0 - 0.125]
-    assert returns.tolist() == [0.75, 1.5, 0.125, 1.0]
-
-
 def test_two_levels_of_one_turn_are_plain_gae_token_penalties_included() -> None:
     rng = np.random.default_rng(3)
     values, penalties = rng.normal(size=7), rng.normal(size=7)

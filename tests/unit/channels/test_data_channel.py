@@ -194,18 +194,6 @@ def test_closed_sender_is_reported_as_gone() -> None:
         receivers[0].receive((handle,), 5.0)
 
 
-def test_factory_takes_the_kind_into_account() -> None:
-    kw = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
-    sender = make_sender(spec(ChannelKind.GATHER), **kw)
-    assert make_receiver(spec(ChannelKind.GATHER), **kw).receive((sender.send(0, ["a"]),), 5.0) == ["a"]
-    assert (
-        make_receiver(spec(ChannelKind.WEIGHTS), **kw).receive(
-            (make_sender(spec(ChannelKind.WEIGHTS), **kw).send(0, None),), 5.0
-        )
-        is None
-    )
-
-
 def test_each_pipeline_stage_gets_every_part_and_tensor_parallel_peers_the_same_one() -> None:
     edge = replace(spec(ChannelKind.SCATTER), sink_replicas=2, sink_stages=3)
     counts = {"num_source_ranks": 1, "num_sink_ranks": 12}  # 3 stages x 2 data ranks x 2 peers
@@ -215,8 +203,3 @@ def test_each_pipeline_stage_gets_every_part_and_tensor_parallel_peers_the_same_
     assert found == [["a"], ["a"], ["b"], ["b"]] * 3
     with pytest.raises(ValueError, match=r"8 sink ranks are no multiple of sink_replicas \* sink_stages = 6"):
         make_sender(edge, rank=0, num_source_ranks=1, num_sink_ranks=8)
-
-
-def test_a_token_of_before_the_run_travels_under_its_negative_tick() -> None:
-    senders, receivers = ends(ChannelKind.GATHER, 1, 1)
-    assert receivers[0].receive((senders[0].send(-2, ["initial"]),), 5.0) == ["initial"]

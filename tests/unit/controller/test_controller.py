@@ -129,17 +129,6 @@ def job(max_staleness: int) -> Graph:
     )
 
 
-@pytest.mark.parametrize(
-    ("max_staleness", "period"),
-    [(0, 16.0), (1, 8.0), (2, 6.0), (3, 6.0)],  # max(6, 5, 5, 16 / (s + 1))
-)
-def test_the_period_is_the_maximum_cycle_mean(max_staleness: int, period: float) -> None:
-    runtime = FakeRuntime({"generator": 6.0, "reward": 5.0, "trainer": 5.0})
-    run_graph(Marking(job(max_staleness), num_ticks=40), runtime, seed=0)
-    ends = [end for name, _, end in runtime.log if name == "trainer"]
-    assert (ends[39] - ends[27]) / 12 == pytest.approx(period)
-
-
 def test_a_checkpoint_is_finished_when_the_last_executor_has_saved_its_tick() -> None:
     runtime = FakeRuntime({"generator": 1.0, "reward": 1.0, "trainer": 3.0})
     checkpoints = FakeCheckpoints(every=2)

@@ -3,26 +3,9 @@
 import random
 
 import pytest
+from test_controller import job
 
-from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
-from llamarl.executors.base import ExecutorSpec
-
-
-def job(max_staleness: int) -> Graph:
-    executors = tuple(ExecutorSpec(name=n, factory="tests:none") for n in ("generator", "reward", "trainer"))
-    room = max_staleness + 1
-    return Graph(
-        executors,
-        (
-            ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
-            ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
-            ChannelSpec(
-                name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
-            ),
-        ),
-    )
 
 
 def start(max_staleness: int, num_ticks: int, first_tick: int = 0) -> Marking:
@@ -35,16 +18,6 @@ def finish(marking: Marking, executor: str, tick: int) -> None:
     """Each executor's token is its tick; the trainer's is the version it made."""
     value = tick + 1 if executor == "trainer" else tick
     marking.complete(executor, tick, {c.name: (value,) for c in marking.graph.outputs[executor]})
-
-
-def test_staleness_0_is_strictly_sequential() -> None:
-    marking = start(0, num_ticks=2)
-    order = []
-    while not marking.finished:
-        (firing,) = marking.ready()  # never two at once
-        order.append(f"{firing.executor[0]}{firing.tick}")
-        finish(marking, firing.executor, firing.tick)
-    assert order == ["g0", "r0", "t0", "g1", "r1", "t1"]
 
 
 def test_staleness_1_starts_batch_1_while_batch_0_is_rewarded() -> None:

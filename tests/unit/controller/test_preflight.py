@@ -39,10 +39,6 @@ def mesh(fsdp: int, tp: int, runtime: str = "local") -> RunConfig:
     )
 
 
-def test_a_mesh_that_fits_is_accepted() -> None:
-    check_parallel_sizes(mesh(2, 2), FOLDER, cores=1)
-
-
 def test_a_dry_run_refuses_a_size_that_does_not_divide_the_model_and_names_those_that_do() -> None:
     with pytest.raises(ModelError, match=r"trainer.tp = 7 does not divide.*sizes that fit: 1, 2"):
         plan_run(mesh(1, 7))

@@ -89,14 +89,6 @@ def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     assert executed == [{"resume_after_tick": 4, "load_from": folder, "resumed": Resumed(), "mirror": None}]
 
 
-def test_the_same_configuration_and_machine_go_on(
-    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
-    resume.resume_run(config(tmp_path / "run"))
-    assert len(executed) == 1
-
-
 def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
     tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,17 +69,6 @@ def test_one_long_context_among_many_short_ones_is_not_padded() -> None:
     assert buckets.choose([128, 1]) == Bucket(2, 128)  # far from full, but small
 
 
-def test_padding_by_hand() -> None:
-    chunks = [_decode(7, 5, [3, 9, 4]), _decode(8, 0, [6])]  # blocks of 4: position 5 is slot 1 of block 9
-    bucket = Bucket(rows=3, width=4)
-    inputs = DecodeInputs(torch.from_numpy(pad_decodes(chunks, bucket, block_size=4, scratch=20)), bucket)
-    assert inputs.tokens.tolist() == [7, 8, 0]
-    assert inputs.positions.tolist() == [5, 0, 0]
-    assert inputs.slots.tolist() == [9 * 4 + 1, 6 * 4, 20 * 4]
-    assert inputs.lengths.tolist() == [6, 1, 1]
-    assert inputs.tables.view(3, 4).tolist() == [[3, 9, 9, 9], [6, 6, 6, 6], [20, 20, 20, 20]]
-
-
 @given(data=st.data(), block_size=st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_padding_never_points_at_another_sequence(data: st.DataObject, block_size: int) -> None:

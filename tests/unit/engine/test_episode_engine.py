@@ -179,13 +179,6 @@ def test_no_latency_changes_a_token(seed: int, most: int, reply_delay: int) -> N
     assert told(late) == told(instant)
 
 
-def test_the_delay_itself_is_part_of_the_bits() -> None:
-    one, other = sequences(), sequences()
-    play(player(LatePool(), reply_delay=1), one)
-    play(player(LatePool(), reply_delay=5), other)
-    assert told(one) != told(other)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40))
 def test_an_episode_that_lay_in_a_checkpoint_goes_on_to_the_same_tokens(seed: int, cut: int) -> None:
@@ -284,14 +277,6 @@ def test_a_limit_ends_the_episode_and_lets_its_environment_go(
         assert sequence.episode.turns[-1].end == len(sequence.tokens)  # nothing stands behind the last turn
         assert turns is None or len(sequence.episode.turns) == turns
     assert sorted(pool.released) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_a_turn_that_is_cut_is_answered_and_says_so() -> None:
-    given = sequences(1, max_turn_tokens=1)
-    play(player(LatePool()), given)
-    assert given[0].episode is not None
-    assert {turn.end - turn.start for turn in given[0].episode.turns} == {1}
-    assert {turn.finish_reason for turn in given[0].episode.turns} <= {"stop", "length"}
 
 
 def test_an_environment_that_fails_fails_its_sample_and_the_others_go_on() -> None:

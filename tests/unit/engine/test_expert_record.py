@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.expert_record import ExpertRecord, Experts, layers_joined, of_all_stages
-from llamarl.engine.ranks import EngineRanks
+from llamarl.engine.expert_record import ExpertRecord, Experts, layers_joined
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
@@ -170,17 +169,6 @@ def rows(*layers: int, tokens: int = 2) -> Experts:
     return np.array([[[10 * layer, 10 * layer + 1] for layer in layers]] * tokens, np.uint8)
 
 
-def test_layers_of_all_stages_lie_in_the_order_of_the_model() -> None:
-    whole = layers_joined([rows(0, 1), rows(2), rows(3, 4)])
-    assert whole is not None and whole.dtype == np.uint8
-    np.testing.assert_array_equal(whole, rows(0, 1, 2, 3, 4))
-
-
-def test_a_stage_without_experts_adds_no_layer() -> None:
-    whole = layers_joined([rows(0), np.zeros((2, 0, 0), np.uint8), rows(2)])
-    np.testing.assert_array_equal(whole, rows(0, 2))
-
-
 def test_what_no_stage_noted_stays_unknown() -> None:
     assert layers_joined([None, None]) is None
     assert layers_joined([np.zeros((2, 0, 0), np.uint8)] * 2) is None
@@ -191,11 +179,6 @@ def test_stages_that_noted_other_tokens_are_refused() -> None:
         layers_joined([rows(0), rows(1, tokens=3)])
     with pytest.raises(AssertionError, match="noted nothing where others did"):
         layers_joined([rows(0), None])
-
-
-def test_a_single_rank_gives_what_it_noted() -> None:
-    own = [rows(0, 1), None]
-    assert all(a is b for a, b in zip(of_all_stages(own, EngineRanks()), own, strict=True))
 
 
 def test_a_stage_without_experts_carries_its_record_through_a_checkpoint() -> None:

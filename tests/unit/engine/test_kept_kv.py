@@ -82,22 +82,6 @@ def test_after_a_change_tokens_are_sampled_by_new_weights_over_old_keys_and_valu
     assert engine.stats()["tokens_computed"] == 5 + 23  # nothing was computed twice
 
 
-def test_recomputed_kv_gives_what_a_new_engine_gives(folder: Path) -> None:
-    engine, other = engine_of(folder), engine_of(folder)
-    sequences = sequences_of(3)
-    engine.add(sequences)
-    for _ in range(10):
-        engine.step()
-    carried = copy.deepcopy(sequences)
-    change_weights(engine, 1, keep_kv=False)
-    finish(engine)
-    change_weights(other, 1, keep_kv=False)
-    other.add(carried)
-    finish(other)
-    assert sequences == carried
-    assert not any(s.kept_kv for s in sequences)
-
-
 def test_only_sequences_that_had_a_cache_are_marked(folder: Path) -> None:
     engine = engine_of(folder, max_sequences=2)
     sequences = sequences_of(4)

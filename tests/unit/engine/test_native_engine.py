@@ -62,13 +62,6 @@ def _state(sequences: list[Sequence]) -> list[tuple[object, ...]]:
     ]
 
 
-def test_greedy_tokens_equal_generate_alone(folder: Path) -> None:
-    for prompt in _prompts(3):
-        (done,) = _run(_engine(folder), _sequences([prompt]))
-        assert done.tokens == _greedy(folder, prompt, 64)
-        assert done.finish_reason == "length"
-
-
 def test_greedy_tokens_equal_generate_in_a_mixed_batch_with_preemption_and_chunked_prefill(folder: Path) -> None:
     prompts = _prompts(9)
     engine = _engine(folder, num_tokens=320, max_batch_tokens=16)  # nine sequences would hold about 700
@@ -143,15 +136,6 @@ def test_resumed_sequences_give_the_same_bits_in_the_old_engine_and_in_a_new_one
     assert _state(carried) == _state(for_new)
     assert all(s.policy_versions == sorted(s.policy_versions) and s.policy_versions[-1] == 1 for s in carried)
     assert sum(s.policy_versions[0] == 0 for s in carried) >= 10
-
-
-def test_two_engines_given_the_same_sequences_agree_bit_for_bit(folder: Path) -> None:
-    runs = []
-    for _ in range(2):
-        sequences = _sequences(_prompts(7), group=3, temperature=0.9, top_p=0.9, max_new_tokens=25)
-        _run(_engine(folder, num_tokens=300), sequences)
-        runs.append(_state(sequences))
-    assert runs[0] == runs[1]
 
 
 def test_prompts_of_equal_text_draw_differently_and_equal_seeds_repeat(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """The scheduler against a cache that stores, instead of keys and values, the tokens themselves."""
 
-import math
-import random
 from collections import deque
 
 import pytest
@@ -9,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.engine.block_manager import BlockManager
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.scheduler import Member, Prompt, Scheduler, StepPlan
 from llamarl.engine.sequence import SamplingParams, Sequence
 
@@ -158,19 +155,6 @@ def test_every_sequence_ends_over_the_right_tokens_within_memory_and_budget(
     assert scheduler.blocks.num_used == 0
 
 
-def test_a_group_costs_one_prompt_and_copies_only_the_partial_block() -> None:
-    scheduler = Scheduler(num_blocks=40, block_size=BLOCK, max_batch_tokens=100, max_sequences=8)
-    cache = _Cache(scheduler)
-    prompt = list(range(10))  # two full blocks, and two tokens in a third
-    for sample in range(4):
-        scheduler.add(_sequence(prompt, 0, sample, 5))
-    first = cache.step()
-    assert (first.num_tokens, len(first.samples), scheduler.blocks.num_used) == (10, 4, 3)
-    second = cache.step()
-    assert (second.num_tokens, len(second.copies), scheduler.blocks.num_used) == (4, 3, 2 + 4)
-    assert {source for source, _ in second.copies} == {first.chunks[0].blocks[2]}
-
-
 def test_decodes_go_first_and_prompts_fill_what_is_left_of_the_budget() -> None:
     scheduler = Scheduler(num_blocks=40, block_size=BLOCK, max_batch_tokens=8, max_sequences=8)
     cache = _Cache(scheduler)
@@ -210,13 +194,6 @@ def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
     assert members[0].sequence.num_tokens == 20
 
 
-def test_sequence_that_could_not_run_alone_is_refused() -> None:
-    scheduler = Scheduler(num_blocks=4, block_size=BLOCK, max_batch_tokens=50, max_sequences=8)
-    scheduler.check(_sequence(list(range(8)), 0, 0, 8))  # 16 tokens, exactly four blocks
-    with pytest.raises(ValueError, match="need 5 KV blocks of 4 tokens, the cache has 4"):
-        scheduler.check(_sequence(list(range(8)), 0, 0, 9))
-
-
 def test_blocks_are_counted_by_holder_and_the_lowest_free_one_is_taken() -> None:
     blocks = BlockManager(3, BLOCK)
     assert [blocks.allocate(), blocks.allocate()] == [0, 1]
@@ -228,26 +205,3 @@ def test_blocks_are_counted_by_holder_and_the_lowest_free_one_is_taken() -> None
     with pytest.raises(AssertionError, match="released twice"):
         blocks.release([0])
     assert (blocks.blocks_for(8), blocks.blocks_for(9), blocks.blocks_for(0)) == (2, 3, 0)
-
-
-def test_the_default_block_holds_tokens_within_five_percent_of_their_own_size_in_every_step() -> None:
-    size = EngineConfig().block_size
-    scheduler = Scheduler(num_blocks=8000, block_size=size, max_batch_tokens=2048, max_sequences=256)
-    draw = random.Random(0)
-    sequences = []
-    for index in range(48):
-        length = min(300, max(8, round(math.exp(draw.gauss(math.log(40), 1.0)))))
-        sequences.append(_sequence(list(range(draw.randint(24, 40))), index, 0, length))
-        scheduler.add(sequences[-1])
-    worst = 0.0
-    while scheduler.running or scheduler.waiting:
-        for member, _ in scheduler.schedule().samples:
-            member.sequence.tokens.append(0)
-            if len(member.sequence.tokens) == member.sequence.params.max_new_tokens:
-                scheduler.remove(member)
-        held = sum(
-            s.num_tokens - 1 for s in sequences if len(s.tokens) < s.params.max_new_tokens
-        )  # the newest is not in
-        if held:
-            worst = max(worst, scheduler.blocks.num_used * size / held)
-    assert 1.0 <= worst <= 1.05

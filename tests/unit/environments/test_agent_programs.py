@@ -1,6 +1,5 @@
 """Programs of the user's that ask an OpenAI-compatible endpoint, played as environments; they speak plain HTTP here."""
 
-import json
 import random
 import threading
 import time
@@ -466,11 +465,3 @@ def test_names_and_options_are_checked_without_running_the_file(file: str, tmp_p
     ):
         with pytest.raises(DataError, match=cause):
             make_environment(f"agent:{file}:{name}", options)
-
-
-def test_an_agent_is_json_all_the_way(agent: Callable[..., AgentProgram]) -> None:
-    opened = agent("tools").reset(ITEM, 0)
-    assert json.loads(json.dumps([list(opened.messages), list(opened.tools)])) == [
-        list(opened.messages),
-        list(opened.tools),
-    ]

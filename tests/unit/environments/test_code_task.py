@@ -20,7 +20,7 @@ from llamarl.environments.pool import RewardPool
 from llamarl.environments.sandbox import link, run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
 from llamarl.environments.sandbox.run import Installation
-from llamarl.errors import ConfigError, DataError
+from llamarl.errors import DataError
 from llamarl.types import Failure, Group, Score
 
 TESTS = ["assert scramble(2) == 81234567", "assert scramble(11) == -40506"]
@@ -110,16 +110,6 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str)
         CodeOptions.read(options, RewardPoolConfig(timeout_s=20.0, memory_limit_mb=4096))
 
 
-def test_every_mistake_of_the_options_is_told() -> None:
-    with pytest.raises(DataError) as caught:
-        CodeOptions.read({"score": 1, "memory_mb": 1, "boxes": "x"})
-    assert {m.key for m in caught.value.mistakes} == {
-        "task.options.score",
-        "task.options.memory_mb",
-        "task.options.boxes",
-    }
-
-
 def section(**task: Any) -> TaskSection:
     return validate({"task": {"name": "code", "data": "a.jsonl", **task}}).task
 
@@ -148,11 +138,6 @@ def test_packages_that_only_root_may_enter_are_told_to_be_missing_in_a_plain_box
         monkeypatch.setattr("os.geteuid", lambda user=user: user)
         text = warning_of_boxes(section(options={"box": "plain"}))
         assert (f"may not enter {folder}: what is installed there cannot be imported" in text) == told
-
-
-def test_a_code_task_needs_questions() -> None:
-    with pytest.raises((ConfigError, ValueError), match="must name a file of JSON lines"):
-        TaskConfig(name="code")
 
 
 def test_output_is_compared_without_white_space_at_the_ends() -> None:
@@ -207,7 +192,7 @@ def test_tests_are_counted_one_by_one(boxes: None) -> None:
 
 
 def test_a_test_file_has_functions_cases_of_unittest_or_check(boxes: None) -> None:
-    functions = "import pytest\n" * 0 + "base = f(1)\ndef test_a(): assert base == 2\ndef test_b(): assert f(2) == 5"
+    functions = "base = f(1)\ndef test_a(): assert base == 2\ndef test_b(): assert f(2) == 5"
     assert passed("def f(x): return 2 * x", functions) == (1, 2)
     case = "import unittest\nfrom solution import f\nclass T(unittest.TestCase):\n    def setUp(self): self.two = 2\n    def test_a(self): self.assertEqual(f(1), self.two)\n    def test_b(self):\n        with self.assertRaises(TypeError): f(None)\n    def test_c(self): self.assertEqual(f(1), 3)"
     assert passed("def f(x): return x + x", case) == (2, 3)

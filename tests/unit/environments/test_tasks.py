@@ -350,11 +350,6 @@ def test_every_mistake_of_a_task_is_told(tmp_path: Path) -> None:
     assert not list(task_mistakes(TaskConfig(), 0))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="task.data: no file or folder .*nowhere.jsonl"):
-        make_task(TaskConfig(name="math", data=str(tmp_path / "nowhere.jsonl")), 0).num_items("train")
-
-
 def test_columns_and_a_template_go_by_name_in_lines_too(tmp_path: Path) -> None:
     train = _file(tmp_path / "train.jsonl", {"text": "1+1", "result": 2, "level": 1})
     lines = {"name": "math", "data": train, "eval_fraction": 0.0, "template": "Q: {question}"}
@@ -384,19 +379,12 @@ def test_white_space_at_the_ends_makes_no_other_question(tmp_path: Path) -> None
     train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
     task = make_task(TaskConfig(name="math", data=train, eval_data=held), 0)
     assert [task.item("train", i).question for i in range(task.num_items("train") or 0)] == ["How many?"]
+    with pytest.raises(DataError, match="disjoint"):
+        make_task(TaskConfig(name="math", data=held, eval_data=held), 0).num_items("train")
     lines = [{"question": f"Q{i}" + end, "answer": "1"} for i in range(200) for end in ("", "\n")]
     both = make_task(TaskConfig(name="math", data=_file(tmp_path / "twice.jsonl", *lines), eval_fraction=0.2), 0)
     asked = {both.item("eval", i).question.strip() for i in range(both.num_items("eval") or 0)}
     assert both.num_items("eval") == 2 * len(asked) > 0
-
-
-def test_training_questions_that_the_eval_data_holds_are_left_out(tmp_path: Path) -> None:
-    train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
-    held = _file(tmp_path / "eval.jsonl", MATH)
-    task = make_task(TaskConfig(name="math", data=train, eval_data=held), 0)
-    assert [task.item("train", i).question for i in range(task.num_items("train") or 0)] == ["How many?"]
-    with pytest.raises(DataError, match="disjoint"):
-        make_task(TaskConfig(name="math", data=held, eval_data=held), 0).num_items("train")
 
 
 def test_a_share_of_distinct_questions_is_held_out_and_duplicates_stay_together(tmp_path: Path) -> None:
@@ -527,15 +515,10 @@ def test_a_wrong_configuration_names_the_field(fields: dict[str, object], words:
         TaskConfig(**fields)  # type: ignore[arg-type]
 
 
-def _lines(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("name", ["function", "math"])
 def test_a_prompt_that_is_a_list_of_messages_is_a_conversation(name: str, tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
-    data = _lines(tmp_path / "trl.jsonl", {"prompt": talk, "answer": "2", "level": 1})
+    data = _file(tmp_path / "trl.jsonl", {"prompt": talk, "answer": "2", "level": 1})
     reward = {"reward": "json:dumps"} if name == "function" else {}
     item = make_task(TaskConfig(name=name, data=data, **reward), seed=0).item("train", 0)
     assert (item.question, item.answer, item.messages) == ("Add.\n\n1 + 1?", "2", tuple(talk))
@@ -545,9 +528,7 @@ def test_a_prompt_that_is_a_list_of_messages_is_a_conversation(name: str, tmp_pa
 def test_a_row_of_verl_has_its_answer_where_verl_puts_it(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "1 + 1?"}]
     row = {"data_source": "sums", "prompt": talk, "reward_model": {"style": "rule", "ground_truth": "2"}}
-    task = make_task(
-        TaskConfig(name="function", reward="json:dumps", data=_lines(tmp_path / "verl.jsonl", row)), seed=0
-    )
+    task = make_task(TaskConfig(name="function", reward="json:dumps", data=_file(tmp_path / "verl.jsonl", row)), seed=0)
     item = task.item("train", 0)
     assert (item.answer, item.messages, item.metadata["data_source"]) == ("2", tuple(talk), "sums")
 
@@ -563,7 +544,7 @@ def test_a_row_of_verl_has_its_answer_where_verl_puts_it(tmp_path: Path) -> None
 def test_the_column_of_the_question_is_found_by_what_it_holds_and_told(
     row: dict[str, Any], question: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = _lines(tmp_path / "own.jsonl", row)
+    data = _file(tmp_path / "own.jsonl", row)
     task = make_task(TaskConfig(name="function", reward="json:dumps", data=data), seed=0)
     assert task.item("train", 0).question == question
     assert [record.getMessage().partition(" is taken")[0] for record in caplog.records] == [
@@ -572,6 +553,6 @@ def test_the_column_of_the_question_is_found_by_what_it_holds_and_told(
 
 
 def test_of_two_columns_of_text_none_is_guessed(tmp_path: Path) -> None:
-    data = _lines(tmp_path / "own.jsonl", {"one": "a", "two": "b", "answer": "c"})
+    data = _file(tmp_path / "own.jsonl", {"one": "a", "two": "b", "answer": "c"})
     with pytest.raises(DataError, match="got fields \\['answer', 'one', 'two'\\], expected one of"):
         make_task(TaskConfig(name="function", reward="json:dumps", data=data), seed=0).num_items("train")

@@ -9,7 +9,7 @@ from calculator import Calculator, work_out, written
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
-from llamarl.environments.tools import BadArguments, Tool, ToolError, cut, tools_of
+from llamarl.environments.tools import BadArguments, Tool, ToolError, cut
 
 
 class Kind(enum.Enum):
@@ -259,15 +259,6 @@ def test_tools_in_text_need_no_template() -> None:
 def test_long_results_are_cut_with_a_word() -> None:
     assert cut("x" * 30, 10) == "x" * 10 + "\n... (cut after 10 of 30 characters)"
     assert cut("a\ud800b", 10) == "a?b"  # half of a surrogate pair cannot be written as UTF-8
-
-
-def test_methods_without_docstring_are_refused_with_their_name() -> None:
-    class Bad:
-        def reset(self) -> None: ...
-        def act(self) -> None: ...
-
-    with pytest.raises(ValueError, match="'act' has no docstring"):
-        tools_of(Bad(), leave_out=frozenset({"reset"}))
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,6 @@ def test_a_score_is_the_last_number_named_as_a_share_of_the_range(words: str, sc
     assert score_in(words, PATTERN, (0.0, 10.0)) == score
 
 
-def test_another_range_and_pattern() -> None:
-    assert score_in("grade <3> of 5", r"<(\d)>", (1.0, 5.0)) == 0.5
-
-
 def test_a_rubric_is_filled_once_so_that_a_response_puts_nothing_in() -> None:
     group = ask(respond("{answer} {question}"), answer="4")
     assert fill("Q {question} A {response} R {answer} {x}", group.prompt, group.responses[0]) == (

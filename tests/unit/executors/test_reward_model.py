@@ -155,17 +155,6 @@ def test_an_episode_is_a_conversation_with_its_environment() -> None:
     assert transcript(respond("left")) == "left"
 
 
-def test_the_score_does_not_depend_on_what_shares_the_batch(plain: Path) -> None:
-    groups = [ask(*(respond(" ".join(["well"] * (1 + n + g)), n) for n in range(4))) for g in range(3)]
-    whole, _ = rate(executor(plain), *groups)
-    small, _ = rate(executor(plain, max_tokens_per_microbatch=12), *groups)
-    for a, b in zip((r for g in whole for r in g.responses), (r for g in small for r in g.responses), strict=True):
-        assert a.verdict is not None and b.verdict is not None
-        assert a.verdict.value == pytest.approx(b.verdict.value, abs=1e-5)
-    again, _ = rate(executor(plain), *groups)
-    assert [r.verdict for g in whole for r in g.responses] == [r.verdict for g in again for r in g.responses]
-
-
 def test_equal_responses_of_a_group_have_equal_scores_to_the_bit(plain: Path) -> None:
     """Or a group without a signal would have one, of rounding."""
     assert distinct([(1, 2), (3,), (1, 2), (3,), (4,)]) == ([0, 1, 4], [0, 1, 0, 1, 2])

@@ -10,7 +10,7 @@ import torch
 from lone_generators import ranks_of
 from safetensors.torch import load_file
 
-from llamarl.config import RunConfig, load_config, to_plain, validate
+from llamarl.config import RunConfig, to_plain, validate
 from llamarl.controller.settings import differences
 from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
@@ -19,8 +19,6 @@ from llamarl.executors.generator_ranks import generator_weights, replicas_of
 from llamarl.executors.in_flight import digest_of
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolve_precision
-from llamarl.runtime.rank_plans import combine_reports
-from llamarl.runtime.worker import RankReport
 from llamarl.strict import Effect
 from llamarl.types import Group
 
@@ -137,24 +135,6 @@ def test_a_replica_that_is_brought_up_again_goes_on_with_its_share(tmp_path: Pat
     assert found == expected
 
 
-def test_metrics_weigh_replicas_by_what_they_delivered() -> None:
-    ranks = ranks_of(recipe({"share": 2}, {}))
-    results = [rank.step(0, {"weights": Version(0)}) for rank in ranks]
-    reports = [
-        RankReport(rank=n, tick=0, outputs={}, metrics=r.metrics, share_metrics=r.share_metrics, spans=(), started_s=0.0,
-                   finished_s=1.0) for n, r in enumerate(results)
-    ]  # fmt: skip
-    metrics = combine_reports("generator", reports, controller_bytes=0).metrics
-    lengths = [len(r.tokens) for result in results for g in result.outputs["completions"] for r in g.responses]
-    assert metrics["samples/delivered"] == len(lengths) == 12
-    assert metrics["response/length_mean"] == pytest.approx(sum(lengths) / 12)
-
-
-def test_a_job_with_one_kind_of_one_replica() -> None:
-    one, usual = (step(ranks_of(config), 0) for config in (recipe({"share": 0.25}, prompts=2), recipe(prompts=2)))
-    assert digests([one]) == digests([usual])
-
-
 # -- ranks and weights ------------------------------------------------------------------------------------------------
 
 
@@ -227,18 +207,6 @@ def test_a_kind_takes_what_it_does_not_say_from_the_section() -> None:
 def test_what_makes_no_sense_is_refused(kinds: list[dict[str, Any]], generator: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         recipe(*kinds, **generator)
-
-
-def test_each_kind_takes_its_own_part_of_adapters_that_travel_alone() -> None:
-    lora = ["--run.dir", "unused", "--lora.rank", "2", "--lora.hand_over", "adapter", "--lora.targets", '["up_proj"]']
-    layout = generator_weights(load_config(None, [*lora, "--generator.replicas", "[{tp = 2}, {}]"]))
-    assert layout is not None and layout.num_ranks == 3
-    name = "model.layers.0.mlp.up_proj.lora_B.default.weight"
-    first, second, whole = (
-        {p.parameter: p.box for p in pieces}[name] for pieces in map(layout.pieces_of, range(layout.num_ranks))
-    )
-    assert whole[0][1] == layout.parameters[name].shape[0]
-    assert (first[0], second[0]) == ((0, whole[0][1] // 2), (whole[0][1] // 2, whole[0][1]))
 
 
 def test_another_generator_of_the_job_has_alike_replicas() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llamarl.errors import PlanError
-from llamarl.forecast.lengths import Lengths, constant, empirical, lognormal, parse_lengths, read_lengths
+from llamarl.forecast.lengths import Lengths, empirical, lognormal, parse_lengths, read_lengths
 
 
 def test_moments_and_expected_maximum_of_a_fair_die() -> None:
@@ -17,11 +17,6 @@ def test_moments_and_expected_maximum_of_a_fair_die() -> None:
     assert die.expected_max(2) == pytest.approx(161 / 36)
     assert die.quantile([0.0, 1 / 6, 0.5, 0.51, 1.0]).tolist() == [1, 1, 3, 4, 6]
     assert die.representative(3).tolist() == [1, 3, 5]  # middles of the thirds: 1/6, 1/2, 5/6
-
-
-def test_constant_lengths() -> None:
-    lengths = constant(7)
-    assert (lengths.mean, lengths.second_moment, lengths.expected_max(99), lengths.limit) == (7, 49, 7, 7)
 
 
 @pytest.mark.parametrize("lengths", [lognormal(300, 0.8, 2000), empirical([5, 9, 9, 40])])

@@ -17,7 +17,6 @@ from llamarl.forecast.model import find_model, tensor_parallel_sizes
 from llamarl.forecast.search import (
     Options,
     Workload,
-    _fewest_of_each_share,
     _generator_choice,
     _shares,
     asynchronous,
@@ -68,16 +67,6 @@ def test_more_staleness_is_never_slower_and_zero_is_the_sum() -> None:
     turns = synchronous(H100, work, options, 16)
     assert turns.step_s == pytest.approx(turns.generator.time_s + turns.trainer.time.total_s + turns.sync_s)
     assert not turns.generator.demand.partial and turns.max_staleness == turns.token_staleness == 0
-
-
-def test_numbers_worth_having_are_the_fewest_of_each_largest_share() -> None:
-    assert _fewest_of_each_share(8, 7) == (1, 2, 3, 4)  # shares of 8, 4, 3 and 2
-    for units in (1, 2, 7, 12, 128):
-        for most in (1, 3, units, 2 * units):
-            by_share: dict[int, int] = {}
-            for count in range(1, min(units, most) + 1):
-                by_share.setdefault(math.ceil(units / count), count)
-            assert list(_fewest_of_each_share(units, most)) == sorted(by_share.values())
 
 
 @pytest.mark.parametrize(("model", "devices", "prompts"), [("Llama-3.1-8B", 11, 7), ("Qwen2.5-0.5B", 9, 5)])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import validate
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import LlamaRLError
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter
@@ -268,17 +267,6 @@ def test_totals_weigh_idle_by_time_and_staleness_by_tokens() -> None:
     assert summary.idle == {"trainer": pytest.approx(0.3)}
     assert summary.staleness_mean == pytest.approx(600 / 400)
     assert summary.tokens_trained == 400 and not summary.first
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"console": "loud"}, "console"),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(settings: dict, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        validate({"observability": settings})
 
 
 def test_a_huge_reward_stays_within_its_column() -> None:

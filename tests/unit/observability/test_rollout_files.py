@@ -9,7 +9,7 @@ import pytest
 from made_responses import made_response
 
 from llamarl.errors import DataError, LlamaRLError
-from llamarl.observability.rollouts import cut_after, read_rollouts, write_rollouts
+from llamarl.observability.rollouts import read_rollouts, write_rollouts
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
@@ -68,11 +68,6 @@ def test_float32_is_written_as_the_shortest_text_that_reads_back(tmp_path: Path)
     assert '"behavior_logprobs": [-0.33333334, -0.6666667, -1.0]' in path.read_text()
 
 
-def test_the_same_batch_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = write_rollouts(tmp_path, 3, [_group(), _group()]).read_bytes()
-    assert write_rollouts(tmp_path, 3, [_group(), _group()]).read_bytes() == first
-
-
 @pytest.mark.parametrize("text", ["a\nb", "\u2028 and \x85", "\ud800 lone surrogate", "日本", "\x00"])
 def test_any_text_survives(tmp_path: Path, text: str) -> None:
     write_rollouts(tmp_path, 0, [_group(text)])
@@ -87,15 +82,6 @@ def test_a_failed_write_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: py
     with pytest.raises(LlamaRLError, match="cannot write .*tick_000003.jsonl: No space left on device"):
         write_rollouts(tmp_path, 3, [_group()])
     assert list((tmp_path / "rollouts").iterdir()) == []
-
-
-def test_later_ticks_are_cut_on_resume(tmp_path: Path) -> None:
-    folder = tmp_path / "rollouts"
-    for tick in (1, 2, 3):
-        write_rollouts(tmp_path, tick, [_group()])
-    cut_after(folder, 2)
-    assert sorted(p.name for p in folder.iterdir()) == ["tick_000001.jsonl", "tick_000002.jsonl"]
-    assert [r.tick for r in read_rollouts(tmp_path)] == [1, 1, 1, 2, 2, 2]
 
 
 def test_reading_names_the_file_and_line_that_is_wrong(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from llamarl.report.rollout_index import (
     detail_of_tick,
     index_columns,
     index_file,
-    run_lengths,
 )
 from llamarl.report.texts import find_tokenizer, flags_of, is_repetitive, other_script, piece_reader
 from llamarl.types import Failure, Turn
@@ -137,10 +136,6 @@ def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) 
     ]
     assert columns["oldest"][:4] == [0, 0, 0, 0] and columns["oldest"][-4:] == [1, 2, 2, 2]  # staleness, not version
     assert json.loads(json.dumps(columns)) == columns
-
-
-def test_run_lengths() -> None:
-    assert run_lengths([4, 4, 5, 4]) == [[4, 2], [5, 1], [4, 1]] and run_lengths([]) == []
 
 
 # Texts that are garbage.

@@ -102,11 +102,6 @@ def test_the_table_says_who_uses_what_the_others_leave() -> None:
     assert crowded == "5 threads on 2 cores: executors that work at the same time take turns"
 
 
-def test_the_table_says_when_threads_outnumber_cores() -> None:
-    table = place([executor("trainer", num_ranks=2, threads=3)], [Machine("", 4, 0)]).table()
-    assert table.endswith("6 threads on 4 cores: executors that work at the same time take turns")
-
-
 @pytest.mark.parametrize(
     ("spec", "cuda_devices", "message"),
     [
