@@ -160,17 +160,3 @@ def test_processes_take_turns_and_give_the_same_bits(llamarl: CommandLine, synch
     )
     assert [name for _, _, name in turns] == ["unpark", "park"] * 8  # never two that hold memory at once
     assert all(end <= start for (_, end, _), (start, _, _) in zip(turns, turns[1:], strict=False))
-
-
-def test_dry_run_shows_who_takes_turns(llamarl: CommandLine, tmp_path: Path) -> None:
-    words = ["train", str(RECIPE), "--dry-run", "--run.dir", str(tmp_path / "run"), "--run.cores", "8"]
-    text = llamarl.run(words).stdout
-    for row in (
-        "generator  0 of 1  cpu     7",
-        "trainer    0 of 1  cpu     7",
-        "evaluator  0 of 1  cpu     1",
-        "8 threads on 8 cores, one at a time of generator, reward, trainer",
-        "generator and trainer are co-located: the one that waits gives its memory back",
-        "colocated = true",
-    ):
-        assert row in text, text

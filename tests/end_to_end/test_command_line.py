@@ -56,21 +56,6 @@ def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers(llam
     assert labels == [f"[prompt {p}, sample {s}]" for p in (1, 2, 3, 4) for s in (1, 2)]
 
 
-def test_dry_run_prints_configuration_graph_and_placement_and_runs_nothing(
-    llamarl: CommandLine, tmp_path: Path
-) -> None:
-    done = llamarl.train(tmp_path / "run", {"schedule.max_staleness": 3}, "--dry-run")
-    assert "max_staleness = 3" in done.stdout
-    assert "trainer -> generator" in done.stdout and "delay 4" in done.stdout
-    assert "executor" in done.stdout and "threads" in done.stdout
-    assert not (tmp_path / "run").exists()
-
-
-def test_help_teaches_every_key(llamarl: CommandLine) -> None:
-    done = llamarl.run(["train", "--help"])
-    assert "--schedule.max_staleness" in done.stdout and "--resume" in done.stdout
-
-
 def test_the_example_graph_runs_and_shows_its_delay() -> None:
     script = REPOSITORY / "examples" / "own_graph.py"
     done = subprocess.run([sys.executable, str(script), "inline"], capture_output=True, text=True, timeout=120)

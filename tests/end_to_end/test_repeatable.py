@@ -29,20 +29,13 @@ def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory)
     return run_dir
 
 
-def test_two_asynchronous_runs_with_partial_rollouts_give_the_same_bits(
+def test_the_inline_runtime_gives_the_bits_of_the_processes(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path
 ) -> None:
-    llamarl.train(tmp_path / "two", RESUMABLE)
     table = rows(never_killed)
     assert [row["step"] for row in table] == list(range(6))
     assert max(row["rollout/segments_max"] for row in table) == 2  # responses were in fact cut and resumed
     assert max(row["staleness/max"] for row in table) == 3  # max_staleness + max_segments - 1
-    assert_same_run(tmp_path / "two", never_killed)
-
-
-def test_the_inline_runtime_gives_the_bits_of_the_processes(
-    llamarl: CommandLine, tmp_path: Path, never_killed: Path
-) -> None:
     llamarl.train(tmp_path / "inline", RESUMABLE | {"run.runtime": '"inline"'})
     assert_same_run(tmp_path / "inline", never_killed)
 

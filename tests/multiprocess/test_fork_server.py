@@ -149,16 +149,6 @@ def test_a_server_in_which_a_thread_runs_forks_nothing(
     run(test, ("starts_a_thread",))
 
 
-def test_what_cannot_be_imported_is_left_to_the_rank(run: Any) -> None:
-    async def test(server: ForkServer) -> None:
-        rank = await fork(server)
-        assert rank.rank_pid() > 0
-        rank.control.close()
-        await rank.cause()
-
-    run(test, ("there_is_no_such_module",))
-
-
 def test_importing_all_executors_starts_no_thread_and_no_gpu(run: Any) -> None:
     modules = tuple(
         f"llamarl.executors.{name}" for name in ("generator", "reward", "trainer", "evaluator", "critic", "judge")

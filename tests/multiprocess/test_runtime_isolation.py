@@ -137,7 +137,7 @@ def test_a_run_of_the_tiny_recipe_opens_nothing_and_leaves_nothing_when_it_is_ki
     command = [sys.executable, "-m", "llamarl.cli.main", "train", str(RECIPE), "--run.dir", str(tmp_path / "run")]
     with open(tmp_path / "output", "wb") as output:
         controller = subprocess.Popen(
-            [*command, "--run.num_ticks", "1000", "--run.cores", "2"],
+            [*command, "--run.num_ticks", "1000", "--run.cores", "2", "--evaluation.num_prompts", "4"],
             stdout=output,
             stderr=output,
             env=os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")},
