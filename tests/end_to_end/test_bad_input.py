@@ -3,61 +3,28 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import RECIPE, REPOSITORY, CommandLine, arguments, rows
+from conftest import RECIPE, REPOSITORY, CommandLine, rows
 
 from llamarl.cli.main import main
 
-MATH = {"task.name": '"math"', "run.num_ticks": 1}
 INLINE = {"run.runtime": '"inline"', "run.num_ticks": 1, "evaluation.every": 0, "observability.console": '"none"'}
 
 
-def math_files(folder: Path, text: str) -> dict[str, Any]:
-    train, held_out = folder / "train.jsonl", folder / "eval.jsonl"
-    train.write_text(text)
-    held_out.write_text('{"question": "1+1=", "answer": "#### 2"}\n')
-    return {**MATH, "task.data": json.dumps(str(train)), "task.eval_data": json.dumps(str(held_out))}
-
-
-CASES: dict[str, tuple[Any, int, list[str]]] = {
-    "unknown key": (
-        {"schedule.max_stalenes": 0},
-        2,
-        ["schedule.max_stalenes", "did you mean 'schedule.max_staleness'"],
-    ),
-    "greedy group": ({"generator.sampling.temperature": 0}, 2, ["sampling.temperature", "greedy"]),
-    "empty data file": (lambda folder: math_files(folder, ""), 2, ["train.jsonl", "empty"]),
-    "run folder below a file": ({"run.dir": '"/dev/null/run"'}, 2, ["/dev/null/run", "run.dir"]),
-    "run folder on a read-only system": ({"run.dir": '"/proc/run"'}, 2, ["/proc/run", "run.dir"]),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("run_dir", ["/dev/null/run", "/proc/run"])
 @pytest.mark.usefixtures("own_signals")
-def test_bad_input_is_refused_before_anything_runs(
-    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+def test_a_run_folder_below_a_file_or_on_a_read_only_system_is_refused_before_anything_runs(
+    run_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings, exit_code, fragments = CASES[case]
-    settings = settings(tmp_path) if callable(settings) else settings
-    run_dir = tmp_path / "run"
-    assert (
-        main(["train", str(RECIPE), *arguments(run_dir, dict(settings))]) == exit_code
-    )  # nothing starts: no process needed
+    assert main(["train", str(RECIPE), "--run.dir", run_dir]) == 2  # nothing starts: no process needed
     told = capsys.readouterr().err
-    for fragment in fragments:
-        assert fragment in told
-    assert "Traceback" not in told
-    assert not rows(run_dir)
+    assert run_dir in told and "run.dir" in told and "Traceback" not in told
 
 
 REWARDS = """
 import os
 def dies(prompt, response, answer): os._exit(7)
-def mixed(prompt, response, answer):
-    if len(response) % 2: raise ValueError("odd")
-    return 1.0
 """
 
 

@@ -74,28 +74,6 @@ def num_restarts(run_dir: Path) -> int:
 
 
 @pytest.mark.long
-def test_a_tensor_parallel_replica_samples_what_it_would_beside_others_of_its_kind(
-    llamarl: CommandLine, tmp_path: Path
-) -> None:
-    """Tokens and log-probs, to the bit, of the first tick; the other replica's, of one rank, agree to rounding."""
-    sampled = []
-    for name, kinds in (("alike", "[{dp = 2, tp = 2}]"), ("unlike", "[{tp = 2}, {}]")):
-        settings = {**SHORT, "run.num_ticks": 1, "generator.replicas": kinds}
-        llamarl.train(tmp_path / name, settings, recipe=UNLIKE)
-        lines = (tmp_path / name / "rollouts" / "tick_000000.jsonl").read_text().splitlines()
-        sampled.append({(r["prompt_index"], r["sample_index"]): r for r in map(json.loads, lines)})
-    alike, unlike = sampled
-    assert alike.keys() == unlike.keys() and {index for index, _ in alike} == set(range(4))
-    for key in alike:
-        ours, theirs = alike[key], unlike[key]
-        if key[0] % 2 == 0:
-            assert ours["tokens"] == theirs["tokens"] and ours["behavior_logprobs"] == theirs["behavior_logprobs"]
-        else:
-            assert ours["tokens"] == theirs["tokens"]
-            assert ours["behavior_logprobs"] == pytest.approx(theirs["behavior_logprobs"], abs=1e-4)
-
-
-@pytest.mark.long
 def test_unlike_replicas_take_the_newest_weights_in_their_shares(llamarl: CommandLine, tmp_path: Path) -> None:
     settings = {**PARTIAL, "schedule.weights": "latest", "schedule.max_staleness": 2}
     llamarl.train(tmp_path / "run", settings, recipe=UNLIKE)

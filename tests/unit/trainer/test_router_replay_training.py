@@ -116,7 +116,6 @@ def whole(moved: Path, groups: list[Group]) -> dict[str, float]:
     [
         {"activation_checkpointing": "full"},
         {"microbatches_at_once": 2, "max_tokens_per_microbatch": 24},
-        {"max_tokens_per_microbatch": 24},
         {"minibatches": 1, "share_prompts": False},
     ],
 )
