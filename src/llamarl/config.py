@@ -8,6 +8,7 @@ Each section is owned by its package's ``config.py``; this file composes them an
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import re
 from collections import Counter
@@ -53,7 +54,6 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "RunSection",
-    "apply_overrides",
     "changed_keys",
     "field_help",
     "key_effects",
@@ -222,11 +222,6 @@ class RunConfig:
             found.append(("model.trust_remote_code", "true", "consent"))
         tasks = {f"mixture.{label}.": task for label, task in self.task.tasks.items()} or {"": self.task}
         for label, task in tasks.items():
-            library, _, name = task.environment.partition(":")
-            if library == "gymnasium" and ":" in name:  # MODULE:ID, of which the library imports the module
-                found.append((f"task.{label}environment", name, "import path"))
-            if library == "openenv":  # it is sent what the policy writes
-                found.append((f"task.{label}environment", task.environment, "address"))
             if task.name == "code" and task.options.get("box") == "plain":
                 found.append((f"task.{label}options.box", "plain", "consent"))  # a data file's programs, in no box
         return found
@@ -291,113 +286,99 @@ class RunConfig:
         return self.schedule.max_staleness + cut + carried
 
 
-def _imitation_checks(config: RunConfig) -> Iterator[Mistake]:
-    """What a job without generator and reward cannot have."""
-    if config.task.name != "demonstrations":
-        yield Mistake(
-            "task.name",
-            f"is {config.task.name!r}, but algorithm.name 'sft' imitates rows of data: set it to 'demonstrations'",
-            ("algorithm.name",),
-        )
+def _clash(config: RunConfig, key: str, other: str, why: str, *others: str) -> Mistake:
+    """Two keys do not go together: what each is, and why or what to do."""
+    is_now, other_is = (operator.attrgetter(name)(config) for name in (key, other))
+    return Mistake(key, f"is {is_now!r}, but {other} is {other_is!r}: {why}", (other, *others))
+
+
+def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
+    """What is wrong between sections."""
+    yield from _task_checks(config)
+    yield from _group_checks(config)
+    yield from _engine_checks(config)
+    yield from _judging_checks(config)
+    yield from wiring_mistakes(config)
+    if config.schedule.colocated:
+        yield from _colocation_checks(config)
+    if config.run.runtime == "inline" and config.recovery.straggler_multiple:
+        why = "it ends slow processes, and inline has one: set it to 0, or run.runtime to 'local'"
+        yield _clash(config, "recovery.straggler_multiple", "run.runtime", why)
+    if config.run.runtime == "inline" and config.hosts.wanted:
+        why = "inline runs everything in one process: set it to 'local', or leave the cluster out"
+        yield _clash(config, "run.runtime", "hosts.cluster", why)
+
+
+def _task_checks(config: RunConfig) -> Iterator[Mistake]:
+    """What algorithm and engine ask of the task."""
+    imitates, tasks = config.algorithm.imitates, (config.task, *config.task.tasks.values())
+    if imitates and config.task.name != "demonstrations":
+        yield _clash(config, "task.name", "algorithm.name", "that imitates rows of data: set it to 'demonstrations'")
+    if not imitates and any(task.name == "demonstrations" for task in tasks):
+        why = "rows to imitate have no judge: set algorithm.name to 'sft'"
+        yield _clash(config, "task.name", "algorithm.name", why)
     without = {
         "schedule.colocated": config.schedule.colocated,
         "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
         "reward_model.path": config.has_reward_model,
         "judge": config.has_judge,
     }
-    for key in (key for key, asked in without.items() if asked):
-        yield Mistake(
-            key, ": with algorithm.name 'sft' nothing is sampled and nothing judged: leave it out", ("algorithm.name",)
+    for key in (key for key, asked in without.items() if asked and imitates):
+        text = ": with algorithm.name 'sft' nothing is sampled and nothing judged: leave it out"
+        yield Mistake(key, text, ("algorithm.name",))
+    if config.task.has_environment and config.generator.kv_on_update == "keep":
+        text = (
+            "is 'keep', but the KV cache of an episode is computed again after each of its turns: set it to 'recompute'"
         )
+        yield Mistake("generator.kv_on_update", text, ("task.environment",))
+    yield from _patience_checks(config)
 
 
 def _patience_checks(config: RunConfig) -> Iterator[Mistake]:
-    if not config.evaluation.patience:
+    key, evaluation, checkpoint = "evaluation.patience", config.evaluation, config.checkpoint
+    if not evaluation.patience:
         return
     if not config.algorithm.imitates:
+        text = f"is of the held-out loss, which algorithm.name {config.algorithm.name!r} does not measure: leave it out"
+        yield Mistake(key, text, ("algorithm.name",))
+    elif not evaluation.every:
+        yield Mistake(key, "counts evaluations, but evaluation.every is 0: set that", ("evaluation.every",))
+    elif not checkpoint.at_end or evaluation.every % (checkpoint.every or 1):
         yield Mistake(
-            "evaluation.patience",
-            f"is of the held-out loss, which algorithm.name {config.algorithm.name!r} does not measure: leave it out",
-            ("algorithm.name",),
-        )
-    elif not config.evaluation.every:
-        yield Mistake(
-            "evaluation.patience", "counts evaluations, but evaluation.every is 0: set that", ("evaluation.every",)
-        )
-    elif not config.checkpoint.at_end or config.evaluation.every % (config.checkpoint.every or 1):
-        yield Mistake(
-            "evaluation.patience",
-            f"makes the run's model of the best evaluation's checkpoint, but checkpoint.every is {config.checkpoint.every} and "
-            f"checkpoint.at_end {config.checkpoint.at_end}, so that not every evaluation has one: leave both out",
+            key,
+            f"makes the run's model of the best evaluation's checkpoint, but checkpoint.every is {checkpoint.every} and "
+            f"checkpoint.at_end {checkpoint.at_end}, so that not every evaluation has one: leave both out",
             ("checkpoint.every", "checkpoint.at_end", "evaluation.every"),
         )
 
 
-def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
-    if config.algorithm.imitates:
-        yield from _imitation_checks(config)
-    elif any(task.name == "demonstrations" for task in (config.task, *config.task.tasks.values())):
-        yield Mistake(
-            "task.name",
-            "is 'demonstrations', rows to imitate without a judge: set algorithm.name to 'sft'",
-            ("algorithm.name",),
-        )
-    yield from _patience_checks(config)
-    yield from _group_checks(config)
-    yield from _engine_checks(config)
-    yield from _batch_checks(config)
-    yield from _judging_checks(config)
-    yield from wiring_mistakes(config)
-    if config.task.has_environment:
-        yield from _environment_checks(config)
-    if config.schedule.colocated:
-        yield from _colocation_checks(config)
-    if config.run.runtime == "inline":
-        yield from _inline_checks(config)
-
-
 def _group_checks(config: RunConfig) -> Iterator[Mistake]:
-    """Groups of a tick, among replicas, shards and data-parallel ranks."""
-    group_size, advantage = config.generator.group_size, config.algorithm.advantage
-    if group_size == 1 and advantage in GROUP_BASELINES:
-        yield Mistake(
-            "generator.group_size",
-            f"is 1, but algorithm.advantage {advantage!r} compares the responses of a group: "
-            f"every advantage would be 0 and nothing learned; set generator.group_size >= 2",
-            ("algorithm.advantage",),
-        )
-    if config.generator.shards and config.schedule.prompts_per_step % config.generator.shards:
-        yield Mistake(
-            "schedule.prompts_per_step",
-            f"({config.schedule.prompts_per_step}) must be a multiple of generator.shards "
-            f"({config.generator.shards}): each shard delivers the same number of groups a tick",
-            ("generator.shards",),
-        )
-    elif config.generator.replicas:
-        replica, groups = smallest_quota(config.generator.shares, config.groups_per_tick)
+    """Groups of a tick, among replicas, shards, data-parallel ranks and optimizer steps."""
+    generator, advantage, prompts = config.generator, config.algorithm.advantage, config.schedule.prompts_per_step
+    if generator.group_size == 1 and advantage in GROUP_BASELINES:
+        why = "it compares the responses of a group, so every advantage would be 0; set generator.group_size >= 2"
+        yield _clash(config, "generator.group_size", "algorithm.advantage", why)
+    if generator.replicas:
+        replica, groups = smallest_quota(generator.shares, config.groups_per_tick)
         if groups < 1:
             yield Mistake(
                 "generator.replicas",
-                f": replica {replica} of {config.generator.num_replicas} would get {groups:.2g} of the {config.groups_per_tick} groups of a "
+                f": replica {replica} of {generator.num_replicas} would get {groups:.2g} of the {config.groups_per_tick} groups of a "
                 "tick, and each needs one: raise schedule.prompts_per_step or its share, or take fewer replicas",
                 ("schedule.prompts_per_step",),
             )
-    elif not config.generator.shards and config.schedule.prompts_per_step % config.generator.dp:
-        yield Mistake(
-            "schedule.prompts_per_step",
-            f"({config.schedule.prompts_per_step}) must be a multiple of generator.dp "
-            f"({config.generator.dp}): each replica delivers the same number of groups a tick",
-            ("generator.dp",),
-        )
+    else:
+        key = "shards" if generator.shards else "dp"
+        if prompts % (parts := getattr(generator, key)):
+            text = f"({prompts}) must be a multiple of generator.{key} ({parts}): each delivers as many groups a tick"
+            yield Mistake("schedule.prompts_per_step", text, (f"generator.{key}",))
     for role in present_roles(config):
-        fsdp = getattr(role.settings(config), "fsdp", 1)
-        if config.schedule.prompts_per_step < fsdp:
-            yield Mistake(
-                "schedule.prompts_per_step",
-                f"({config.schedule.prompts_per_step}) must be >= {role.section}.fsdp "
-                f"({fsdp}): each data-parallel rank needs at least one group a tick",
-                (f"{role.section}.fsdp",),
-            )
+        if prompts < (fsdp := getattr(role.settings(config), "fsdp", 1)):
+            text = f"({prompts}) must be >= {role.section}.fsdp ({fsdp}): each data-parallel rank needs a group a tick"
+            yield Mistake("schedule.prompts_per_step", text, (f"{role.section}.fsdp",))
+    if config.trainer.minibatches > prompts:
+        why = "a tick's batch cannot be cut into more parts than it has groups: lower it, or raise that"
+        yield _clash(config, "trainer.minibatches", "schedule.prompts_per_step", why)
     if config.dynamic_sampling.enabled and advantage not in GROUP_BASELINES:
         yield Mistake(
             "dynamic_sampling.enabled",
@@ -408,59 +389,36 @@ def _group_checks(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _engine_checks(config: RunConfig) -> Iterator[Mistake]:
+    """What the engine cannot do."""
+    engine, name = config.generator.engine, "generator.engine.name"
     if config.schedule.weights == "latest" and config.generator.shards:
-        yield Mistake(
-            "schedule.weights",
-            f"is 'latest', which each generator process decides for itself, but generator.shards is "
-            f"{config.generator.shards}, so that it does not matter which process decodes what: set schedule.weights to 'exact', or "
-            "generator.shards to 0",
-            ("generator.shards",),
+        why = (
+            "each process decides for itself which version it takes, and shards are for any process to decode: set "
+            "schedule.weights to 'exact', or generator.shards to 0"
         )
-    if config.trainer.router == "replay" and not config.generator.engine.kind.native:
-        yield Mistake(
-            "trainer.router",
-            f"is 'replay', but generator.engine.name is {config.generator.engine.name!r}, and only the native engine notes which "
-            "experts it chose: set it to 'native', or trainer.router to 'live'",
-            ("generator.engine.name",),
-        )
-    yield from _temperature_checks(config)
-    if config.evaluation.tp > 1 and not config.generator.engine.kind.native:
-        yield Mistake(
-            "evaluation.tp",
-            f"is {config.evaluation.tp}, but generator.engine.name is {config.generator.engine.name!r}, which runs on one rank: set "
-            "it to 1 and raise evaluation.dp, or engine.name to 'native'",
-            ("generator.engine.name",),
-        )
-
-
-def _inline_checks(config: RunConfig) -> Iterator[Mistake]:
-    if config.recovery.straggler_multiple:
-        yield Mistake(
-            "recovery.straggler_multiple",
-            "ends slow processes, but run.runtime is 'inline', which has one: set it to 0, or run.runtime to 'local'",
-            ("run.runtime",),
-        )
-    if config.hosts.wanted:
-        yield Mistake(
-            "run.runtime",
-            "is 'inline', which runs everything in one process, but a cluster is named: set it to 'local', or leave the cluster out",
-            ("hosts.cluster",),
-        )
+        yield _clash(config, "schedule.weights", "generator.shards", why)
+    if config.trainer.router == "replay" and not engine.kind.native:
+        why = "the native engine alone notes which experts it chose: set that to 'native', or trainer.router to 'live'"
+        yield _clash(config, "trainer.router", name, why)
+    for key in ("generator.sampling.temperature", "evaluation.temperature"):
+        if why := engine.kind.why_not_at(operator.attrgetter(key)(config)):
+            yield _clash(config, key, name, why)
+    if config.evaluation.tp > 1 and not engine.kind.native:
+        why = "that runs on one rank: set it to 1 and raise evaluation.dp, or engine.name to 'native'"
+        yield _clash(config, "evaluation.tp", name, why)
 
 
 def _settings_checks(config: RunConfig) -> Iterator[Mistake]:
     """Whether the settings of each executor fit a recipe."""
     for name, own in config.executors.items():
+        key = f"executors.{name}.settings"
         if own.settings.get("generator", {}).get("replicas"):
-            yield Mistake(
-                f"executors.{name}.settings",
-                ": generator.replicas are of the job's own generator; this one has as many alike replicas as ranks",
-                ("executors",),
-            )
+            text = ": generator.replicas are of the job's own generator; this one has as many alike replicas as ranks"
+            yield Mistake(key, text, ("executors",))
         try:
             config.for_executor(name)
         except ConfigError as error:
-            yield Mistake(f"executors.{name}.settings", ": " + "; ".join(map(str, error.mistakes)), ("executors",))
+            yield Mistake(key, ": " + "; ".join(map(str, error.mistakes)), ("executors",))
 
 
 def _judging_checks(config: RunConfig) -> Iterator[Mistake]:
@@ -468,53 +426,23 @@ def _judging_checks(config: RunConfig) -> Iterator[Mistake]:
     models = {"reward_model": config.reward_model.name} if config.has_reward_model else {}
     models |= {"judge": config.judge.name} if config.has_judge else {}
     if config.reward.weight == 0 and not models and not config.executors:
-        yield Mistake(
-            "reward.weight",
-            "is 0, so models alone judge, but there is none: name one in reward_model.path, judge.path or judge.url, or set it to 1",
-            ("reward_model.path", "judge.path", "judge.url"),
-        )
+        others = ("reward_model.path", "judge.path", "judge.url")
+        text = f"is 0, so models alone judge, but there is none: name one in {' or '.join(others)}, or set it to 1"
+        yield Mistake("reward.weight", text, others)
     taken = {TASK_PART, *(part.part for task in (config.task, *config.task.tasks.values()) for part in task.judges)}
     for section, name in models.items():
         if name in taken:
-            yield Mistake(
-                f"{section}.name",
-                f"is {name!r}, which another part of the reward is called: choose another name",
-                ("task.rewards",),
-            )
+            text = f"is {name!r}, which another part of the reward is called: choose another name"
+            yield Mistake(f"{section}.name", text, ("task.rewards",))
         taken.add(name)
-
-
-def _temperature_checks(config: RunConfig) -> Iterator[Mistake]:
-    engine = config.generator.engine
-    temperatures = {
-        "generator.sampling.temperature": config.generator.sampling.temperature,
-        "evaluation.temperature": config.evaluation.temperature,
-    }
-    for key, temperature in temperatures.items():
-        if why := engine.kind.why_not_at(temperature):
-            yield Mistake(
-                key,
-                f"is {temperature:g}, but generator.engine.name is {engine.name!r}: {why}",
-                ("generator.engine.name",),
-            )
-
-
-def _environment_checks(config: RunConfig) -> Iterator[Mistake]:
-    """What must hold for episodes of several turns."""
-    if config.generator.kv_on_update == "keep":
-        yield Mistake(
-            "generator.kv_on_update",
-            "is 'keep', but the KV cache of an episode is computed again after each of its turns: set it to 'recompute'",
-            ("task.environment",),
-        )
 
 
 def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
     """What must hold for generator and trainer to take turns on the same devices."""
-    schedule, generator = config.schedule, config.generator
+    schedule, generator, key = config.schedule, config.generator, "schedule.colocated"
     if schedule.max_staleness or schedule.weights != "exact":
         yield Mistake(
-            "schedule.colocated",
+            key,
             f"lets generator and trainer take turns, but with schedule.max_staleness "
             f"{schedule.max_staleness} and schedule.weights {schedule.weights!r} they may work at the same time: set "
             f"max_staleness to 0 and weights to 'exact', or colocated to false",
@@ -522,47 +450,20 @@ def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
         )
     if generator.device != config.trainer.device:
         yield Mistake(
-            "schedule.colocated",
+            key,
             f"puts generator and trainer on the same devices, but generator.device is "
             f"{generator.device!r} and trainer.device {config.trainer.device!r}: set both to 'auto', 'cpu' or 'cuda'",
-            (
-                "generator.device",
-                "trainer.device",
-            ),
+            ("generator.device", "trainer.device"),
         )
     if generator.kv_on_update == "keep":
-        yield Mistake(
-            "schedule.colocated",
-            "gives the KV cache back at the end of each tick, but generator.kv_on_update is 'keep': set "
-            "it to 'recompute', or colocated to false",
-            ("generator.kv_on_update",),
-        )
+        why = "the KV cache is given back at the end of each tick: set it to 'recompute', or colocated to false"
+        yield _clash(config, key, "generator.kv_on_update", why)
     if not generator.engine.kind.native:
-        yield Mistake(
-            "schedule.colocated",
-            f"needs an engine that gives its memory back, but generator.engine.name is "
-            f"{generator.engine.name!r}: set it to 'native', or colocated to false",
-            ("generator.engine.name",),
-        )
+        why = "an engine must give its memory back: set it to 'native', or colocated to false"
+        yield _clash(config, key, "generator.engine.name", why)
     if config.lora.rank and config.lora.hand_over == "adapter":
-        yield Mistake(
-            "schedule.colocated",
-            "gives the generator's weights back, which adapters alone cannot restore, but "
-            "lora.hand_over is 'adapter': set it to 'merged', or colocated to false",
-            ("lora.hand_over",),
-        )
-
-
-def _batch_checks(config: RunConfig) -> Iterator[Mistake]:
-    """What concerns the optimizer steps of a tick."""
-    prompts = config.schedule.prompts_per_step
-    if config.trainer.minibatches > prompts:
-        yield Mistake(
-            "trainer.minibatches",
-            f"({config.trainer.minibatches}) is more than the {prompts} groups that a tick's batch can be cut into: lower it "
-            f"or raise schedule.prompts_per_step",
-            ("schedule.prompts_per_step",),
-        )
+        why = "adapters alone cannot restore weights that were given back: set it to 'merged', or colocated to false"
+        yield _clash(config, key, "lora.hand_over", why)
 
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
@@ -667,15 +568,6 @@ def key_effects() -> dict[str, Effect]:
         key: next((mark for mark in info.metadata if isinstance(mark, Effect)), Effect.BITS)
         for key, info in known_keys().items()
     }
-
-
-def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``["--a.b", "3", "--c.d=x"]`` merged into nested plain values; a value is TOML, or else text.
-
-    Raises:
-        ConfigError: An override is not of the form ``--section.key value``.
-    """
-    return _merge(raw, _parse_overrides(overrides))
 
 
 def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 
 from llamarl.config import (
     RunConfig,
-    apply_overrides,
+    _merge,
+    _parse_overrides,
     changed_keys,
     field_help,
     known_keys,
@@ -37,10 +38,8 @@ def test_the_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_overrides_parse_toml_values_and_fall_back_to_text() -> None:
-    merged = apply_overrides(
-        {"run": {"seed": 1, "dir": "x"}},
-        ["--run.seed", "7", "--model.path=my/folder", "--task.options", "{ min_terms = 2 }", "--a.b-c", "true"],
-    )
+    words = ["--run.seed", "7", "--model.path=my/folder", "--task.options", "{ min_terms = 2 }", "--a.b-c", "true"]
+    merged = _merge({"run": {"seed": 1, "dir": "x"}}, _parse_overrides(words))
     assert merged == {
         "run": {"seed": 7, "dir": "x"},
         "model": {"path": "my/folder"},
@@ -51,14 +50,14 @@ def test_overrides_parse_toml_values_and_fall_back_to_text() -> None:
 
 def test_an_override_does_not_change_the_recipe_it_is_merged_into() -> None:
     raw = {"run": {"seed": 1}}
-    apply_overrides(raw, ["--run.seed", "2"])
+    _merge(raw, _parse_overrides(["--run.seed", "2"]))
     assert raw == {"run": {"seed": 1}}
 
 
 @pytest.mark.parametrize("words", [["resume"], ["--seed", "1"], ["--run.seed"], ["--run.seed.x", "1"]])
 def test_malformed_overrides_are_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
-        apply_overrides({"run": {"seed": 1}}, words)
+        _merge({"run": {"seed": 1}}, _parse_overrides(words))
 
 
 def test_all_mistakes_are_listed_at_once_each_with_its_key() -> None:

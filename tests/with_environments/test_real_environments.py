@@ -17,6 +17,9 @@ from llamarl.environments.episode import Environment
 from llamarl.environments.registry import make_environment
 from llamarl.errors import DataError
 
+EXAMPLES = Path(__file__).parents[2] / "examples/games"
+OPENENV = f"{EXAMPLES}/openenv_client.py:OpenEnv"
+TEXTARENA = f"{EXAMPLES}/string_gyms.py:textarena"
 NO_WORDS = TaskItem(question="")
 
 
@@ -68,11 +71,11 @@ def bisect() -> Callable[[str], str]:
 
 
 def test_a_real_openenv_server_is_played_to_the_end_and_repeats(server: str) -> None:
-    env = make_environment(f"openenv:ws://{server}/ws", {"observation_field": "text", "timeout_s": 20})
+    env = make_environment(OPENENV, {"address": f"ws://{server}/ws", "observation_field": "text", "timeout_s": 20})
     first = play(env, bisect(), 2**50 + 11)
     assert first[0].text == "Guess a number below 10." and first[-1].reward == 1.0 and first[-1].done
     assert play(env, bisect(), 2**50 + 11) == first
-    other = make_environment(f"openenv:http://{server}", {"observation_field": "text", "timeout_s": 20})
+    other = make_environment(OPENENV, {"address": f"http://{server}", "observation_field": "text", "timeout_s": 20})
     assert play(other, bisect(), 2**50 + 11) == first  # another session
     env.reset(NO_WORDS, 3)
     other.reset(NO_WORDS, 4)  # beside each other
@@ -84,7 +87,7 @@ def test_a_real_openenv_server_is_played_to_the_end_and_repeats(server: str) -> 
 
 
 def test_the_whole_observation_is_shown_where_no_field_is_named(server: str) -> None:
-    env = make_environment(f"openenv:ws://{server}/ws", {"timeout_s": 20})
+    env = make_environment(OPENENV, {"address": f"ws://{server}/ws", "timeout_s": 20})
     assert env.reset(NO_WORDS, 1).text == "Guess a number below 10."
     env.close()
 
@@ -113,8 +116,8 @@ def test_games_of_textarena_are_played_and_repeat(game: str) -> None:
     pytest.importorskip("textarena", reason="textarena is not installed: make test-environments")
     plays = []
     for _ in range(2):
-        env = make_environment(f"textarena:{game}", {})
-        other = make_environment("textarena:FrozenLake-v0", {})  # draws from the same global generator
+        env = make_environment(TEXTARENA, {"name": game})
+        other = make_environment(TEXTARENA, {"name": "FrozenLake-v0"})  # draws from the same global generator
         answer, noise = random_words(random.Random(5)), random_words(random.Random(len(plays)))
         seen: list[Any] = [env.reset(NO_WORDS, 9)]
         other.reset(NO_WORDS, len(plays))
@@ -134,7 +137,7 @@ def test_games_of_textarena_are_played_and_repeat(game: str) -> None:
 
 def test_guessing_in_textarena_is_won_by_halving() -> None:
     pytest.importorskip("textarena", reason="textarena is not installed: make test-environments")
-    env = make_environment("textarena:GuessTheNumber-v0", {})
+    env = make_environment(TEXTARENA, {"name": "GuessTheNumber-v0"})
     low, high = 1, 20
     text = env.reset(NO_WORDS, 4).text
     for _ in range(6):
@@ -149,4 +152,4 @@ def test_guessing_in_textarena_is_won_by_halving() -> None:
 def test_a_game_that_textarena_does_not_have_is_told() -> None:
     pytest.importorskip("textarena", reason="textarena is not installed: make test-environments")
     with pytest.raises(DataError, match="no game 'FrozenLak-v0'; nearest: FrozenLake-v0"):
-        make_environment("textarena:FrozenLak-v0", {})
+        make_environment(TEXTARENA, {"name": "FrozenLak-v0"})

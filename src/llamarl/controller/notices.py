@@ -26,7 +26,6 @@ __all__ = [
     "overview",
     "reached_policy",
     "replica_line",
-    "replica_table",
     "resume_command",
     "what_is_saved",
 ]
@@ -159,26 +158,8 @@ def done_again(run_dir: Path, first_tick: int, num_rows: int, *, latest: bool) -
     )
 
 
-def replica_table(config: RunConfig) -> str:
-    """A row a kind of ``generator.replicas``; empty where all are alike."""
-    if not config.generator.replicas:
-        return ""
-    rows = [("kind", "replicas", "ranks", "tp", "precision", "prompts a tick of each")]
-    first = 0
-    for place, kind in enumerate(config.generator.replicas):
-        own = config.generator.as_of_kind(place)
-        last = first + own.dp * own.tp * own.pp - 1
-        ranks = f"{first}-{last}" if last > first else str(first)
-        rows.append((f"{place}", f"{kind.dp}", ranks, _sizes(own), _precision(config, place), _prompts(config, place)))
-        first = last + 1
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def replica_line(config: RunConfig) -> str:
-    """The same in a line."""
+    """What each kind of ``generator.replicas`` is; empty where all are alike."""
     kinds = config.generator.replicas
     each = [
         f"{kind.dp} x tp {_sizes(config.generator.as_of_kind(place))} {_precision(config, place)}, "

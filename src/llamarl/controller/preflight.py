@@ -154,49 +154,38 @@ def _named_sizes(role: Role, config: RunConfig) -> list[str]:
     return [name for name in role.sizes if name not in ("pp", "cp") or role.size_of(config, (name,)) > 1]
 
 
-def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
-    sizes = {f"{role.section}.tp": role.size_of(config, ("tp",))}
+def _sizes_of(role: Role, config: RunConfig, name: str) -> dict[str, int]:
+    """Key -> size, of a role and of its kinds of replicas, where it is above 1."""
+    sizes = {f"{role.section}.{name}": role.size_of(config, (size for size in role.sizes if size == name))}
     kinds = config.generator.replicas if role.name == "generator" else ()
-    sizes |= {f"generator.replicas.{place}.tp": kind.tp for place, kind in enumerate(kinds)}
-    for key, tp in sizes.items():
-        if tp > 1:
-            _check_size(role, key, tp, folder)
+    sizes |= {f"generator.replicas.{place}.{name}": getattr(kind, name) for place, kind in enumerate(kinds)}
+    return {key: size for key, size in sizes.items() if size > 1}
 
 
-def _check_size(role: Role, key: str, tp: int, folder: Path | str) -> None:
-    if reason := why_unsupported(read_model_config(folder), "tensor_parallel"):
-        instead = f"{role.section}.{role.sizes[0]}"
-        raise ConfigError(f"{key} = {tp}: {reason}; set {key} to 1 and raise {instead} instead")
-    check_tensor_parallel_size(folder, tp, key=key)
+def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
+    for key, tp in _sizes_of(role, config, "tp").items():
+        if reason := why_unsupported(read_model_config(folder), "tensor_parallel"):
+            instead = f"{role.section}.{role.sizes[0]}"
+            raise ConfigError(f"{key} = {tp}: {reason}; set {key} to 1 and raise {instead} instead")
+        check_tensor_parallel_size(folder, tp, key=key)
 
 
 def _check_pipeline(role: Role, config: RunConfig, folder: Path | str) -> None:
-    sizes = {f"{role.section}.pp": role.size_of(config, (name for name in role.sizes if name == "pp"))}
-    kinds = config.generator.replicas if role.name == "generator" else ()
-    sizes |= {f"generator.replicas.{place}.pp": kind.pp for place, kind in enumerate(kinds)}
-    for key, pp in sizes.items():
-        if pp > 1:
-            _check_stages(key, pp, folder)
-
-
-def _check_stages(key: str, pp: int, folder: Path | str) -> None:
-    described = read_model_config(folder)
-    if reason := why_unsupported(described, "pipeline"):
-        raise ConfigError(f"{key} = {pp}: {reason}; set {key} to 1")
-    layers = text_part(described).get("num_hidden_layers")
-    if isinstance(layers, int) and pp > layers:
-        raise ConfigError(
-            f"{key} = {pp} is more than the {layers} layers of this model: each stage needs one; set {key} to at most {layers}"
-        )
+    for key, pp in _sizes_of(role, config, "pp").items():
+        described = read_model_config(folder)
+        if reason := why_unsupported(described, "pipeline"):
+            raise ConfigError(f"{key} = {pp}: {reason}; set {key} to 1")
+        layers = text_part(described).get("num_hidden_layers")
+        if isinstance(layers, int) and pp > layers:
+            text = f"{key} = {pp} is more than the {layers} layers of this model: each stage needs one; set {key} to at most {layers}"
+            raise ConfigError(text)
 
 
 def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
-    cp = role.size_of(config, (name for name in role.sizes if name == "cp"))
-    if cp == 1:
-        return
-    key, heads = f"{role.section}.cp", text_part(read_model_config(folder)).get("num_attention_heads")
-    if isinstance(heads, int) and (reason := why_heads_not_shared(heads, tp=role.size_of(config, ("tp",)), cp=cp)):
-        raise ConfigError(f"{key} = {cp}: {reason}")
+    for key, cp in _sizes_of(role, config, "cp").items() if role.name != "generator" else ():
+        heads = text_part(read_model_config(folder)).get("num_attention_heads")
+        if isinstance(heads, int) and (reason := why_heads_not_shared(heads, tp=role.size_of(config, ("tp",)), cp=cp)):
+            raise ConfigError(f"{key} = {cp}: {reason}")
 
 
 def _check_experts(role: Role, config: RunConfig, folder: Path | str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
 from llamarl.controller.graph import Graph
-from llamarl.controller.notices import Questions, overview, replica_table
+from llamarl.controller.notices import Questions, overview, replica_line
 from llamarl.controller.preflight import (
     check_architectures,
     check_engine,
@@ -104,7 +104,7 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
         prepared.hosts.close()
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
-    replicas = f"# replicas\n{table}\n\n" if (table := replica_table(prepared.config)) else ""
+    replicas = f"# replicas\n{line}\n\n" if (line := replica_line(prepared.config)) else ""
     label = max(map(len, prepared.overview), default=0)
     lines = "\n".join(f"{name:<{label}}   {text}" for name, text in prepared.overview.items())
     return (

@@ -121,7 +121,7 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
 
 
 def _written(config: RunConfig, key: str, value: str) -> str:
-    """The value of a key as the user would set it: an environment with its kind, ``gem:my_gym.py:Class``."""
+    """The value of a key as the user would set it: an environment with its kind, ``trl:my_shop.py:Class``."""
     node: Any = to_plain(config)
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

@@ -43,11 +43,8 @@ _OF_DATA = ("math", "function", "gsm8k", "code", "demonstrations")
 
 _OF_TABLES = ("data", "eval_data", "eval_split", "subset", "columns", "template", "split")
 
-OWN_CODE = ("agent", "trl", "gem")
+OWN_CODE = ("agent", "trl")
 """Kinds of environments that are code of the user's own: behind the colon stands its import path."""
-
-_LIBRARIES = ("reasoning_gym", "gymnasium", "textarena", "openenv")
-"""Kinds of environments of which the name is the library's."""
 
 _LEAST_MEMORY_MB = 256
 """Below this a worker does not come to judge: its interpreter and libraries take most of it."""
@@ -206,7 +203,7 @@ class TaskConfig:
         kind, colon, what = self.environment.partition(":")
         if kind in OWN_CODE:
             return what
-        return self.environment if colon and kind not in _LIBRARIES else ""
+        return self.environment if colon and kind != "reasoning_gym" else ""
 
     def _mistakes(self) -> Iterator[Mistake]:
         for check in (_name_mistakes, _table_mistakes, _reward_mistakes, _environment_mistakes):

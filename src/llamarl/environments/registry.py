@@ -47,12 +47,8 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "reasoning_gym": Kind("reasoning_gym:DATASET", f"{_GAMES}.second_try:of_dataset"),
-    "gymnasium": Kind("gymnasium:ID", f"{_ADAPTERS}.gymnasium:GymnasiumEnvironment"),
-    "textarena": Kind("textarena:ID", f"{_ADAPTERS}.strings:textarena"),
-    "openenv": Kind("openenv:ws://HOST:PORT/ws", f"{_ADAPTERS}.openenv:OpenEnv"),
     "agent": Kind("agent:my_agent.py:function", f"{_ADAPTERS}.agent:AgentProgram"),
     "trl": Kind("trl:my_shop.py:Class", f"{_ADAPTERS}.trl:trl"),
-    "gem": Kind("gem:my_gym.py:Class", f"{_ADAPTERS}.strings:gem"),
 }
 """What stands before the colon -> what such an environment is."""
 
@@ -96,10 +92,9 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
         DataError: As ``make_environment``.
     """
     kind, _, what = name.partition(":")
-    if kind in OWN_CODE or kind == "openenv":  # to make one would import the user's code, or ask its server
+    if kind in OWN_CODE:  # to make one would import the user's code
         _factory(name)
-        if kind in OWN_CODE:
-            check(what, _KEY)
+        check(what, _KEY)
     elif kind in BUILT_IN or kind in KINDS or not is_import_path(name):
         make_environment(name, options).close()
     else:

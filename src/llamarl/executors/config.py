@@ -264,19 +264,13 @@ class GeneratorConfig:
                     yield Mistake("replicas", f"[{place}]: {found.key} {found.text}", ("engine", *found.others))
 
     def _mistakes(self) -> Iterator[Mistake]:
+        kind, keeps = self.engine.kind, self.kv_on_update == "keep"
         if self.replicas and self.dp != 1:
-            yield Mistake(
-                "dp",
-                f"is {self.dp}, but each kind in replicas says itself how many there are of it (dp): leave it out, or replicas",
-                ("replicas",),
-            )
+            text = f"is {self.dp}, but each kind in replicas says itself how many there are of it (dp): leave it out, or replicas"
+            yield Mistake("dp", text, ("replicas",))
         if self.replicas and self.shards:
-            yield Mistake(
-                "shards",
-                f"is {self.shards}, which are decoded by whichever replica there is, but bits depend on which of the unlike replicas "
-                "decodes what: set it to 0, or leave replicas out",
-                ("replicas",),
-            )
+            text = f"is {self.shards}, for any replica to decode, but bits depend on which of the unlike replicas does: set it to 0"
+            yield Mistake("shards", text, ("replicas",))
         if not 1.0 <= self.oversubscription <= self.max_segments:
             yield Mistake(
                 "oversubscription",
@@ -285,17 +279,14 @@ class GeneratorConfig:
                 ("max_segments",),
             )
         if self.sampling.temperature == 0 and self.group_size > 1:
-            yield Mistake(
-                "sampling.temperature",
+            text = (
                 f"is 0 (greedy), so all responses of a group (group_size {self.group_size}) are equal and teach nothing: "
-                "set it to 1.0",
-                ("group_size",),
+                "set it to 1.0"
             )
-        spread = self.tp * self.pp > 1
-        kind = self.engine.kind
+            yield Mistake("sampling.temperature", text, ("group_size",))
         own = " (what else it does, engine.options say)" if self.engine.by_import_path else ""
         served = ["none", *sorted({one for of in kind.quantizations.values() for one in of})]
-        if not kind.native and (spread or self.quantization not in served):
+        if not kind.native and (self.tp * self.pp > 1 or self.quantization not in served):
             yield Mistake(
                 "engine.name",
                 f"is {self.engine.name!r}, which runs on one rank with quantization {' or '.join(map(repr, served))}{own}, but tp is "
@@ -304,25 +295,14 @@ class GeneratorConfig:
                 ("tp", "pp", "quantization"),
             )
         if 0 < self.shards < self.dp:
-            yield Mistake(
-                "shards",
-                f"is {self.shards}, fewer than the dp {self.dp} replicas: some would have nothing to do; raise it, or lower dp",
-                ("dp",),
-            )
-        if self.shards and self.kv_on_update == "keep":
-            yield Mistake(
-                "shards",
-                f"is {self.shards}, but kv_on_update is 'keep', where the KV cache belongs to one replica's engine: set shards to 0, "
-                "or kv_on_update to 'recompute'",
-                ("kv_on_update",),
-            )
-        if not kind.native and not self.engine.by_import_path and self.kv_on_update == "keep":
-            yield Mistake(
-                "kv_on_update",
-                f"is 'keep', but engine.name is {self.engine.name!r}, whose KV cache does not outlive a change of weights: set kv_on_update "
-                "to 'recompute', or engine.name to 'native'",
-                ("engine.name",),
-            )
+            text = f"is {self.shards}, fewer than the dp {self.dp} replicas: some would have nothing to do; raise it, or lower dp"
+            yield Mistake("shards", text, ("dp",))
+        if self.shards and keeps:
+            text = f"is {self.shards}, but kv_on_update is 'keep': the KV cache is of one replica's engine; set one of them otherwise"
+            yield Mistake("shards", text, ("kv_on_update",))
+        if not kind.native and not self.engine.by_import_path and keeps:
+            text = f"is 'keep', but engine.name is {self.engine.name!r}, whose KV cache does not outlive a change of weights: set one otherwise"
+            yield Mistake("kv_on_update", text, ("engine.name",))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -30,7 +30,7 @@ from llamarl.executors.config import JudgeConfig
 from llamarl.executors.conversations import fill
 from llamarl.executors.judging import to_judge, with_score
 from llamarl.executors.reward import JUDGING_SHARE
-from llamarl.observability.writing import Patience, append_all
+from llamarl.observability.writing import LineLog, Patience
 from llamarl.running_time import running_s
 from llamarl.types import Failure, Group, Response
 
@@ -129,7 +129,7 @@ def _metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     return {f"judge/{name}": float(count) for name, count in counts.items()}
 
 
-class VerdictLog:
+class VerdictLog(LineLog):
     """What a judge behind a URL said to one rank, kept so that a tick that is done again gives the same rewards.
 
     ``RUN/verdicts/NAME-RANK.jsonl``: {"question": checksum, "verdict": {...}, "checksum": of these}
@@ -144,8 +144,7 @@ class VerdictLog:
             patience: With a disk that refuses verdicts; None: none.
             asked_of: Plain values: which judge it is, and how it is asked. What another one said is not taken.
         """
-        self._path = path
-        self._patience = patience or Patience()
+        super().__init__(path, patience)
         self._asked_of = list(asked_of)
         self._found: dict[str, Verdict] = {}
         if path.is_file():
@@ -180,15 +179,9 @@ class VerdictLog:
                 lines.append(json.dumps({**record, "checksum": checksum_bytes(canonical_json(record))}))
         if not lines:
             return
-        data = ("\n" + "\n".join(lines) + "\n").encode()  # the line before may be torn
-
-        def write() -> None:
-            self._path.parent.mkdir(exist_ok=True)
-            with open(self._path, "ab", buffering=0) as file:
-                append_all(file.fileno(), data)
-                os.fsync(file.fileno())
-
-        self._patience.write(self._path, write)
+        self._patience.write(self.path, lambda: self.path.parent.mkdir(exist_ok=True))
+        self.append_lines(("\n" + "\n".join(lines) + "\n").encode())  # the line before may be torn
+        self.sync()
 
     def _key(self, question: Question) -> str:
         """Of its words and its place in the run: two responses that read the same are asked about on their own."""

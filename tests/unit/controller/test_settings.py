@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, apply_overrides, key_effects, to_plain, validate
+from llamarl.config import RunConfig, _merge, _parse_overrides, key_effects, to_plain, validate
 from llamarl.controller.settings import differences, explain, settings_on_top
 from llamarl.strict import Effect
 
@@ -12,7 +12,7 @@ BEGUN = to_plain(validate({"trainer": {"threads": 3}, "optimizer": {"schedule": 
 
 
 def changed(*overrides: str) -> dict[str, Any]:
-    return to_plain(validate(apply_overrides(BEGUN, overrides)))
+    return to_plain(validate(_merge(BEGUN, _parse_overrides(overrides))))
 
 
 def test_every_key_is_of_one_effect_and_a_key_without_a_mark_changes_bits() -> None:

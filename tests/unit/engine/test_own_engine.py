@@ -59,7 +59,10 @@ def test_what_only_the_built_in_engines_do_is_refused() -> None:
         ConfigError, match="'a.b:C', which runs on one rank.* engine.options say.*tp is 2, pp 1 and quantization 'int8'"
     ):
         validate({"generator": {"engine": {"name": "a.b:C"}, "tp": 2, "quantization": "int8"}})
-    with pytest.raises(ConfigError, match="schedule.colocated needs an engine that gives its memory back.*'a.b:C'"):
+    with pytest.raises(
+        ConfigError,
+        match="schedule.colocated is True, but generator.engine.name is 'a.b:C': an engine must give its memory back",
+    ):
         validate({"generator": {"engine": {"name": "a.b:C"}}, "schedule": {"colocated": True, "max_staleness": 0}})
 
 

@@ -89,7 +89,7 @@ def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
         ("master_mind", {}, "task.environment 'master_mind' is unknown; did you mean 'mastermind'?"),
         ("what_is_this", {}, "task.environment 'what_is_this' is unknown; It is one of mastermind"),
         ("trl:my_shop", {}, "must name a class or function: trl:my_shop.py:Class"),
-        ("gem:no/such/file.py:Gym", {}, "no file"),
+        ("trl:no/such/file.py:Gym", {}, "no file"),
         ("reasoning_gym:", {}, "needs a name behind the colon: reasoning_gym:DATASET"),
         ("reasoning_gym:chain_summ", {}, "no dataset 'chain_summ'; nearest: chain_sum"),
         ("mastermind", {"peg": 3}, "task.environment_options.peg: mastermind has no such option; did you mean 'pegs'?"),
@@ -120,8 +120,6 @@ def test_a_class_of_your_own_that_fails_is_told_with_its_words(own: str) -> None
         make_environment(f"{own}:Echo", {"tims": 0})
     with pytest.raises(DataError, match=r"Nothing has no reset\(\*\*row\)"):
         make_environment(f"trl:{own}:Nothing", {})
-    with pytest.raises(DataError, match=r"has no reset\(seed\) and step\(text\)"):
-        make_environment(f"gem:{own}:Nothing", {})
     with pytest.raises(DataError, match="has no 'Missing'"):
         make_environment(f"{own}:Missing", {})
 
@@ -145,7 +143,7 @@ def test_a_class_of_another_shape_is_refused_with_the_kinds_that_there_are(own: 
         make_environment(f"{own}:{name}", {})
     told = str(caught.value)
     assert "needs reset(item, seed) and step(reply), and may have close()" in told
-    assert "agent:my_agent.py:function, trl:my_shop.py:Class, gem:my_gym.py:Class" in told
+    assert "agent:my_agent.py:function, trl:my_shop.py:Class" in told
 
 
 @pytest.mark.parametrize(
@@ -155,7 +153,7 @@ def test_a_class_of_another_shape_is_refused_with_the_kinds_that_there_are(own: 
         ("package.games:Game", "package.games:Game"),
         ("", ""),
         ("mastermind", ""),
-        *((kind.written, kind.written.partition(":")[2] if name in ("agent", "trl", "gem") else "") for name, kind in KINDS.items()),
+        *((kind.written, kind.written.partition(":")[2] if name in ("agent", "trl") else "") for name, kind in KINDS.items()),
     ],
 )  # fmt: skip
 def test_the_configuration_knows_which_environments_are_code_of_the_users_own(name: str, path: str) -> None:

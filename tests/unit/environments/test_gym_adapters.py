@@ -1,4 +1,4 @@
-"""Other libraries' environments by shape: gymnasium as text, gyms over strings, an OpenEnv server."""
+"""Other libraries' environments among the examples: gymnasium as text, gyms over strings, an OpenEnv server."""
 
 import json
 import random
@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium_text import without_colors
+from openenv_client import text_field, websocket_url
+from string_gyms import GemShape, TextArenaShape
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.adapters.gymnasium import without_colors
-from llamarl.environments.adapters.openenv import text_field, websocket_url
-from llamarl.environments.adapters.strings import GemShape, TextArenaShape
 from llamarl.environments.episode import EpisodeOver
 from llamarl.environments.games.game import OwnRandomness
 from llamarl.environments.registry import make_environment
 from llamarl.errors import DataError
 
 NO_WORDS = TaskItem(question="")
+GAMES = Path(__file__).parents[3] / "examples/games"
+GYMNASIUM = f"{GAMES}/gymnasium_text.py:GymnasiumEnvironment"
+OPENENV = f"{GAMES}/openenv_client.py:OpenEnv"
 
 
 def test_a_colored_picture_becomes_plain_text() -> None:
@@ -28,7 +31,7 @@ def test_a_colored_picture_becomes_plain_text() -> None:
 
 def test_frozen_lake_of_gymnasium_is_walked_by_names() -> None:
     pytest.importorskip("gymnasium")
-    lake = make_environment("gymnasium:FrozenLake-v1", {"make": {"is_slippery": False}, "max_moves": 8})
+    lake = make_environment(GYMNASIUM, {"name": "FrozenLake-v1", "make": {"is_slippery": False}, "max_moves": 8})
     opened = lake.reset(NO_WORDS, 2**63)
     assert opened.text.endswith("Each turn, write one action: left, down, right, up.\n\n*FFF\nFHFH\nFFFH\nHFFG")
     hint = lake.step("What?")
@@ -46,21 +49,21 @@ def test_frozen_lake_of_gymnasium_is_walked_by_names() -> None:
 
 def test_taxi_and_blackjack_are_told_in_words() -> None:
     pytest.importorskip("gymnasium")
-    taxi = make_environment("gymnasium:Taxi-v4", {})
+    taxi = make_environment(GYMNASIUM, {"name": "Taxi-v4"})
     opened = taxi.reset(NO_WORDS, 5)
     assert "|*| : |B: |" in opened.text and opened.text.endswith("Passenger: R. Destination: Y.")
     assert taxi.step("go north").reward == -1.0
-    cards = make_environment("gymnasium:Blackjack-v1", {})
+    cards = make_environment(GYMNASIUM, {"name": "Blackjack-v1"})
     assert cards.reset(NO_WORDS, 5).text.endswith("Your cards: 21, with an ace that counts 11. The dealer shows 9.")
     assert cards.step("stick").done
 
 
 def test_an_episode_of_gymnasium_repeats() -> None:
     pytest.importorskip("gymnasium")
-    for name in ("gymnasium:FrozenLake-v1", "gymnasium:Taxi-v4", "gymnasium:Blackjack-v1", "gymnasium:CliffWalking-v1"):
+    for name in ("FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CliffWalking-v1"):
         seen = []
         for _ in range(2):
-            env = make_environment(name, {"max_moves": 12})
+            env = make_environment(GYMNASIUM, {"name": name, "max_moves": 12})
             rng = random.Random(3)
             seen.append([env.reset(NO_WORDS, 77)])
             while not (step := env.step(env.random_reply(rng))).done:  # type: ignore[attr-defined]
@@ -72,16 +75,16 @@ def test_an_episode_of_gymnasium_repeats() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("gymnasium:FrozenLak-v1", {}, "gymnasium: Environment `FrozenLak` doesn't exist. Did you mean"),
-        ("gymnasium:CartPole-v1", {"action_names": ["left"]}, "CartPole-v1 has 2 actions, got the names ['left']"),
-        ("gymnasium:Pendulum-v1", {}, "only Discrete ones"),
-        ("gymnasium:FrozenLake-v1", {"slippery": False}, "no such option"),
+        ("FrozenLak-v1", {}, "gymnasium: Environment `FrozenLak` doesn't exist. Did you mean"),
+        ("CartPole-v1", {"action_names": ["left"]}, "CartPole-v1 has 2 actions, got the names ['left']"),
+        ("Pendulum-v1", {}, "only Discrete ones"),
+        ("my_module:Env-v0", {}, "names a module"),
     ],
 )
 def test_what_gymnasium_does_not_have_is_refused(name: str, options: dict[str, Any], told: str) -> None:
     pytest.importorskip("gymnasium")
     with pytest.raises(DataError) as caught:
-        make_environment(name, options)
+        make_environment(GYMNASIUM, {"name": name, **options})
     assert told in str(caught.value)
 
 
@@ -155,17 +158,6 @@ def test_textarenas_shape_shows_what_is_new_and_pays_at_the_end() -> None:
     assert env.step("maybe").text == "No."
     end = env.step("yes")
     assert (end.reward, end.done) == (1.0, True)
-
-
-def test_a_class_of_gems_kind_is_named_by_its_import_path(tmp_path: Path) -> None:
-    file = tmp_path / "shapes.py"
-    file.write_text(
-        "class Gem:\n"
-        "    def __init__(self, word): self.word = word\n"
-        "    def reset(self, seed=None): return self.word, {}\n"
-        "    def step(self, a): return 'x', 1, True, False, {}\n"
-    )
-    assert make_environment(f"gem:{file}:Gem", {"word": "hi"}).reset(NO_WORDS, 0).text == "hi"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +238,7 @@ def server() -> Iterator[str]:
 
 
 def test_an_openenv_server_is_played_over_its_websocket(server: str) -> None:
-    env = make_environment(f"openenv:ws://{server}/ws", {"timeout_s": 10})
+    env = make_environment(OPENENV, {"address": f"ws://{server}/ws", "timeout_s": 10})
     assert env.reset(TaskItem(question="Go."), 2**40 + 7).text == "Go.\n\nseed 7"
     one = env.step("a")
     assert (one.text, one.reward, one.done) == ("a", 0.5, False)
@@ -266,7 +258,7 @@ def test_an_openenv_server_is_played_over_its_websocket(server: str) -> None:
 
 
 def test_replies_may_be_whole_actions(server: str) -> None:
-    env = make_environment(f"openenv:http://{server}", {"action_field": "json", "timeout_s": 10})
+    env = make_environment(OPENENV, {"address": f"http://{server}", "action_field": "json", "timeout_s": 10})
     env.reset(NO_WORDS, 1)
     assert env.step("no json").parts["invalid"] == 1.0
     assert env.step('{"message": "a"}').text == "a"
@@ -276,4 +268,4 @@ def test_replies_may_be_whole_actions(server: str) -> None:
 def test_a_server_that_is_not_there_is_told() -> None:
     pytest.importorskip("websockets")
     with pytest.raises(DataError, match="no OpenEnv server answers at http://127.0.0.1:9/schema"):
-        make_environment("openenv:127.0.0.1:9", {"timeout_s": 2})
+        make_environment(OPENENV, {"address": "127.0.0.1:9", "timeout_s": 2})

@@ -17,7 +17,7 @@ from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.games.second_try import of_dataset
-from llamarl.environments.reasoning_gym import EVALUATING
+from llamarl.environments.reasoning_gym import EVALUATING, REFUSED
 from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.errors import DataError
 from llamarl.import_path import check, import_user
@@ -157,11 +157,10 @@ def test_answers_that_reasoning_gym_evaluates_run_nothing(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("simple_integration", {"symbols": ["__import__('os').system('true')"]}),
-        ("polynomial_multiplication", {"variables": ["x", "open(chr(47))"]}),
+        ("chain_sum", {"symbols": ["__import__('os').system('true')"]}),
         ("spell_backward", {"data_file": "../../../../etc/passwd"}),
         ("spell_backward", {"data_file": "/dev/zero"}),
-        ("composite", {"datasets": [{"name": "simple_integration", "config": {"symbols": ["f(1)"]}, "weight": 1}]}),
+        ("composite", {"datasets": [{"name": "chain_sum", "config": {"symbols": ["f(1)"]}, "weight": 1}]}),
     ],
 )
 def test_options_that_reasoning_gym_would_evaluate_are_refused(name: str, options: dict[str, Any]) -> None:
@@ -196,52 +195,23 @@ def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
     }
     of_their_own = {"codeio", "generators_00_49", "generators_50_99", "bitwise_arithmetic", "basic_arithmetic"}
     of_their_own |= {"number_sorting", "propositional_logic"}  # what they made themselves, or a function of that name
-    assert evaluates - of_their_own == set(EVALUATING)
+    assert evaluates - of_their_own == {*EVALUATING, *REFUSED}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_datasets_that_evaluate_any_expression_are_refused_also_among_others(name: str) -> None:
+    composite: dict[str, Any] = {"datasets": [{"name": name, "weight": 1}]}
+    for dataset, options in ((name, {}), ("composite", composite)):
+        with pytest.raises(DataError, match=f"{name} evaluates answers as Python"):
+            make_task(TaskConfig(name=f"reasoning_gym:{dataset}", options=options), 0)
 
 
 def test_answers_in_other_forms_are_still_scored_where_they_are_evaluated() -> None:
     is_list, is_arithmetic = EVALUATING["spiral_matrix"], EVALUATING["countdown"]
     assert is_list("['A', 'B', 1, -2]") and is_list("0 1\n1 0") and is_list("_ Q _ _") and is_list("ABBA")
     assert not is_list("f(1)") and not is_list("oracle_answer") and not is_list("1 and oracle_answer")
-    for text in (
-        "(3 + 4)*5 - 2/1.5",
-        "x**3/3 + C",
-        "exp(2*x) - sin(x)",
-        "4*x*y**2 + 5",
-        "x**(3/2)+x^12*y",
-        "2**x",
-        "(x+1)**4*(y-2)**3",
-        "exp(x)*sin(x) + exp(x)*cos(x) + C",
-        "-exp(-6*x - 10)*x**3 + C",
-    ):
-        assert is_arithmetic(text)
-    for text in (
-        "S('x')",
-        "x.y",
-        "eval(x)",
-        "[1]",
-        "lambda: 1",
-        "(1).real",
-        "__import__",
-        "9**9**9",
-        "((9)**9)**9",
-        "((x+1)^7)^2",
-        "exp(exp(9))",
-        "sin(exp(9**9))",
-        "(x+y+z+w+a+b+c+d)**12",
-        "(31+58)*(x-x)+1_24",
-        "exp((9*9*9)^9)",
-        "tan(sinh(99999))",
-        "sin(exp(1e9))",
-        "sin(1e999)",
-        "sin(99**99*99**99*99**99*99**99*99**99)",
-        f"{'9' * 4000}**(1/97)",
-        "2^2^9",
-        "x**999",
-        "x**(99+9)",
-        "x**9.5",
-        "\U0001d41e\U0001d42f(1)",
-    ):
+    assert is_arithmetic("(3 + 4)*5 - 2/1.5")
+    for text in ("S('x')", "x", "x.y", "[1]", "lambda: 1", "(1).real", "__import__", "9**9", "9e9", "1" * 301):
         assert not is_arithmetic(text)
 
 

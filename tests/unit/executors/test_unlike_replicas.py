@@ -195,7 +195,7 @@ def test_a_kind_takes_what_it_does_not_say_from_the_section() -> None:
         ([{"dp": 7}], {}, "replica 0 of 7 would get 0.86 of the 6 groups"),
         ([{"share": 9}, {}], {}, "replica 1 of 2 would get 0.6 of the 6 groups of a tick, and each needs one"),
         ([{}], {"dp": 2}, "generator.dp is 2, but each kind in replicas says itself"),
-        ([{}], {"shards": 2}, "generator.shards is 2, which are decoded by whichever replica"),
+        ([{}], {"shards": 2}, "generator.shards is 2, for any replica to decode"),
         ([{}, {"max_sequences": 4096}], {}, r"generator.replicas\[1\]: max_sequences \(4096\) must be <="),
         (
             [{"tp": 2}],

@@ -28,7 +28,7 @@ from llamarl.controller.run import start_run
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
-from llamarl.errors import ConfigError, LlamaRLError, ModelError
+from llamarl.errors import ConfigError, LlamaRLError, ModelError, PlanError
 from llamarl.executors.self_check import find_differences
 from llamarl.forecast.model import find_model, tensor_parallel_sizes
 from llamarl.models.adapters import adapter_shapes, base_parameters
@@ -281,8 +281,8 @@ def test_other_architectures_are_refused_by_everyone_before_anything_is_made(fol
     for attention in ("llamarl_paged", "llamarl_packed"):
         with pytest.raises(ModelError, match=f"architecture {kind!r} is not supported"):
             load_model(folder, dtype=torch.float32, attention=attention)
-    spec = find_model(folder)
-    assert f"architecture {kind!r} is not supported" in spec.unsupported and tensor_parallel_sizes(spec, 8) == [1]
+    with pytest.raises(PlanError, match=f"architecture {kind!r} is not supported"):
+        find_model(folder)
 
 
 @pytest.mark.parametrize(("key", "section"), [("reference.path", {"reference": {"enabled": True}}),

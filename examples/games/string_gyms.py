@@ -1,5 +1,13 @@
 """Gyms over strings: a class of GEM's shape, and TextArena's games.
 
+    [task]
+    environment = "examples/games/string_gyms.py:textarena"
+    environment_options = { name = "GuessTheNumber-v0" }
+
+    class MyGame(GemShape):                                 # of your own, in a file of your own
+        def __init__(self) -> None:
+            super().__init__(make_my_gym)
+
     shape        begins                            goes on
     GEM          reset(seed) -> (text, info)       step(text) -> (text, reward, terminated, truncated, info)
     TextArena    reset(num_players, seed)          get_observation() -> (player, ...), step(text) -> (done, info),
@@ -10,7 +18,6 @@ Such libraries often draw from the global generators: each episode finds its own
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +25,8 @@ from typing import Any
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.games.game import OwnRandomness, checked
-from llamarl.import_path import import_user
 
-__all__ = ["GemShape", "TextArenaShape", "gem", "textarena"]
+__all__ = ["GemShape", "TextArenaShape", "textarena"]
 
 
 class _Shape:
@@ -118,26 +124,8 @@ class TextArenaShape(_Shape):
         return float(rewards[0])
 
 
-def gem(path: str, **options: Any) -> GemShape:
-    """Make the environment of ``gem:my_gym.py:Class``.
-
-    Args:
-        path: Import path of the class.
-        options: The class's own.
-
-    Raises:
-        DataError: There is no such class.
-        TypeError: It has no ``reset`` or no ``step``.
-    """
-    make = functools.partial(import_user(path, "task.environment"), **options)
-    made = make()
-    if not (callable(getattr(made, "reset", None)) and callable(getattr(made, "step", None))):
-        raise TypeError(f"{path} has no reset(seed) and step(text)")
-    return GemShape(make)
-
-
 @checked
-def textarena(name: str, *, make: dict[str, Any] | None = None) -> TextArenaShape:
+def textarena(*, name: str, make: dict[str, Any] | None = None) -> TextArenaShape:
     """A game of TextArena for one player by its id, without the wrappers that repeat the whole history.
 
     Args:

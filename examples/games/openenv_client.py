@@ -1,6 +1,10 @@
 """Environments behind an OpenEnv server, over its WebSocket: one connection is one session, and
 holds one episode at a time.
 
+    [task]
+    environment = "examples/games/openenv_client.py:OpenEnv"       pip install websockets
+    environment_options = { address = "ws://HOST:PORT/ws" }
+
     {"type": "reset", "data": {"seed": 7}}             ─▶   {"type": "observation", "data": {"observation": {...}, "reward", "done"}}
     {"type": "step", "data": {"message": "..."}}       ─▶   the same, or {"type": "error", "data": {"message", "code"}}
     {"type": "close"}
@@ -88,8 +92,8 @@ class OpenEnv:
     @checked
     def __init__(
         self,
-        address: str,
         *,
+        address: str,
         action_field: str = "",
         action: dict[str, Any] | None = None,
         observation_field: str = "",
@@ -97,10 +101,8 @@ class OpenEnv:
         intro: str = "",
         timeout_s: PositiveFloat = 60.0,
     ) -> None:
-        try:
-            import websockets.sync.client  # noqa: F401
-        except ImportError:
-            raise ImportError("it needs websockets: pip install 'llamarl[openenv]'") from None
+        import websockets.sync.client  # noqa: F401
+
         self._url, self._timeout_s = websocket_url(address), timeout_s
         self._action, self._reset, self._intro = action or {}, reset or {}, intro
         self._shown_field = observation_field

@@ -1,6 +1,8 @@
 """Environments of gymnasium with a few numbered actions, as text: the ``ansi`` picture, and actions by name.
 
-    gymnasium:FrozenLake-v1   gymnasium:Taxi-v4   gymnasium:Blackjack-v1   gymnasium:CliffWalking-v1   any other with Discrete actions
+    [task]
+    environment = "examples/games/gymnasium_text.py:GymnasiumEnvironment"
+    environment_options = { name = "FrozenLake-v1" }      Taxi-v4, Blackjack-v1, CliffWalking-v1, any other with Discrete actions
 
 A picture marks places with colors, which a policy cannot see: the cell with a colored ground, where
 the player is, becomes ``*``. Where there is no picture the observation is written down. Rewards are
@@ -65,18 +67,21 @@ class GymnasiumEnvironment:
     @checked
     def __init__(
         self,
-        name: str,
         *,
+        name: str,
         intro: str = "",
         action_names: list[str] | None = None,
         max_moves: NonNegativeInt = 0,
         make: dict[str, Any] | None = None,
     ) -> None:
-        gym = _library()
+        if ":" in name:
+            raise ValueError(f"{name} names a module for gymnasium to import: import it in this file instead")
+        import gymnasium as gym
+
         given = make or {}
         try:
             modes = gym.make(name, **given).metadata.get("render_modes") or ()
-            self._env = gym.make(name, render_mode="ansi" if "ansi" in modes else None, **given)
+            self._env: Any = gym.make(name, render_mode="ansi" if "ansi" in modes else None, **given)
         except gym.error.Error as error:
             raise ValueError(f"gymnasium: {error}") from error
         space = self._env.action_space
@@ -152,11 +157,3 @@ class GymnasiumEnvironment:
             own, dealer, ace = (int(value) for value in seen)
             return f"Your cards: {own}{', with an ace that counts 11' if ace else ''}. The dealer shows {dealer}."
         return picture or str(seen)
-
-
-def _library() -> Any:
-    try:
-        import gymnasium
-    except ImportError:
-        raise ImportError("it needs gymnasium: pip install 'llamarl[gymnasium]'") from None
-    return gymnasium
