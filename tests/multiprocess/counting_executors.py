@@ -11,7 +11,6 @@ import llamarl.channels.ends  # noqa: F401
 from llamarl.executors.base import ExecutorContext, StepResult
 
 STEP_S = 0.02
-SLOW_TICK, LATER_SLOW_TICK = 5, 8
 
 
 class _Counter:
@@ -59,21 +58,3 @@ class Sink(_Counter):
         time.sleep(STEP_S)
         self.total += sum(int(number[0]) for number in inputs["doubled"])
         return StepResult(outputs={"back": np.array([self.total % 1009])}, metrics={"sink/total": float(self.total)})
-
-
-class SlowDoubler(Doubler):
-    """Rank 0 of the processes with which the run begins does not come to the end of one tick."""
-
-    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        if tick == SLOW_TICK and self.context.incarnation == 0 and self.context.rank == 0:
-            time.sleep(600)
-        return super().step(tick, inputs)
-
-
-class SlowSink(Sink):
-    """The process with which the run begins does not come to the end of a later one."""
-
-    def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
-        if tick == LATER_SLOW_TICK and self.context.incarnation == 0:
-            time.sleep(600)
-        return super().step(tick, inputs)

@@ -17,14 +17,13 @@ from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSen
 from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.weight_sync import source
-from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Shard
+from llamarl.weight_sync.layout import MeshLayout, ParameterSpec
 
 WAIT_S = 120.0
 SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=2)
-SHAPES = {"embed": (1024, 96), "q": (96, 96), "o": (96, 96), "norm": (96,)}
+SHAPES = {"embed": (1024, 96), "q": (96, 96), "norm": (96,)}
 SPECS = {name: ParameterSpec(shape, "float32") for name, shape in SHAPES.items()}
-CUTS = {"embed": [Shard("tp", 0)], "q": [Shard("tp", 0)], "o": [Shard("tp", 1)]}
-TRAINER = MeshLayout(SPECS, {"fsdp": 2, "tp": 2}, {name: [*CUTS.get(name, []), Shard("fsdp", 0)] for name in SPECS})
+LAYOUT = MeshLayout(SPECS, {"rank": 1})
 
 
 def full_model(version: int) -> dict[str, torch.Tensor]:
@@ -32,36 +31,25 @@ def full_model(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def shards(layout: MeshLayout, rank: int, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        p.parameter: full[p.parameter][tuple(slice(a, b) for a, b in p.box)].contiguous()
-        for p in layout.pieces_of(rank)
-    }
-
-
-def trainer_rank(pipe: Connection, rank: int, num_ranks: int, num_sinks: int, sink: MeshLayout | None) -> None:
+def trainer(pipe: Connection) -> None:
     """Sends the versions it is asked for; answers with handles; ends on None."""
     torch.set_num_threads(1)
-    layout = TRAINER if num_ranks == 4 else MeshLayout(SPECS, {"rank": num_ranks})
-    sender = WeightsSender(SPEC, rank=rank, num_source_ranks=num_ranks, num_sink_ranks=num_sinks)
+    sender = WeightsSender(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
     while (version := pipe.recv()) is not None:
-        tensors = shards(layout, rank, full_model(version))
-        pipe.send(
-            sender.send(version, WeightsPayload(version=version, tensors=tensors, layout=layout, sink_layout=sink))
-        )
+        pipe.send(sender.send(version, WeightsPayload(version=version, tensors=full_model(version), layout=LAYOUT)))
     sender.close()
 
 
-def generator_rank(pipe: Connection, rank: int, num_ranks: int, num_sources: int, sink: MeshLayout) -> None:
+def generator(pipe: Connection) -> None:
     """Loads the versions it gets handles of; answers with its tensors or the error's text; ends on None."""
     torch.set_num_threads(1)
-    receiver = WeightsReceiver(SPEC, rank=rank, num_source_ranks=num_sources, num_sink_ranks=num_ranks)
-    live = {p.parameter: torch.zeros([b - a for a, b in p.box]) for p in sink.pieces_of(rank)}
+    receiver = WeightsReceiver(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
+    live = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     while (handles := pipe.recv()) is not None:
         try:
             version = receiver.receive(handles, WAIT_S)
             assert version is not None
-            version.load_into(live, sink, WAIT_S)
+            version.load_into(live, LAYOUT, WAIT_S)
             pipe.send((version.version, {name: t.numpy().copy() for name, t in live.items()}))
         except WeightSyncError as error:
             pipe.send(str(error))
@@ -130,34 +118,18 @@ def ranks() -> Iterator[Ranks]:
     group.close()
 
 
-@pytest.mark.parametrize("sink_mesh", [{"tp": 2}, {"replica": 2}], ids=["to_tp_2", "to_2_replicas"])
-def test_four_trainer_ranks_to_two_generator_ranks(ranks: Ranks, sink_mesh: dict[str, int]) -> None:
-    sink = MeshLayout(SPECS, sink_mesh, CUTS if "tp" in sink_mesh else {})
-    trainers = [ranks.start(trainer_rank, rank, 4, 2, sink) for rank in range(4)]
-    generators = [ranks.start(generator_rank, rank, 2, 4, sink) for rank in range(2)]
-    for version in range(4):  # twice round the ring of two slots
-        handles = tuple(ranks.ask(index, version) for index in trainers)
-        for rank, index in enumerate(generators):
-            got_version, got = ranks.ask(index, handles)
-            expected = shards(sink, rank, full_model(version))
-            assert got_version == version and got.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert got[name].tobytes() == tensor.numpy().tobytes(), (version, rank, name)
-
-
 def test_dead_source_is_named_and_a_restarted_sink_can_pull_what_still_lies_there(ranks: Ranks) -> None:
-    sink = MeshLayout(SPECS, {"rank": 1})
-    trainer = ranks.start(trainer_rank, 0, 1, 1, None)
-    first = ranks.start(generator_rank, 0, 1, 1, sink)
-    handles = (ranks.ask(trainer, 0),)
+    sending = ranks.start(trainer)
+    first = ranks.start(generator)
+    handles = (ranks.ask(sending, 0),)
     assert ranks.ask(first, handles)[0] == 0
     ranks.kill(first)
-    second = ranks.start(generator_rank, 0, 1, 1, sink)
+    second = ranks.start(generator)
     version, got = ranks.ask(second, handles)
     assert version == 0 and got["q"].tobytes() == full_model(0)["q"].numpy().tobytes()
-    old, handles = handles, (ranks.ask(trainer, 1),)  # lies in a slot that the sink has not opened yet
+    old, handles = handles, (ranks.ask(sending, 1),)  # lies in a slot that the sink has not opened yet
     shared_before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    ranks.kill(trainer)
+    ranks.kill(sending)
     error = ranks.ask(second, handles)
     assert "version 1 from source rank 0" in error and "has ended" in error
     assert ranks.ask(second, old)[0] == 0, "what was whole and open when the source died is still served"
@@ -167,12 +139,12 @@ def test_dead_source_is_named_and_a_restarted_sink_can_pull_what_still_lies_ther
 
 
 def test_source_that_dies_in_the_middle_is_named_long_before_the_deadline(ranks: Ranks) -> None:
-    trainer = ranks.start(dying_trainer)
-    handle = ranks.ask(trainer, "go")
+    sending = ranks.start(dying_trainer)
+    handle = ranks.ask(sending, "go")
     receiver = WeightsReceiver(SPEC, rank=0, num_source_ranks=1, num_sink_ranks=1)
     version = receiver.receive((handle,), WAIT_S)
     assert version is not None
-    killer = threading.Timer(0.3, ranks.kill, (trainer,))
+    killer = threading.Timer(0.3, ranks.kill, (sending,))
     killer.start()
     started = time.monotonic()
     with pytest.raises(
