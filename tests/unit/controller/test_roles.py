@@ -6,11 +6,10 @@ import pytest
 
 from llamarl import roles
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.config import load_config, validate
+from llamarl.config import load_config
 from llamarl.controller.preflight import check_models, find_missing
 from llamarl.controller.prepare import prepare
 from llamarl.controller.settings import RESHARDABLE
-from llamarl.controller.settle import fix_end_of_decay
 from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.errors import ModelError
 from llamarl.executors.base import BaseExecutor, ExecutorContext
@@ -66,12 +65,6 @@ def test_a_reader_takes_the_best_channel_that_somebody_writes() -> None:
     assert [c.name for c in both.inputs["critic"]] == ["referenced"]
     assert [c.name for c in both.inputs["trainer"]] == ["valued"]
     assert [c.name for c in llamarl_graph(load_config(None, [])).inputs["trainer"]] == ["scored"]
-
-
-def test_the_versions_for_the_evaluator_are_those_that_are_due() -> None:
-    config = load_config(None, ["--evaluation.every", "4", "--run.num_ticks", "6"])
-    (reads,) = ROLES["evaluator"].reads
-    assert [tick for tick in range(6) if reads.due(config, tick)] == [3, 5]  # versions 4 and, as the last, 6
 
 
 def test_everyone_on_the_cycle_of_generator_and_trainer_takes_turns_and_the_evaluator_does_not() -> None:
@@ -130,9 +123,3 @@ def test_what_a_run_leaves_and_may_reshard_stands_in_the_table() -> None:
     assert folders == {"critic": ["critic"], "trainer": ["adapter", "model"]}
     assert all(callable(resolve(product.writer)) for role in ROLES.values() for product in role.products)
     assert RESHARDABLE == {"trainer.fsdp", "trainer.tp", "trainer.pp", "trainer.cp", "trainer.ep", "trainer.threads"}
-
-
-def test_a_rate_whose_end_is_open_ends_with_the_run() -> None:
-    config = validate({"run": {"num_ticks": 7}, "optimizer": {"schedule": "linear", "lr": 0.1}})
-    settled = fix_end_of_decay(config, config)
-    assert (settled.optimizer.decay_ticks, settled.optimizer.lr) == (7, 0.1)

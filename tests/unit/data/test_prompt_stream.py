@@ -1,7 +1,6 @@
 """The prompt stream is a pure function of (configuration, seed, index)."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,14 +54,6 @@ class Letters:
 
 def _stream(size: int | None, seed: int = 0, **config: Any) -> PromptStream:
     return PromptStream(Items(size), Letters(), DataConfig(**config), seed)
-
-
-def test_each_epoch_holds_every_item_once_in_an_order_of_its_own() -> None:
-    stream = _stream(50)
-    epochs = [[stream.get(50 * epoch + i).answer for i in range(50)] for epoch in range(3)]
-    assert [Counter(epoch) for epoch in epochs] == [Counter(map(str, range(50)))] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs[0] != list(map(str, range(50)))
 
 
 def test_a_fresh_stream_gives_the_same_prompt_at_any_index_asked_first() -> None:
