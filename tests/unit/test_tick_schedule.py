@@ -8,57 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executors.generator_shard import GeneratorShard
-from llamarl.tick_schedule import NEVER, deliveries, num_due, select_due
+from llamarl.tick_schedule import NEVER, deliveries, select_due
 from llamarl.tick_shares import Dealing
-
-
-def num_forced(admitted: list[int], *, tick: int, max_segments: int, prompts_per_step: int) -> int:
-    """Of groups whose deadlines follow from their admission alone."""
-    due = [at + max_segments - 1 for at in admitted]
-    return int(num_due(due, tick=tick, prompts_per_step=prompts_per_step))
-
-
-def select_deliveries(
-    admitted: list[int], completion_order: list[int], *, tick: int, max_segments: int, prompts_per_step: int
-) -> list[int] | None:
-    """Of groups whose deadlines follow from their admission alone."""
-    due = [at + max_segments - 1 for at in admitted]
-    return select_due(due, completion_order, tick=tick, prompts_per_step=prompts_per_step)
-
-
-def test_a_crowd_of_equal_deadlines_is_forced_ahead_of_time() -> None:
-    """Four groups due at tick 1, two leave a tick: at tick 0 two of them must already go."""
-    assert num_forced([0, 0, 0, 0], tick=0, max_segments=2, prompts_per_step=2) == 2
-    assert num_forced([0, 0, 0], tick=0, max_segments=2, prompts_per_step=2) == 1
-
-
-@given(
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.floats(0, 1),
-    st.integers(0, 2**32),
-)
-def test_no_deadline_is_ever_missed(prompts_per_step: int, max_segments: int, fill: float, seed: int) -> None:
-    pick = random.Random(seed)
-    active = prompts_per_step + int(fill * (max_segments - 1) * prompts_per_step)
-    groups: list[int] = []
-    complete: list[int] = []
-    for tick in range(12):
-        groups += [tick] * (active - len(groups))
-        waiting = [i for i in range(len(groups)) if i not in complete]
-        pick.shuffle(waiting)
-        while True:
-            chosen = select_deliveries(
-                groups, complete, tick=tick, max_segments=max_segments, prompts_per_step=prompts_per_step
-            )
-            if chosen is not None:
-                break
-            complete.append(waiting.pop())
-        assert len(chosen) == prompts_per_step
-        assert all(tick - groups[i] <= max_segments - 1 for i in chosen)
-        keep = [i for i in range(len(groups)) if i not in chosen]
-        complete = [keep.index(i) for i in complete if i not in chosen]
-        groups = [groups[i] for i in keep]
 
 
 @given(
