@@ -17,13 +17,12 @@ import pydantic
 from pydantic import AfterValidator, ConfigDict, TypeAdapter
 
 from llamarl.environments.episode import Observation, Step
-from llamarl.frames import frame
+from llamarl.frames import BrokenFrame, frame
 from llamarl.types import Failure, Score
 
 __all__ = [
     "Answer",
     "Answered",
-    "BrokenReply",
     "Ready",
     "Refused",
     "pack_request",
@@ -35,10 +34,6 @@ __all__ = [
 MAX_REPLY_BYTES = 1 << 26
 KIND = 0
 """Of all frames: which one it is, what comes before says."""
-
-
-class BrokenReply(Exception):
-    """Bytes from a worker that are no reply."""
 
 
 def _of_worker(failure: Failure) -> Failure:
@@ -98,12 +93,12 @@ def parse_reply(text: bytes) -> Ready | Refused | Answered:
     """A worker's reply, every value of it checked.
 
     Raises:
-        BrokenReply: It is none.
+        BrokenFrame: It is none.
     """
     try:
         return _ENVELOPE.validate_json(text).reply
     except ValueError as error:
-        raise BrokenReply(f"{type(error).__name__} in {text[:80]!r}") from error
+        raise BrokenFrame(f"{type(error).__name__} in {text[:80]!r}") from error
 
 
 def plain_text(text: str, most: int) -> str:

@@ -26,9 +26,10 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from llamarl.environments.config import RewardPoolConfig
-from llamarl.environments.messages import Answer, Answered, BrokenReply, Ready, Refused, pack_request
+from llamarl.environments.messages import Answer, Answered, Ready, Refused, pack_request
 from llamarl.environments.worker_process import START_TIMEOUT_S, Job, WorkerProcess, unset_names
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
+from llamarl.frames import BrokenFrame
 from llamarl.running_time import running_s
 from llamarl.types import Failure, FailureKind
 
@@ -235,7 +236,7 @@ class WorkerPool:
         except EOFError:  # its guard tells how it ended
             self._selector.unregister(worker.jobs)
             return
-        except BrokenReply as error:
+        except BrokenFrame as error:
             if not worker.ready:
                 raise self._did_not_start(worker, f"it sent what is no reply: {error}") from error
             self._fail(worker, "crash", f"the {self.title} worker sent what is no reply and was replaced: {error}")

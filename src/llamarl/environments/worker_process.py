@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llamarl.environments.config import RewardPoolConfig
-from llamarl.environments.messages import MAX_REPLY_BYTES, Answered, BrokenReply, Ready, Refused, parse_reply
+from llamarl.environments.messages import MAX_REPLY_BYTES, Answered, Ready, Refused, parse_reply
 from llamarl.frames import BrokenFrame, Frames
 from llamarl.process_tree import spawn
 from llamarl.running_time import running_s
@@ -146,7 +146,7 @@ class WorkerProcess:
         """The replies that are whole with what has come.
 
         Raises:
-            BrokenReply: What has come is none.
+            BrokenFrame: What has come is none.
             EOFError: Nothing more will come.
         """
         try:
@@ -157,10 +157,7 @@ class WorkerProcess:
             piece = b""
         if not piece:
             raise EOFError
-        try:
-            return [parse_reply(text) for _, text in self._frames.feed(piece)]
-        except BrokenFrame as error:
-            raise BrokenReply(str(error)) from error
+        return [parse_reply(text) for _, text in self._frames.feed(piece)]
 
     def _send(self, message: bytes, timeout_s: float) -> None:
         """Send a message whole. Where nobody reads any more, the worker's report or deadline will tell."""
@@ -171,7 +168,7 @@ class WorkerProcess:
 
     def read_rest(self) -> Iterator[Ready | Refused | Answered]:
         """What a worker that has ended still answered."""
-        with contextlib.suppress(EOFError, BrokenReply):
+        with contextlib.suppress(EOFError, BrokenFrame):
             while replies := self.read():
                 yield from replies
 

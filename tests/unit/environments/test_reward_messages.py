@@ -15,7 +15,6 @@ from llamarl.environments.functions import NotANumber, as_score, how_to_call
 from llamarl.environments.jobs import checked_step
 from llamarl.environments.messages import (
     Answered,
-    BrokenReply,
     Ready,
     Refused,
     parse_reply,
@@ -77,7 +76,7 @@ def test_replies_are_read_with_every_bit_of_their_numbers(reply: Ready | Refused
     ],
 )
 def test_what_is_no_reply_is_refused(text: str) -> None:
-    with pytest.raises(BrokenReply):
+    with pytest.raises(BrokenFrame):
         parse_reply(text.encode("latin-1"))
 
 
