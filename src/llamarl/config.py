@@ -469,7 +469,7 @@ def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
 Check = Callable[[RunConfig], Iterable[Mistake]]
 """A further question to a configuration."""
 
-GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std"})
+GROUP_BASELINES = frozenset({"group_mean", "leave_one_out", "group_std", "group_mean_batch_std", "max_rl", "gdpo"})
 _READER: Reader[RunConfig] | None = None
 
 

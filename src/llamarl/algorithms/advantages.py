@@ -6,7 +6,9 @@ trainer does not train it. Every token of a response has the response's advantag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ConfigError
 from llamarl.import_path import is_import_path, resolve
 
-__all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "overlong_penalty"]
+__all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "max_rl", "shaping"]
 
 Rewards = npt.NDArray[np.float64]
 
@@ -62,6 +64,19 @@ def group_std(rewards: Rewards) -> Rewards:
     return group_mean(rewards) / (rewards[scored].std(ddof=1) + _STD_EPSILON)
 
 
+def max_rl(rewards: Rewards) -> Rewards:
+    """(r_i - mean) / mean of the group's rewards, which are not negative (MaxRL, arXiv:2602.02710). [G] -> [G].
+
+    With rewards of 0 and 1 its expectation is the gradient of a mean of log pass@k up to k = G: a
+    prompt that is seldom solved counts as much as its rate is small. 0 where nothing was earned.
+    """
+    scored = ~np.isnan(rewards)
+    if _agree(rewards[scored]):
+        return np.zeros_like(rewards)
+    mean = rewards[scored].mean()
+    return group_mean(rewards) / mean if mean > 0 else np.zeros_like(rewards)
+
+
 def overlong_penalty(length: int, config: AlgorithmConfig) -> float:
     """What a response of ``length`` tokens loses (DAPO, arXiv:2503.14476): 0 up to ``overlong_limit
     - overlong_buffer``, then linearly up to ``overlong_penalty`` at the limit and beyond. Not
@@ -72,10 +87,41 @@ def overlong_penalty(length: int, config: AlgorithmConfig) -> float:
     return config.overlong_penalty * min(1.0, max(0.0, over))
 
 
+def shaping(value: float, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], config: AlgorithmConfig) -> float:
+    """What length and repetitions add to a response's reward, before any baseline.
+
+    Args:
+        value: The reward; at least 1 is right.
+        tokens: Of the response.
+    """
+    added = cosine_length(len(tokens), config.cosine_length, right=value >= 1)
+    if config.repetition_penalty:
+        added -= config.repetition_penalty * repeated_share(tokens, config.repetition_ngram)
+    return added - overlong_penalty(len(tokens), config)
+
+
+def cosine_length(length: int, limit: int, *, right: bool) -> float:
+    """What a length adds to a reward of 0 or 1 (arXiv:2502.03373): a right answer falls from 1 to
+    0.5 and a wrong one rises from -1 to -0.5 along half a cosine, up to ``limit`` tokens; 0 with a
+    ``limit`` of 0."""
+    if limit == 0:
+        return 0.0
+    way = 0.25 * (1.0 - math.cos(math.pi * min(1.0, length / limit)))
+    return -way if right else way - 1.0
+
+
+def repeated_share(tokens: Sequence[int] | npt.NDArray[np.integer[Any]], size: int) -> float:
+    """Share of a response's runs of ``size`` tokens that were there before (arXiv:2502.03373); 0 of
+    a shorter one."""
+    runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
+
+
 ESTIMATORS: dict[str, Callable[[Rewards], Rewards]] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "group_std": group_std,
+    "max_rl": max_rl,
 }
 """``algorithm.advantage`` -> function of one group's rewards, for those that look at one group alone."""
 
@@ -84,11 +130,13 @@ def compute_advantages(
     rewards: Sequence[Rewards],
     config: AlgorithmConfig,
     sum_over_ranks: Callable[[Rewards], Rewards] = lambda values: values,
+    parts: Sequence[Rewards] | None = None,
 ) -> list[Rewards]:
     """Advantages of every response of the step, group by group.
 
     Args:
         rewards: One array [G_i] a group; NaN where the sample failed.
+        parts: Of each group the named parts of its rewards, [G_i, K], for ``gdpo``; NaN where a sample lacks one.
         sum_over_ranks: Adds an array up over the ranks that hold the step's other groups; called the same number of
             times on each.
 
@@ -102,11 +150,17 @@ def compute_advantages(
         return [_by_users_function(config.advantage, group) for group in groups]
     if config.advantage == "reward" or config.has_critic:  # the trainer replaces a critic's by an advantage a token
         return [np.nan_to_num(group, nan=0.0) for group in groups]
+    if config.advantage == "gdpo":  # each reward normalised apart, then all by the step (arXiv:2601.05242)
+        apart = parts if parts is not None else [group[:, None] for group in groups]
+        groups = [
+            np.where(np.isnan(group), np.nan, sum((group_std(part) for part in each.T), np.zeros(len(group))))
+            for group, each in zip(groups, apart, strict=True)
+        ]
     if config.advantage == "group_mean_batch_std":  # REINFORCE++-baseline (arXiv:2501.03262)
         groups = [np.where(np.isnan(group), np.nan, group_mean(group)) for group in groups]
     count, total = sum_over_ranks(_count_and_sum(groups))
     # groups less their means have none; the rounding of their sum would give silent ones a signal
-    mean = 0.0 if config.advantage == "group_mean_batch_std" else total / max(1.0, count)
+    mean = 0.0 if config.advantage in ("group_mean_batch_std", "gdpo") else total / max(1.0, count)
     squares = [(group - mean) ** 2 for group in groups]
     deviation = np.sqrt(sum_over_ranks(_count_and_sum(squares))[1] / max(1.0, count - 1.0))
     return [np.nan_to_num((group - mean) / (deviation + _STD_EPSILON), nan=0.0) for group in groups]

@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, check_same_shape
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, check_same_shape, sequence_sums
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["aipo", "aipo_loss", "aipo_surrogate", "reinforce"]
+__all__ = ["aipo", "aipo_loss", "aipo_surrogate", "reinforce", "sequence_is"]
 
 
 def aipo_loss(
@@ -85,6 +85,20 @@ def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     """
     losses = -batch.advantages * batch.policy_logprobs
     return TokenLosses(losses=losses, clipped=torch.zeros_like(losses, dtype=torch.bool))
+
+
+def sequence_is(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Truncated importance sampling by whole responses: every token weighs min(pi(y) / mu(y), rho).
+
+    The ratio is the product over the response's trained tokens, detached. It is the weight under
+    which the response's reward is unbiased; where AIPO corrects each token for itself, which is
+    biased and of far smaller variance. Long responses soon weigh next to nothing or ``rho``.
+    """
+    rho = math.inf if config.rho == "none" else float(config.rho)
+    log_ratio = sequence_sums(batch.log_ratio.detach(), batch)[batch.sequence_ids]
+    most = min(math.log(rho), MOST_LOG_RATIO)
+    weight = log_ratio.clamp(max=most).exp()
+    return TokenLosses(losses=-weight * batch.advantages * batch.policy_logprobs, clipped=log_ratio > most)
 
 
 def _aipo_terms(

@@ -24,6 +24,7 @@ __all__ = [
     "TokenLosses",
     "check_same_shape",
     "sequence_means",
+    "sequence_sums",
 ]
 
 MOST_LOG_RATIO = 20.0
@@ -96,6 +97,16 @@ def sequence_means(values: Tensor, batch: TokenBatch) -> Tensor:
 
     A product with the membership matrix, not a scatter: its sums have a fixed order on every device.
     """
-    members = batch.sequence_ids[None, :] == torch.arange(batch.num_sequences, device=values.device)[:, None]
-    members = members.to(values.dtype)
+    members = _members(values, batch)
     return members @ values / members.sum(dim=1).clamp(min=1.0)
+
+
+def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Sum of ``values`` [T] over each response's tokens, [S], with grad."""
+    return _members(values, batch) @ values
+
+
+def _members(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[S, T]: 1 where a token is the response's, else 0; in the dtype of ``values``."""
+    members = batch.sequence_ids[None, :] == torch.arange(batch.num_sequences, device=values.device)[:, None]
+    return members.to(values.dtype)

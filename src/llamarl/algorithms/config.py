@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
@@ -23,7 +31,19 @@ __all__ = [
     "spelled_out",
 ]
 
-LOSS_NAMES = ("aipo", "aipo_surrogate", "reinforce", "ppo", "decoupled_ppo", "truncated_is", "cispo", "gspo", "sft")
+LOSS_NAMES = (
+    "aipo",
+    "aipo_surrogate",
+    "reinforce",
+    "ppo",
+    "decoupled_ppo",
+    "truncated_is",
+    "cispo",
+    "gspo",
+    "sequence_is",
+    "dppo",
+    "sft",
+)
 CRITIC_ADVANTAGES = ("gae", "turn_gae", "two_level_gae")
 """Those that a critic's values make, an advantage a token; each puts a critic into the job."""
 ADVANTAGE_NAMES = (
@@ -32,6 +52,8 @@ ADVANTAGE_NAMES = (
     "group_std",
     "batch_std",
     "group_mean_batch_std",
+    "max_rl",
+    "gdpo",
     "reward",
     *CRITIC_ADVANTAGES,
 )
@@ -92,33 +114,39 @@ class AlgorithmConfig:
     """The loss, the advantage estimator and how per-token terms are averaged."""
 
     name: Annotated[str, AfterValidator(_loss)] = "aipo"
-    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo, sft,
-    grpo, dapo, or your own as package.module:function or path/to/file.py:function
+    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo,
+    sequence_is, dppo, sft, grpo, dapo, or your own as package.module:function or path/to/file.py:function
     (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by
     min(pi / mu, rho), LlamaRL's objective. ``reinforce`` weighs every token by 1: no correction at
     all for staleness or for the generator's precision. ``ppo`` is the clip of PPO, GRPO and DAPO;
-    ``gspo`` its response-level form; ``cispo`` clips the weight instead. ``decoupled_ppo`` and
+    ``gspo`` its response-level form; ``cispo`` clips the weight instead; ``dppo`` leaves tokens out
+    by how far their probability moved. ``sequence_is`` has one weight a response,
+    min(pi(y) / mu(y), rho). ``decoupled_ppo`` and
     ``truncated_is`` tell the proximal policy from the behaviour policy. ``grpo`` and ``dapo`` are
     not losses but presets, ``ppo`` with the advantage, normalization and constants of their papers
     (docs/algorithms/ppo.md). ``sft`` is cross-entropy on completions that the data holds: a job
     without generator and reward (docs/sft.md)."""
 
     rho: Annotated[float | Literal["none"], AfterValidator(_positive)] = 4.0
-    """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate`` and ``truncated_is``, > 0; the
+    """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate``, ``truncated_is``, ``sequence_is`` and ``dppo``, > 0; the
     paper suggests 2 to 10. ``none`` never clips: unbiased, of unbounded variance. It is then capped
     only at e^20 (some 5e8), so that a float holds it; capped tokens count in
     ``ratio/clipped_fraction``, which is otherwise 0."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Ratios below 1 - clip_low are clipped by ``ppo``, ``decoupled_ppo``, ``truncated_is``, ``cispo`` and ``gspo``;
-    1 never clips. GSPO needs about 3e-4."""
+    1 never clips. GSPO needs about 3e-4. Of ``dppo`` the fall of a probability beyond which a
+    token with negative advantage does not train."""
 
     clip_high: NonNegativeFloat = 0.2
-    """Ratios above 1 + clip_high are clipped by the same losses. DAPO uses 0.28; GSPO needs about 4e-4."""
+    """Ratios above 1 + clip_high are clipped by the same losses. DAPO uses 0.28; GSPO needs about 4e-4. Of ``dppo`` the rise
+    of a probability beyond which a token with positive advantage does not train."""
 
-    ratio_mask: Literal["none", "token", "sequence"] = "none"
+    ratio_mask: Literal["none", "token", "sequence", "off_policy"] = "none"
     """Leave tokens out of the loss where pi / mu lies outside [ratio_mask_low, ratio_mask_high]: ``token`` looks at
-    each token (IcePop), ``sequence`` drops a whole response by its geometric mean ratio. Works with every loss."""
+    each token (IcePop), ``sequence`` drops a whole response by its geometric mean ratio, ``off_policy``
+    only one with a negative advantage whose geometric mean ratio is below ratio_mask_low. Works with
+    every loss."""
 
     ratio_mask_low: NonNegativeFloat = 0.5
     """Smallest ratio that still trains. Used with ``ratio_mask``."""
@@ -126,14 +154,20 @@ class AlgorithmConfig:
     ratio_mask_high: float = 5.0
     """Largest ratio that still trains, > ``ratio_mask_low``. Used with ``ratio_mask``."""
 
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each response's tokens that train, those at which the policy's entropy is highest;
+    0.2 is the usual one (arXiv:2506.01939). The divisor stays that of all tokens."""
+
     advantage: Annotated[str, AfterValidator(_advantage)] = "group_mean"
     """Advantage of a response: group_mean, leave_one_out, group_std, batch_std,
-    group_mean_batch_std, reward, gae, turn_gae, two_level_gae, or your own function of one group's
+    group_mean_batch_std, max_rl, gdpo, reward, gae, turn_gae, two_level_gae, or your own function of one group's
     rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its
     group's mean reward, ``leave_one_out`` the mean of the other members, ``group_std`` subtracts
     the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses mean and
     deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the
-    step's deviation. ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a
+    step's deviation. ``max_rl`` subtracts the group's mean and divides by
+    it. ``gdpo`` adds up ``group_std`` of each named part of the reward, over the step's deviation.
+    ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a
     token from a critic's values (section ``critic``); it needs no group. ``turn_gae`` goes over the
     turns of an episode in place of its tokens, whose advantage is their turn's; ``two_level_gae``
     over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
@@ -166,6 +200,18 @@ class AlgorithmConfig:
     overlong_penalty: NonNegativeFloat = 1.0
     """What a response of ``overlong_limit`` tokens loses of its reward."""
 
+    cosine_length: NonNegativeInt = 0
+    """Response length in tokens up to which a right answer's reward (at least 1) falls by 0.5, and a
+    wrong one's, which begins a whole lower, rises by 0.5, along half a cosine: short right answers
+    and long tries are worth most. 0 is off."""
+
+    repetition_penalty: NonNegativeFloat = 0.0
+    """What a response loses of its reward that is nothing but repetitions: this times the share of
+    its runs of ``repetition_ngram`` tokens that were there before. 0 is off."""
+
+    repetition_ngram: PositiveInt = 4
+    """Tokens of such a run. Used with ``repetition_penalty``."""
+
     train_truncated: bool = True
     """Whether responses that hit the length limit train. False keeps them in the baseline but out of the loss."""
 
@@ -187,9 +233,9 @@ class AlgorithmConfig:
     ``token_reward``: each token loses its own part when it is written, so that only tokens at or
     before it are held to account (needs no critic; with one it is PPO's form)."""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimate of that KL. Only the gradient of ``k2`` is that of the KL itself, on
-    policy; ``k3`` is the usual choice and never negative; ``k1`` has no gradient in expectation and
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    """Per-token estimate of that KL. ``unbiased`` is ``k3`` weighted by pi / mu, whose gradient is
+    that of the KL, in the loss, however old the sample. On policy that of ``k2`` is too; ``k3`` is the usual choice and never negative; ``k1`` has no gradient in expectation and
     is here for comparison."""
 
     options: dict[str, Any] = Field(default_factory=dict)
@@ -243,6 +289,13 @@ class AlgorithmConfig:
                 "options",
                 f"are of a loss of your own, but name is {self.name!r}: leave them out, or name your function",
                 ("name",),
+            )
+        if self.kl_estimator == "unbiased" and self.kl_place != "loss":
+            yield Mistake(
+                "kl_estimator",
+                f"is 'unbiased', which weighs by the policy that is trained, but kl_place is {self.kl_place!r}: choose 'k1', "
+                "or set kl_place to 'loss'",
+                ("kl_place",),
             )
         if not self.ratio_mask_low < self.ratio_mask_high:
             yield Mistake(

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, sequence_sums
 from llamarl.algorithms.kl import k3
 
-__all__ = ["MAXIMA", "token_statistics"]
+__all__ = ["MAXIMA", "effective_share", "token_statistics", "weight_sums"]
 
 MAXIMA = ("ratio/max",)
 """Keys of ``token_statistics`` of which the largest counts."""
@@ -41,3 +42,21 @@ def token_statistics(
         "entropy": entropy.sum(),
         "ratio/max": ratio.max() if ratio.numel() else ratio.new_zeros(()),
     }
+
+
+@torch.no_grad()
+def weight_sums(batch: TokenBatch) -> Tensor:
+    """Number of responses with a trained token, and the sums of their weights w = pi(y) / mu(y) and of w^2, [3] float64.
+
+    A weight is the product over the response's trained tokens; its logarithm is cut at ``MOST_LOG_RATIO``.
+    """
+    log_weights = sequence_sums(batch.log_ratio.double(), batch)
+    here = sequence_sums(torch.ones_like(batch.log_ratio), batch) > 0
+    weights = torch.where(here, log_weights.clamp(max=MOST_LOG_RATIO).exp(), 0.0)
+    return torch.stack([here.sum().double(), weights.sum(), weights.square().sum()])
+
+
+def effective_share(count: float, weights: float, squares: float) -> float:
+    """Effective sample size over the number of samples, (sum w)^2 / (n sum w^2): 1 where all weigh
+    the same, 1 / n where one carries everything (Kong 1992; of collapse: arXiv:2602.17616)."""
+    return weights * weights / (count * squares) if squares > 0 else 0.0

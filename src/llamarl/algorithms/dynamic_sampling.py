@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.algorithms.advantages import overlong_penalty
+from llamarl.algorithms.advantages import shaping
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.types import Group, Response, Score
 
@@ -42,12 +42,12 @@ class Selection:
 def has_signal(group: Group, config: AlgorithmConfig) -> bool:
     """Whether a group baseline leaves the group any gradient.
 
-    Two rewards must differ, the over-long penalty included, and some response must train: not failed, with a trained
+    Two rewards must differ, what length and repetitions add included, and some response must train: not failed, with a trained
     token, and not cut at the length limit where ``train_truncated`` is False. Compared exactly: no rounding of a mean.
     """
     scored = [r for r in group.responses if isinstance(r.outcome, Score)]
     rewards = {
-        r.outcome.value - overlong_penalty(len(r.tokens), config) for r in scored if isinstance(r.outcome, Score)
+        r.outcome.value + shaping(r.outcome.value, r.tokens, config) for r in scored if isinstance(r.outcome, Score)
     }
     return len(rewards) > 1 and any(_trains(r, config) for r in scored)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["ESTIMATORS", "k1", "k2", "k3", "sampled_kl"]
+__all__ = ["ESTIMATORS", "k1", "k2", "k3", "sampled_kl", "unbiased"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -32,6 +32,19 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """KL(p || q) per token from ``log_ratio`` = log q - log p, [T], under samples of p."""
     return torch.expm1(log_ratio) - log_ratio
+
+
+def unbiased(log_ratio: Tensor, importance: Tensor) -> Tensor:
+    """KL(p || q) per token by samples of another policy mu (DeepSeek-V3.2, arXiv:2512.02556), [T].
+
+    ``k3`` weighted by p / mu. Its gradient, through the weight too, is that of the KL itself
+    wherever the samples came from; that of ``k3`` alone is not, on policy either.
+
+    Args:
+        log_ratio: log q - log p.
+        importance: p / mu, with grad.
+    """
+    return importance * k3(log_ratio)
 
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -1,6 +1,6 @@
-"""The clipped surrogates: PPO (GRPO, DAPO), its decoupled and truncated forms, and GSPO; and CISPO.
+"""The clipped surrogates: PPO (GRPO, DAPO), its decoupled and truncated forms, and GSPO; CISPO and DPPO.
 
-All but CISPO maximise min(u A, clip(u, 1 - clip_low, 1 + clip_high) A). They differ in what u
+All but the last two maximise min(u A, clip(u, 1 - clip_low, 1 + clip_high) A). They differ in what u
 compares, and in what weighs it:
 
     ppo             u = pi / mu                          1
@@ -22,7 +22,7 @@ from torch import Tensor
 from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["cispo", "decoupled_ppo", "gspo", "ppo", "truncated_is"]
+__all__ = ["cispo", "decoupled_ppo", "dppo", "gspo", "ppo", "truncated_is"]
 
 
 def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -94,3 +94,19 @@ def cispo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     losses = -weight * batch.advantages * batch.policy_logprobs
     return TokenLosses(losses=losses, clipped=((weight != ratio) | (log_ratio > MOST_LOG_RATIO)))
+
+
+def dppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """Leave out tokens whose probability has moved too far, and moves on (DPPO-Binary-TV, arXiv:2602.04879).
+
+    The trust region is one of total variation, estimated by the sampled token alone: |pi - mu|, a
+    difference of probabilities. A token is out where pi - mu > clip_high and A > 0, or pi - mu <
+    -clip_low and A < 0. So a rare token may change by a large ratio, and a likely one may not by a
+    small one. Else it weighs min(pi / mu, rho), detached.
+    """
+    rho = math.inf if config.rho == "none" else float(config.rho)
+    log_ratio = batch.log_ratio.detach()
+    moved = batch.policy_logprobs.detach().exp() - batch.behavior_logprobs.exp()
+    out = ((moved > config.clip_high) & (batch.advantages > 0)) | ((moved < -config.clip_low) & (batch.advantages < 0))
+    weight = torch.where(out, 0.0, log_ratio.clamp(max=min(math.log(rho), MOST_LOG_RATIO)).exp())
+    return TokenLosses(losses=-weight * batch.advantages * batch.policy_logprobs, clipped=out)

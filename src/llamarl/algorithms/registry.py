@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce
+from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce, sequence_is
 from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.ppo import cispo, decoupled_ppo, gspo, ppo, truncated_is
+from llamarl.algorithms.ppo import cispo, decoupled_ppo, dppo, gspo, ppo, truncated_is
 from llamarl.algorithms.sft import sft
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve
@@ -25,6 +25,8 @@ LOSSES: dict[str, LossFunction] = {
     "truncated_is": truncated_is,
     "cispo": cispo,
     "gspo": gspo,
+    "sequence_is": sequence_is,
+    "dppo": dppo,
     "sft": sft,
 }
 """``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in

@@ -42,6 +42,7 @@ KINDS = {
     "all_rewards_failed": ("Every reward fails", "failures"),
     "rewards_failing": ("Rewards fail", "failures"),
     "mismatch": ("The policy runs away from its data", "curves"),
+    "few_samples": ("A few responses carry the step", "curves"),
     "entropy_collapsed": ("Entropy has collapsed", "curves"),
     "mostly_cut": ("Responses are cut at the length limit", "garbage"),
     "empty": ("Responses are empty", "garbage"),
@@ -82,6 +83,8 @@ _MISMATCH = 0.5
 """Nats of KL(behaviour, policy) a token; staleness and precision together give hundredths."""
 _CLIPPED = 0.3
 """Share of tokens on which the loss's own bound acted."""
+_CONCENTRATED = 0.2
+"""Effective samples over responses; runs that learn have half and more at staleness 4."""
 _COLLAPSED = 0.05
 """Share of its entropy at the start that the policy still has."""
 _STOOD_STILL = 0.1
@@ -208,6 +211,7 @@ def find_in_rows(first: Rows, recent: Rows, *, group_baseline: bool, causes: Seq
         found |= {
             "rewards_failing": _failing(recent, causes),
             "entropy_collapsed": _collapsed(_computed(first), _computed(recent)),
+            "few_samples": _few_samples(_computed(recent)),
             "nothing_trained": _nothing_trained(recent),
             "replies_late": _replies_late(recent),
         }
@@ -288,6 +292,16 @@ def _mismatch(rows: Rows, when: str) -> str:
     return (
         f"the policy runs away from what sampled its data: over {when} {' and '.join(seen)}. Lower optimizer.lr, or "
         f"schedule.max_staleness"
+    )
+
+
+def _few_samples(rows: Rows) -> str:
+    share = _mean(rows, "ratio/effective_samples", 1.0)
+    if share >= _CONCENTRATED:
+        return ""
+    return (
+        f"a few responses carry the step: ratio/effective_samples is {share:.0%} over {_last(rows)}, so the samples are too old "
+        f"for the policy. Lower optimizer.lr or schedule.max_staleness"
     )
 
 

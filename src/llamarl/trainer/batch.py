@@ -25,7 +25,7 @@ from llamarl.models.packing import for_several_at_once, pack, shared_units
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.transfer import to_device
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks, cut_row
-from llamarl.trainer.credit import response_reward, standardize, token_advantages
+from llamarl.trainer.credit import response_reward, reward_parts, standardize, token_advantages
 from llamarl.trainer.shared_prompts import SharedPrompts
 from llamarl.types import Group, Response, Score
 
@@ -175,7 +175,8 @@ def make_sequences(
     """
     rewards = [np.array([response_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
     sequences = []
-    for index, advantages in enumerate(compute_advantages(rewards, config, sum_over_ranks)):
+    parts = [reward_parts(group.responses) for group in groups] if config.advantage == "gdpo" else None
+    for index, advantages in enumerate(compute_advantages(rewards, config, sum_over_ranks, parts)):
         group = groups[index]
         for response, advantage, reward in zip(group.responses, advantages, rewards[index], strict=True):
             if trainable(response, config):

@@ -1,6 +1,6 @@
 """What each response and each of its tokens earns: rewards, penalties, and advantages that differ from token to token.
 
-    reward of the response − over-long penalty − KL of the response ("reward")  ─▶ group baseline ─▶ one advantage
+    reward of the response + length and repetitions − KL of the response ("reward")  ─▶ group baseline ─▶ one advantage
     reward at the last token, KL of each token ("token_reward")  ─▶ GAE with the critic's values ─▶ an advantage a token
     reward at each turn's end                                    ─▶ GAE over turns, and over the tokens in each
 
@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.algorithms.advantages import overlong_penalty
+from llamarl.algorithms.advantages import shaping
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.gae import gae, suffix_sums
 from llamarl.algorithms.kl import sampled_kl
 from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
-from llamarl.types import Failure, Response
+from llamarl.types import Failure, Response, Score
 
-__all__ = ["response_reward", "standardize", "token_advantages", "value_targets"]
+__all__ = ["response_reward", "reward_parts", "standardize", "token_advantages", "value_targets"]
 
 Array = npt.NDArray[np.float64]
 
@@ -41,10 +41,21 @@ def response_reward(response: Response, config: AlgorithmConfig) -> float:
         )
     if isinstance(response.outcome, Failure):
         return float("nan")
-    reward = response.outcome.value - overlong_penalty(len(response.tokens), config)
+    reward = response.outcome.value + shaping(response.outcome.value, response.tokens, config)
     if config.kl_coef and config.kl_place == "reward" and response.loss_mask.any():
         reward -= config.kl_coef * float(_token_kl(response, config).sum())
     return reward
+
+
+def reward_parts(responses: Sequence[Response]) -> Array:
+    """The named parts of a group's rewards, by name, [G, K]; a reward without parts is the only one.
+    NaN where a response failed or lacks a part."""
+    scores = [r.outcome for r in responses]
+    names = sorted({name for s in scores if isinstance(s, Score) for name in s.parts})
+    if not names:
+        return np.array([[s.value if isinstance(s, Score) else np.nan] for s in scores], np.float64).reshape(-1, 1)
+    found = [[s.parts.get(name, np.nan) if isinstance(s, Score) else np.nan for name in names] for s in scores]
+    return np.array(found, np.float64)
 
 
 def token_advantages(response: Response, advantage: float, config: AlgorithmConfig) -> Array | None:

@@ -1,7 +1,7 @@
 """What one micro-batch adds to the step's loss: the algorithm's term of each trained token, entropy
 and KL beside it, weighted.
 
-log-probs, entropy ─▶ loss(tokens) ─▶ ratio mask ─▶ - entropy bonus ─▶ + KL to the reference ─▶ · weights ─▶ sum
+log-probs, entropy ─▶ loss(tokens) ─▶ masks ─▶ - entropy bonus ─▶ + KL to the reference ─▶ · weights ─▶ sum
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import LossFunction, TokenBatch, sequence_means
+from llamarl.algorithms.base import MOST_LOG_RATIO, LossFunction, TokenBatch, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.diagnostics import token_statistics
+from llamarl.algorithms.diagnostics import token_statistics, weight_sums
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
+from llamarl.algorithms.kl import unbiased
 from llamarl.trainer.batch import Microbatch
+from llamarl.trainer.statistics import WEIGHT_SUMS
 
-__all__ = ["microbatch_loss", "ratio_keep_mask"]
+__all__ = ["microbatch_loss", "ratio_keep_mask", "top_entropy_mask"]
 
 
 def microbatch_loss(
@@ -54,8 +56,8 @@ def microbatch_loss(
     )
     terms = loss_of(batch, algorithm)
     losses, sums = terms.losses, {}
-    if algorithm.ratio_mask != "none":
-        keep = ratio_keep_mask(batch, algorithm)
+    if algorithm.ratio_mask != "none" or algorithm.top_entropy < 1.0:
+        keep = ratio_keep_mask(batch, algorithm) & top_entropy_mask(batch, algorithm.top_entropy)
         losses = torch.where(keep, losses, 0.0)
         sums["ratio/masked_fraction"] = (~keep).sum().to(losses.dtype)
     sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
@@ -70,6 +72,7 @@ def microbatch_loss(
         sums["entropy"] = entropy.detach().sum()
     else:
         sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, terms.clipped)
+        sums |= dict(zip(WEIGHT_SUMS, weight_sums(batch), strict=True))
     return (losses * microbatch.weights).sum(), sums, terms.clipped
 
 
@@ -80,7 +83,10 @@ def _reference_kl(policy_logprobs: Tensor, microbatch: Microbatch, algorithm: Al
             "the samples carry no reference log-probs, which algorithm.kl_coef > 0 needs:"
             " wire a reference executor before the trainer"
         )
-    return KL_ESTIMATORS[algorithm.kl_estimator](microbatch.reference_logprobs - policy_logprobs)
+    log_ratio = microbatch.reference_logprobs - policy_logprobs
+    if algorithm.kl_estimator == "unbiased":
+        return unbiased(log_ratio, (policy_logprobs - microbatch.behavior_logprobs).clamp(max=MOST_LOG_RATIO).exp())
+    return KL_ESTIMATORS[algorithm.kl_estimator](log_ratio)
 
 
 @torch.no_grad()
@@ -91,13 +97,37 @@ def ratio_keep_mask(batch: TokenBatch, config: AlgorithmConfig) -> Tensor:
     A token far outside the band is a numerical accident (another kernel, a quantized weight) or so
     stale that its weight says little. ``token`` drops such tokens (IcePop, Ring-1T,
     arXiv:2510.18855); ``sequence`` drops a response whose geometric mean ratio left the band;
-    ``none`` keeps all. The step still divides by all its trained tokens, so dropping never makes
+    ``off_policy`` one that fell below it and has a negative advantage (DeepSeek-V3.2,
+    arXiv:2512.02556); ``none`` keeps all. The step still divides by all its trained tokens, so dropping never makes
     the rest count more.
     """
     if config.ratio_mask == "none":
         return torch.ones_like(batch.behavior_logprobs, dtype=torch.bool)
     log_ratio = batch.log_ratio
-    if config.ratio_mask == "sequence":
+    if config.ratio_mask != "token":
         log_ratio = sequence_means(log_ratio, batch)[batch.sequence_ids]
     low = math.log(config.ratio_mask_low) if config.ratio_mask_low > 0 else -math.inf
+    if config.ratio_mask == "off_policy":
+        return (log_ratio >= low) | (batch.advantages >= 0)
     return (log_ratio >= low) & (log_ratio <= math.log(config.ratio_mask_high))
+
+
+@torch.no_grad()
+def top_entropy_mask(batch: TokenBatch, share: float) -> Tensor:
+    """Keep of each response the tokens at which the policy is least sure (arXiv:2506.01939): [T]
+    bool, True for ``share`` of its trained tokens, rounded up; of equal ones the earlier.
+
+    The source takes the quantile over the batch. By response it is the same however a step is cut
+    into micro-batches.
+    """
+    if share >= 1.0 or not len(batch.sequence_ids):
+        return torch.ones_like(batch.sequence_ids, dtype=torch.bool)
+    assert batch.entropy is not None
+    falling = torch.argsort(batch.entropy, descending=True, stable=True)
+    order = falling[torch.argsort(batch.sequence_ids[falling], stable=True)]
+    ids = batch.sequence_ids[order]
+    lengths = torch.bincount(ids, minlength=batch.num_sequences)
+    first = lengths.cumsum(0) - lengths
+    place = torch.arange(len(ids), device=ids.device) - first[ids]
+    kept = torch.ceil(lengths.double() * share - 1e-9).long()
+    return torch.zeros_like(ids, dtype=torch.bool).index_put((order,), place < kept[ids])

@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.diagnostics import MAXIMA
+from llamarl.algorithms.diagnostics import MAXIMA, effective_share
 from llamarl.models.experts import expert_metrics
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import TrainingSequence
 
-__all__ = ["StepStatistics", "tick_metrics"]
+__all__ = ["WEIGHT_SUMS", "StepStatistics", "tick_metrics"]
 
 _NOT_AVERAGED = ("loss/policy", "tokens/computed")
 """Sums that already carry the step's weights, and counts."""
 _OBSERVED = "observed"
 """Trained tokens that went through the forward pass: what the other sums are averaged over."""
+WEIGHT_SUMS = ("responses", "response_weights", "response_weights_squared")
+"""Sums over responses (``diagnostics.weight_sums``), of which one metric is made."""
 _COUNTS = ("tokens/trained", "tokens/computed", "samples/trained")
 """Metrics that add up over the steps of a tick."""
 
@@ -110,7 +112,10 @@ class StepStatistics:
             self.num_observed = added.pop(adding.index(_OBSERVED))
             observed = max(1.0, self.num_observed)
             adding.remove(_OBSERVED)
-            for key, value in zip(adding, added, strict=True):
+            found = dict(zip(adding, added, strict=True))
+            if WEIGHT_SUMS[0] in found:
+                sums["ratio/effective_samples"] = effective_share(*(found.pop(key) for key in WEIGHT_SUMS))
+            for key, value in found.items():
                 sums[key] = value if key in _NOT_AVERAGED else value / observed
         if largest:
             maxima = self._layout.max_over_data(torch.stack([self._sums[key].double() for key in largest])).tolist()

@@ -34,7 +34,7 @@ def test_a_wrong_value_is_refused_by_name(changed: dict[str, Any], named: str) -
 def test_every_name_that_a_recipe_may_write_has_a_function() -> None:
     annotations = AlgorithmConfig.__pydantic_fields__  # type: ignore[attr-defined]
     assert set(LOSS_NAMES) == set(LOSSES)
-    assert set(annotations["kl_estimator"].annotation.__args__) == set(KL_ESTIMATORS)
+    assert set(annotations["kl_estimator"].annotation.__args__) == {*KL_ESTIMATORS, "unbiased"}  # which also weighs
     for advantage in ADVANTAGE_NAMES:
         (got,) = compute_advantages([np.array([2.0, 0.0])], AlgorithmConfig(advantage=advantage))
         assert got[0] > 0

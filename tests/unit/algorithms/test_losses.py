@@ -44,12 +44,19 @@ def _clip(u: Tensor, a: float) -> Tensor:
     return torch.minimum(u * a, torch.clamp(u, 0.7, 1.5) * a)
 
 
+def _moved_on(pi: float, mu: float, a: float) -> float:
+    """0 where the probability has moved beyond 0.05 down or 0.1 up, and the advantage pushes further."""
+    moved = math.exp(pi) - math.exp(mu)
+    return 0.0 if (a > 0 and moved > 0.1) or (a < 0 and moved < -0.05) else 1.0
+
+
 def _written(name: str, pi: Tensor, mu: Tensor, prox: Tensor, a: float) -> Tensor:
     """The objective of one response, to be maximised, summed over its trained tokens; token by token."""
     total = torch.zeros((), dtype=torch.float64)
     if name == "gspo":
         u = torch.exp(sum((pi[t] - mu[t] for t in range(len(pi))), torch.zeros(())) / len(pi))
         return len(pi) * _clip(u, a)
+    product = math.exp(sum(pi[t].item() - mu[t].item() for t in range(len(pi))))
     for t in range(len(pi)):
         ratio = math.exp(pi[t].item() - mu[t].item())
         weight = math.exp(prox[t].item() - mu[t].item())
@@ -63,6 +70,8 @@ def _written(name: str, pi: Tensor, mu: Tensor, prox: Tensor, a: float) -> Tenso
                 "decoupled_ppo": lambda t=t, w=weight: w * _clip(torch.exp(pi[t] - prox[t]), a),
                 "truncated_is": lambda t=t, w=weight: min(w, 2.0) * _clip(torch.exp(pi[t] - prox[t]), a),
                 "cispo": lambda t=t, r=ratio: min(max(r, 0.7), 1.5) * a * pi[t],
+                "sequence_is": lambda t=t: min(product, 2.0) * a * pi[t],
+                "dppo": lambda t=t, r=ratio: _moved_on(pi[t].item(), mu[t].item(), a) * min(r, 2.0) * a * pi[t],
             }[name]()
         )
     return total
@@ -75,7 +84,8 @@ OF_ADVANTAGES = sorted(set(LOSSES) - {"sft"})
 @pytest.mark.parametrize("name", OF_ADVANTAGES)
 def test_gradient_is_that_of_the_written_objective(name: str) -> None:
     batch = _random_batch()
-    out = LOSSES[name](batch, AlgorithmConfig(name=name, **CONFIG))  # type: ignore[arg-type]
+    bounds = {"clip_low": 0.05, "clip_high": 0.1} if name == "dppo" else {}  # of probabilities, not of ratios
+    out = LOSSES[name](batch, AlgorithmConfig(name=name, **{**CONFIG, **bounds}))  # type: ignore[arg-type]
     assert out.losses.shape == batch.policy_logprobs.shape and out.clipped.dtype == torch.bool
     (got,) = torch.autograd.grad(out.losses.sum(), batch.policy_logprobs)
     pi = batch.policy_logprobs.detach().clone().requires_grad_()
