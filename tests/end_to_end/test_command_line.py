@@ -36,6 +36,30 @@ def test_eval_scores_a_run_on_its_own_task(llamarl: CommandLine, finished: Path)
     assert 0 < scores["accuracy"] <= scores["pass@2"] <= 1
 
 
+def test_eval_reports_greedy_sampled_and_majority_with_intervals(llamarl: CommandLine, finished: Path) -> None:
+    done = llamarl.run(["eval", str(finished), "--prompts", "12", "--n", "4", "--greedy", "--json"])
+    scores = json.loads(done.stdout)
+    named = ["greedy_pass@1", "pass@1", "pass@2", "pass@4", "majority@4"]
+    assert set(named) == scores["intervals"].keys() < scores.keys() | {"intervals"}
+    for name in named:
+        low, high = scores["intervals"][name]
+        assert 0 <= low <= scores[name] <= high <= 1
+    assert (
+        scores["pass@1"] == pytest.approx(scores["accuracy"])
+        and scores["pass@1"] <= scores["pass@2"] <= scores["pass@4"]
+    )
+
+
+def test_eval_of_a_task_by_name_writes_each_response(llamarl: CommandLine, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["--data", "steps", "--prompts", "3", "--n", "2", "--greedy", "--responses", str(out)]
+    done = llamarl.run(["eval", "bundled:tiny", *words, "--generator.sampling.max_new_tokens", "8"])
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert (lines["task"], lines["prompts"], lines["samples"]) == ("steps", "3", "6")
+    assert lines["pass@2"].count("[") == 1
+    assert len(out.read_text().splitlines()) == 3 * 2 + 3
+
+
 def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: CommandLine, tmp_path: Path) -> None:
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "a3 b9 c4 =\\n", "id": 7}\n{"prompt": "a1 b2 =\\n", "id": 8}\n')

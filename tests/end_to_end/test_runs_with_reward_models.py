@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OF_EXAMPLES, REPOSITORY, train_example
+from conftest import OF_EXAMPLES, REPOSITORY, CommandLine, train_example
 from same_run import assert_same_run, untimed
 
 from llamarl.checkpoint.storage import CheckpointStore
@@ -43,6 +43,15 @@ def test_a_run_with_a_trained_classifier_is_the_same_in_processes_and_resumed(cl
     first = json.loads((tmp_path / "whole/rollouts/tick_000000.jsonl").read_text().splitlines()[0])
     parts = first["reward_parts"]
     assert first["reward"] == pytest.approx(parts["task"] + 0.1 * parts["adds_up"])
+
+
+def test_eval_judges_the_response_that_a_reward_model_rates_highest(
+    classifier: Path, tmp_path: Path, llamarl: CommandLine
+) -> None:
+    words = ["--recipe", str(REPOSITORY / RECIPE), "--prompts", "6", "--n", "3", "--best-of", str(classifier), "--json"]
+    scores = json.loads(llamarl.run(["eval", "bundled:tiny", *words]).stdout)
+    assert 0 <= scores["best_of@3"] <= scores["pass@3"] <= 1
+    assert scores["best_of@3"] in [pytest.approx(n / 6) for n in range(7)]
 
 
 SECOND = """

@@ -18,20 +18,28 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+_WHOLE = 1_000_000
+"""Prompts, more than any test set has."""
 _DESCRIPTION = """\
 Samples held-out prompts and judges the responses.
 
   llamarl eval runs/tiny                                      the final policy of a run, on its own task
   llamarl eval path/to/model --recipe recipes/smollm2.toml    any Hugging Face folder, on a recipe's task
   llamarl eval path/to/adapter --recipe recipes/tiny.toml     a LoRA adapter, merged into its base model
-  llamarl eval runs/tiny --samples 8 --prompts 200 --json     pass@8 over 200 prompts, as one JSON object
+  llamarl eval path/to/model --data gsm8k --n 8 --greedy      the whole test set: pass@1 greedy and sampled, pass@8, majority@8
+  llamarl eval runs/tiny --n 8 --prompts 200 --json           over 200 prompts, as one JSON object
+  llamarl eval path/to/model --data gsm8k --n 8 --best-of path/to/reward_model
 
 A run brings its own settings: task, prompts, seeds, sampling, engine, precision and threads. Without flags its last evaluation
 is repeated, to the token. A recipe's (or a run's) other keys are changed by --section.key VALUE, for example
 --generator.engine.dtype bfloat16, --generator.quantization int8, --evaluation.threads 2.
 
+A response is right when its reward is at least 1. pass@1 is the mean over prompts of the share of right ones, pass@k the chance
+that one of k is right (unbiased, from n responses), majority@n whether the most frequent answer is, best_of@n whether the one is
+that a reward model (--best-of) rates highest; each with its 95 % interval over prompts (Wilson). greedy_pass@1 is at temperature 0.
+answered is the share of responses in which an answer is found: format apart from answers, with the parts of the reward.
 accuracy is the share of scored samples with reward >= 1, accuracy_error its standard error over prompts, accuracy_before that
-of the model with which the run began, where it was asked the same; pass@k the share of prompts with a right one among k samples.
+of the model with which the run began, where it was asked the same.
 A sample whose judge failed is counted as failed and enters neither. Exit code 1 if every sample failed."""
 
 
@@ -42,8 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--base", metavar="FOLDER", help="base model of an adapter (default: the one that it names)")
     parser.add_argument("--recipe", help="recipe that names the task (a run folder brings its own)")
-    parser.add_argument("--prompts", type=int, help="held-out prompts (default: the recipe's evaluation.num_prompts)")
-    parser.add_argument("--samples", type=int, help="responses a prompt, the k of pass@k (default: the recipe's)")
+    parser.add_argument(
+        "--data", metavar="TASK", help="task in place of the recipe's: gsm8k, math, countdown, reasoning_gym:NAME"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        help="held-out prompts (default: the recipe's evaluation.num_prompts; of --data gsm8k all)",
+    )
+    parser.add_argument("--n", "--samples", dest="samples", type=int, help="responses a prompt (default: the recipe's)")
+    parser.add_argument("--greedy", action="store_true", help="also one response a prompt at temperature 0")
+    parser.add_argument("--best-of", metavar="FOLDER", help="reward model whose favourite of the n is judged too")
     parser.add_argument("--temperature", type=float, help="sampling temperature, 0 is greedy (default: the recipe's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--responses", metavar="OUT.jsonl", help="also write every prompt, response and verdict")
@@ -54,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.api.llm import open_policy
 
     settings = {
-        "evaluation.num_prompts": ("--prompts", args.prompts),
+        "task.name": ("--data", args.data),
+        "evaluation.num_prompts": ("--prompts", _num_prompts(args)),
+        "reward_model.path": ("--best-of", args.best_of),
         "evaluation.samples_per_prompt": ("--samples", args.samples),
         "evaluation.temperature": ("--temperature", args.temperature),
     }
@@ -68,21 +87,23 @@ def run(args: argparse.Namespace) -> int:
         section="evaluation",
     )
     given = any(word.startswith("--task.") for word in args.overrides)
-    if not (args.recipe or named.recipe or given or args.model.startswith("bundled:")):
+    if not (args.recipe or args.data or named.recipe or given or args.model.startswith("bundled:")):
         raise ConfigError(
             f"which task? {args.model} is no run, which would bring its own: name a recipe that has it (--recipe RECIPE), or set "
-            "it by --task.name and the keys beside it"
+            "it by --data, or --task.name and the keys beside it"
         )
     if (note := named.narrowed()) is not None:
         print(note, file=sys.stderr)
     _compute_as_in_a_run(config.evaluation.threads)
     with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
-        scores = _evaluate(config, named, responses)
+        scores = _evaluate(config, named, responses, greedy=args.greedy, rate=bool(args.best_of))
     if args.json:
         print(json.dumps({key: None if value != value else value for key, value in scores.items()}))  # JSON has no NaN
     else:
+        intervals = scores.pop("intervals")
         for key, value in scores.items():
-            print(f"{key:<20} {value:.4f}" if isinstance(value, float) else f"{key:<20} {value}")
+            between = "   [{:.4f}, {:.4f}]".format(*intervals[key]) if key in intervals else ""
+            print(f"{key:<20} {value:.4f}{between}" if isinstance(value, float) else f"{key:<20} {value}")
     return 1 if scores["failed"] == scores["samples"] else 0
 
 
@@ -97,12 +118,22 @@ def _find_missing(config: Any) -> Iterator[Mistake]:
     yield from task_mistakes(config.task, config.run.seed)
 
 
-def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> dict[str, Any]:
+def _num_prompts(args: argparse.Namespace) -> int | None:
+    """As asked; of a task that brings its own test set, all of it."""
+    from llamarl.environments.factory import PRESETS
+
+    return _WHOLE if args.prompts is None and args.data in PRESETS else args.prompts
+
+
+def _evaluate(
+    config: Any, named: NamedModel, responses: OutputFile | None, *, greedy: bool, rate: bool
+) -> dict[str, Any]:
     from llamarl.engine.episodes import make_player
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.environments.episode_pool import EpisodePool
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups, standard_error
+    from llamarl.executors.measures import answered
     from llamarl.executors.prompts import make_prompt_stream
     from llamarl.executors.self_check import check_generated
     from llamarl.executors.version_loader import load_adapter
@@ -123,13 +154,21 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
         print(f"sampling {plural(len(prompts), 'prompt')} x {plural(samples, 'response')} ...", file=sys.stderr)
         player = make_player(config, engine, tokenizer, environments)
         groups = sample_groups(player, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
+        ratings = _ratings(config, groups) if rate else None
         groups = pool.score(groups)
+        sure = []
+        if greedy:
+            surest = sampling_params(config.generator.sampling, tokenizer, temperature=0.0)
+            player = make_player(config, engine, tokenizer, environments)
+            sure = sample_groups(player, prompts, surest, tokenizer, samples_per_prompt=1, seed=config.run.seed)
+            sure = pool.score(sure)
     if responses is not None:
-        for group in groups:
+        for group in [*groups, *sure]:
             for response in group.responses:
                 responses.write_line(json.dumps(_line(group, response)))
     tasks = list(config.task.tasks)
     scores = evaluate(groups, tasks)
+    found = _measures(groups, ratings, sure)
     return {
         "model": named.words,
         "task": config.task.titles,
@@ -139,12 +178,41 @@ def _evaluate(config: Any, named: NamedModel, responses: OutputFile | None) -> d
         "accuracy": scores["accuracy"],
         "accuracy_error": standard_error(groups),
         **_before(named, config),
-        f"pass@{samples}": scores["pass_at_k"],
+        **{key: one.value for key, one in found.items()},
+        "intervals": {key: [one.low, one.high] for key, one in found.items() if one.low == one.low},
+        **({"answered": share} if (share := answered(groups)) == share else {}),
         "reward_mean": scores["reward_mean"],
         "length_mean": scores["length_mean"],
         "failed": int(scores["failed"]),
         **{key: value for key, value in scores.items() if key.startswith(("tasks/", "parts/"))},
     }
+
+
+def _measures(groups: Any, ratings: Any, sure: Any) -> dict[str, Any]:
+    from llamarl.executors.measures import measures
+
+    of_greedy = {f"greedy_{key}": one for key, one in measures(sure).items()} if sure else {}
+    return {**of_greedy, **measures(groups, ratings)}
+
+
+def _ratings(config: Any, groups: Any) -> Any:
+    """A reward model's score of each response, NaN where it has none."""
+    import math
+
+    from llamarl.engine.factory import resolve_device
+    from llamarl.executors.base import ExecutorContext
+    from llamarl.executors.reward_model import RewardModelExecutor
+
+    device = resolve_device(config.reward_model.device.split(",")[0])
+    context = ExecutorContext(
+        name="reward_model", rank=0, num_ranks=1, device=device, run_dir=None, seed=config.run.seed
+    )
+    executor = RewardModelExecutor(config, context)
+    executor.setup()
+    rated = executor.rate(groups)
+    executor.close()
+    name = config.reward_model.name
+    return [[math.nan if r.verdict is None else r.verdict.parts[name] for r in g.responses] for g in rated]
 
 
 def _before(named: NamedModel, config: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.types import Failure, Group, Response
 
 __all__ = ["RewardModelExecutor"]
+
+_Read = Rendered | Failure | None
 
 
 class RewardModelExecutor(Stateless, BaseExecutor):
@@ -44,26 +46,15 @@ class RewardModelExecutor(Stateless, BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         groups: list[Group] = self.items_of(inputs)
-        read = [[self._read(group, response) for response in group.responses] for group in groups]
-        texts = [[one for one in row if isinstance(one, Rendered)] for row in read]
+        read, texts = self._render(groups)
         rendered = time.monotonic()
-        found = self.scorer.score(
-            [[text.tokens for text in row] for row in texts],
-            [[text.types for text in row] for row in texts] if any(t.types for row in texts for t in row) else [],
-        )
+        found = self._score(texts)
         if (
             not self.scorer.layout.is_data_leader
         ):  # those that share a model hold the same groups: one of them sends and counts
             spans = (("render", started, rendered), ("rate", rendered, time.monotonic()))
             return StepResult(outputs=self.outputs_of([]), spans=spans)
-        scores = iter(found)
-        rated = [
-            dataclasses.replace(
-                group,
-                responses=tuple(self._rated(r, one, scores) for r, one in zip(group.responses, row, strict=True)),
-            )
-            for group, row in zip(groups, read, strict=True)
-        ]
+        rated = self._with_scores(groups, read, found)
         finished = time.monotonic()
         spans = (("render", started, rendered), ("rate", rendered, finished))
         new = [r.outcome is not None for g in rated for r in g.responses]
@@ -75,7 +66,33 @@ class RewardModelExecutor(Stateless, BaseExecutor):
         }
         return StepResult(outputs=self.outputs_of(rated), metrics=self.own_keys(metrics), spans=spans)
 
-    def _read(self, group: Group, response: Response) -> Rendered | Failure | None:
+    def rate(self, groups: Sequence[Group]) -> list[Group]:
+        """The same with this model's score in each response's verdict, outside of a job, on one rank."""
+        read, texts = self._render(groups)
+        return self._with_scores(groups, read, self._score(texts))
+
+    def _render(self, groups: Sequence[Group]) -> tuple[list[list[_Read]], list[list[Rendered]]]:
+        """What the model is given of each response, and what of that are texts."""
+        read = [[self._read(group, response) for response in group.responses] for group in groups]
+        return read, [[one for one in row if isinstance(one, Rendered)] for row in read]
+
+    def _score(self, texts: Sequence[Sequence[Rendered]]) -> Sequence[float]:
+        types = [[text.types for text in row] for row in texts] if any(t.types for row in texts for t in row) else []
+        return self.scorer.score([[text.tokens for text in row] for row in texts], types)
+
+    def _with_scores(
+        self, groups: Sequence[Group], read: Sequence[Sequence[_Read]], found: Sequence[float]
+    ) -> list[Group]:
+        scores = iter(found)
+        return [
+            dataclasses.replace(
+                group,
+                responses=tuple(self._rated(r, one, scores) for r, one in zip(group.responses, row, strict=True)),
+            )
+            for group, row in zip(groups, read, strict=True)
+        ]
+
+    def _read(self, group: Group, response: Response) -> _Read:
         """What the model is given of a response; a failure where it cannot be; None where it is not asked."""
         if not to_judge(response):
             return None
@@ -96,7 +113,7 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             kind="judge", detail=f"{name}: longer than the {self._limit} tokens that it reads (too_long = 'fail')"
         )
 
-    def _rated(self, response: Response, read: Rendered | Failure | None, scores: Iterator[float]) -> Response:
+    def _rated(self, response: Response, read: _Read, scores: Iterator[float]) -> Response:
         if read is None:
             return response
         if isinstance(read, Failure):

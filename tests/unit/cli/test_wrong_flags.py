@@ -3,6 +3,7 @@
 In this process, and before any model is loaded; ``tests/end_to_end`` has the same verbs as processes.
 """
 
+import argparse
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.cli import eval as eval_verb
 from llamarl.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("own_signals")
@@ -299,3 +301,12 @@ def test_eval_of_a_model_that_is_no_run_asks_for_its_task(capsys: pytest.Capture
     folder = str(Path(RECIPE).parents[1] / "src" / "llamarl" / "assets" / "tiny")
     (line,) = refused(capsys, "eval", folder)
     assert "which task?" in line and "--recipe RECIPE" in line
+
+
+def test_a_task_with_a_test_set_is_asked_whole_unless_prompts_are_counted() -> None:
+    def asked(data: str | None, prompts: int | None) -> int | None:
+        return eval_verb._num_prompts(argparse.Namespace(data=data, prompts=prompts))
+
+    whole = asked("gsm8k", None)
+    assert whole is not None and whole > 100_000
+    assert (asked("gsm8k", 5), asked("countdown", None), asked(None, None)) == (5, None, None)

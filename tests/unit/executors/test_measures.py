@@ -1,0 +1,86 @@
+"""What is reported of a model on held-out prompts, each worked by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from llamarl.executors.measures import answered, best_of, majority, mean_of, measures, pass_at_k
+from llamarl.types import Failure, Group, Prompt, Response, Score
+
+
+def _response(sample: int, text: str, reward: float | None) -> Response:
+    outcome = Failure(kind="exception", detail="x") if reward is None else Score(value=reward)
+    return Response(
+        prompt_index=0, sample_index=sample, tokens=np.array([1], np.int32), text=text,
+        behavior_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.int32), loss_mask=np.ones(1, bool),
+        finish_reason="stop", outcome=outcome,
+    )  # fmt: skip
+
+
+def _group(*responses: tuple[str, float | None], answer: str = "4") -> Group:
+    prompt = Prompt(
+        index=0, tokens=np.array([1], np.int32), text="?", question="?", answer=answer, task="t", metadata={}
+    )
+    return Group(prompt=prompt, responses=tuple(_response(i, *one) for i, one in enumerate(responses)))
+
+
+@pytest.mark.parametrize(("n", "right"), [(5, 0), (5, 2), (6, 1), (4, 4)])
+def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(n: int, right: int) -> None:
+    for k in range(1, n + 1):
+        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    with pytest.raises(ValueError, match="needs at least"):
+        pass_at_k(n, right, n + 1)
+
+
+def test_the_majority_is_the_most_frequent_answer_not_the_most_frequent_text() -> None:
+    said = [
+        ("I say \\boxed{5}", 0.0),
+        ("so \\boxed{4}", 1.0),
+        ("thus \\boxed{4}", 1.0),
+        ("it is \\boxed{5}", 0.0),
+        ("\\boxed{4}", 1.0),
+    ]
+    assert majority(_group(*said).responses, numeric=True)
+    assert not majority(_group(*said[:4]).responses, numeric=True)  # two each: the one given first, 5
+    assert not majority(_group(("", 0.0), (" ", 0.0)).responses, numeric=True)
+    own_form = [("9+3=12\n#12", 1.0), ("9+3=11\n#11", 0.0), ("so\n#12", 1.0)]
+    assert majority(_group(*own_form, answer="12").responses, numeric=True)  # by the last line
+    unjudged = [("\\boxed{5}", None), ("\\boxed{5}", None), ("\\boxed{4}", 1.0)]
+    assert majority(_group(*unjudged).responses, numeric=True)  # who has no verdict does not vote
+
+
+def test_the_best_is_the_one_that_is_rated_highest() -> None:
+    responses = _group(("a", 0.0), ("b", 1.0), ("c", 0.0)).responses
+    assert best_of(responses, [0.1, 0.9, 0.2]) and not best_of(responses, [0.9, 0.1, 0.2])
+    assert best_of(responses, [math.nan, 0.5, 0.5]) and not best_of(responses, [math.nan] * 3)
+
+
+def test_the_interval_is_wilsons() -> None:
+    """8 of 10, as in any table: 0.490 to 0.943. All of 10 leave room for a failure."""
+    eight = mean_of([1.0] * 8 + [0.0] * 2)
+    assert (eight.value, round(eight.low, 3), round(eight.high, 3)) == (0.8, 0.490, 0.943)
+    assert (mean_of([1.0] * 10).high, round(mean_of([1.0] * 10).low, 3)) == (pytest.approx(1.0), 0.722)
+    assert math.isnan(mean_of([]).value)
+
+
+def test_measures_of_three_prompts() -> None:
+    groups = [
+        _group(("\\boxed{4}", 1.0), ("\\boxed{4}", 1.0), ("\\boxed{4}", 1.0), ("\\boxed{3}", 0.0)),
+        _group(("\\boxed{9}", 0.0), ("\\boxed{9}", 0.0), ("\\boxed{4}", 1.0), ("none", 0.0)),
+        _group(("a", None), ("b", None), ("c", None), ("d", None)),
+    ]
+    found = measures(groups, [[0.0, 0.0, 0.0, 9.0], [0.0, 0.0, 9.0, 0.0], [0.0] * 4])
+    assert {key: one.value for key, one in found.items()} == pytest.approx(
+        {"pass@1": 0.5, "pass@2": (1.0 + 0.5) / 2, "pass@4": 1.0, "majority@4": 0.5, "best_of@4": 0.5}
+    )
+    assert measures([_group(("\\boxed{4}", 1.0))]).keys() == {"pass@1"}
+    assert math.isnan(measures([])["pass@1"].value)
+
+
+def test_an_answer_in_a_wrong_form_is_apart_from_a_wrong_answer() -> None:
+    group = _group(("I do not know", 0.0), ("\\boxed{9}", 0.0), ("\\boxed{4}", 1.0), ("it is 7", 0.0))
+    assert answered([group]) == 0.75
+    assert math.isnan(answered([_group(("#4", 1.0))])) and math.isnan(answered([]))
