@@ -39,7 +39,7 @@ from llamarl.executors.config import (
 )
 from llamarl.import_path import is_import_path
 from llamarl.mistakes import Reader, list_mistakes
-from llamarl.observability.config import ObservabilityConfig
+from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.other_names import our_name
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
@@ -183,7 +183,7 @@ class RunConfig:
             **{f"executors.{name}.factory": own.factory for name, own in self.executors.items()},
         }
         found = [(key, path) for key, path in named.items() if is_import_path(path)]
-        found += [("observability.sinks", path) for path in self.observability.sinks]
+        found += [("observability.sinks", path) for path in self.observability.sinks if is_import_path(path)]
         for name, own in self.executors.items():
             if own.settings:
                 seen = self.for_executor(name).own_code
@@ -212,8 +212,8 @@ class RunConfig:
             found.append(("hosts.cluster", self.hosts.cluster, "address"))
         if self.run.mirror:  # it is sent the run, with the user's credentials
             found.append(("run.mirror", self.run.mirror, "address"))
-        if self.observability.wandb:  # rows go to the user's account, into the curves that the folder names
-            found.append(("observability.wandb", "true", "address"))
+        sinks = self.observability.sinks  # rows go to the user's account, into the curves that the folder names
+        found += [("observability.sinks", name, "address") for name in sinks if name in TRACKERS]
         if self.judge.url:  # its server is sent the task's data
             found.append(("judge.url", self.judge.url, "address"))
         if self.judge.url and self.judge.api_key_env:  # and what that variable holds

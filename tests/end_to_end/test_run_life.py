@@ -77,7 +77,6 @@ ELSEWHERE = {
     **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_evaluator_parallel.py"),
     "recovery.straggler_multiple": "test_survival.py",
     "run.epochs": "becomes run.num_ticks before a run starts: test_small_data.py",
-    "observability.wandb": "needs an account",
     "observability.prometheus_port": "test_recorder.py",
 }
 """And those that another test changes, or none can."""

@@ -328,7 +328,7 @@ def test_an_optional_dependency_is_used_by_some_code() -> None:
     )
     for extra, packages in extras.items():
         for package in packages if extra != "dev" else ():
-            name = re.split("[><=;]", package)[0]
+            name = re.split("[><=;]", package)[0].replace("-", ".")
             assert re.search(
                 rf"import {name}|from {name}|import_module\(\"{name}|find_spec\(\"{name}|importorskip\(\"{name}|_STORAGES = .*\"{name}\"",
                 code,

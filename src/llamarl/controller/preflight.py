@@ -26,6 +26,7 @@ from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
 from llamarl.models.support import Use, text_part, why_unsupported
+from llamarl.observability.config import why_no_tracker
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, idle_size_mistakes, present_roles
 from llamarl.runtime.placement import available_cuda_devices
 from llamarl.types import Prompt
@@ -466,10 +467,9 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                 yield from error.mistakes
     if config.run.mirror and (why := why_no_storage(config.run.mirror) or _why_no_copy(config)):
         yield Mistake("run.mirror", why)
-    if config.observability.wandb and importlib.util.find_spec("wandb") is None:
-        yield Mistake(
-            "observability.wandb", "needs the package wandb: pip install 'llamarl[wandb]', or set it to false"
-        )
+    for name in config.observability.sinks:
+        if why := why_no_tracker(name):
+            yield Mistake("observability.sinks", why)
     if config.observability.prometheus_port and importlib.util.find_spec("prometheus_client") is None:
         yield Mistake(
             "observability.prometheus_port",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -100,7 +101,7 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
         if source is not None and source.resolve().is_relative_to(inside):
             raise ConfigError(
                 f"{key} {value!r}, as {saved} says, is code inside the run's folder, which llamarl never puts there: "
-                f"if you trust {source}, name it yourself: --{key} {value}"
+                f"if you trust {source}, name it yourself: --{key} {shlex.quote(_written(config, key, value))}"
             )
     relative = any(_is_relative(config, key, value) for key, value, _ in named)
     why = why_not_own(inside, saved, relative=relative) if named else ""
@@ -113,7 +114,9 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
         why = "the model's code lies in the run's folder" if named else ""
     if why:
         listed = ", ".join(f"{key} {value!r}" for key, value, _ in named)
-        flags = " ".join(f"--{key} {shlex.quote(_written(config, key, value))}" for key, value, _ in named)
+        flags = " ".join(
+            dict.fromkeys(f"--{key} {shlex.quote(_written(config, key, value))}" for key, value, _ in named)
+        )
         raise ConfigError(
             f"{saved} names what would run as you, or be sent what is yours ({listed}), and {why}: if you trust it, name it "
             f"yourself, by a recipe of yours or by {flags}"
@@ -121,11 +124,11 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
 
 
 def _written(config: RunConfig, key: str, value: str) -> str:
-    """The value of a key as the user would set it: an environment with its kind, ``trl:my_shop.py:Class``."""
+    """The value of a key as the user would set it: an environment with its kind, ``trl:my_shop.py:Class``, a list whole."""
     node: Any = to_plain(config)
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
-    return node if isinstance(node, str) else value
+    return json.dumps(node) if isinstance(node, list) else node if isinstance(node, str) else value
 
 
 def _is_relative(config: RunConfig, key: str, value: str) -> bool:

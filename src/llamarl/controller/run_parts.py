@@ -182,7 +182,7 @@ class RunParts:
         config, run_dir, prepared = self._prepared.config, self._folder.path, self._prepared
         return {
             **prepared.overview,
-            "staleness": _staleness(config),
+            **({} if config.algorithm.imitates else {"staleness": _staleness(config)}),
             **({"replicas": replica_line(config)} if config.generator.replicas else {}),
             **{edge.channel: edge.summary() for edge in prepared.weight_edges},
             "checkpoints": checkpoint_plan(

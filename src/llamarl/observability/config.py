@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,9 +11,37 @@ from pydantic.dataclasses import dataclass
 from llamarl.import_path import is_import_path
 from llamarl.strict import NO_BITS, STRICT, ListOf, holding
 
-__all__ = ["ObservabilityConfig"]
+__all__ = ["ObservabilityConfig", "TRACKERS", "why_no_tracker"]
 
-_Class = Annotated[str, holding(is_import_path, "must be package.module:Class or path/to/file.py:Class")]
+TRACKERS = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "opentelemetry": "opentelemetry.exporter.otlp.proto.http",
+}
+"""Name in ``observability.sinks``, which is also that of llamarl's extra -> the module that it needs."""
+
+
+def why_no_tracker(name: str) -> str:
+    """What is to be installed for a sink; nothing for one of the user's own, or where all is there."""
+    if name not in TRACKERS:
+        return ""
+    module = TRACKERS[name]
+    try:
+        if importlib.util.find_spec(module) is not None:
+            return ""
+    except ImportError:  # of a package around it
+        pass
+    return f"{name!r} needs the package {module.partition('.')[0]}: pip install 'llamarl[{name}]', or leave it out"
+
+
+_Sink = Annotated[
+    str,
+    holding(
+        lambda name: name in TRACKERS or is_import_path(name),
+        f"must be {', '.join(TRACKERS)}, package.module:Class or path/to/file.py:Class",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,15 +61,12 @@ class ObservabilityConfig:
     trace: Annotated[bool, NO_BITS] = True
     """Write ``RUN/trace.json``, one lane an executor, for https://ui.perfetto.dev or chrome://tracing."""
 
-    wandb: Annotated[bool, NO_BITS] = False
-    """Also send each row to Weights & Biases; needs the extra ``llamarl[wandb]``. Its own
-    environment variables apply: the project is WANDB_PROJECT, or llamarl."""
-
     prometheus_port: Annotated[int, Field(ge=0, le=65535), NO_BITS] = 0
     """Serve the numbers of the last row at http://THIS_MACHINE:PORT/metrics, to whoever reaches it,
     for Prometheus; needs the extra ``llamarl[prometheus]``. 0: no."""
 
-    sinks: Annotated[ListOf[_Class], NO_BITS] = ()
-    """Where each row goes besides: classes of your own as package.module:Class or file.py:Class
-    (docs/metrics.md). One that fails is left out from then on, and the run says so;
+    sinks: Annotated[ListOf[_Sink], NO_BITS] = ()
+    """Where each row goes besides: wandb, mlflow, trackio, opentelemetry, each with the extra of its
+    name and its own environment variables; classes of your own as package.module:Class or
+    file.py:Class (docs/metrics.md). One that fails is left out from then on, and the run says so;
     ``metrics.jsonl`` has every row in any case."""

@@ -2,7 +2,7 @@
 
     report (executor, tick) ──┬──▶ trace.json            at once
                               ├──▶ console               at once
-                              └──▶ join by tick ──▶ row ──▶ metrics.jsonl, TensorBoard, W&B, console
+                              └──▶ join by tick ──▶ row ──▶ metrics.jsonl, TensorBoard, sinks, console
                                                      └────▶ ledger (must close), findings ──▶ warnings.jsonl, console
 
 The recorder adds what only it can know: how long each executor's tick took, how long it stood idle before, how long the
@@ -28,7 +28,7 @@ from llamarl.observability.job_description import JobDescription, Lane, write_jo
 from llamarl.observability.ledger import check_ledger
 from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, cut_after
-from llamarl.observability.sinks import PrometheusSink, RowSink, TensorBoardSink, UserSink, WandbSink
+from llamarl.observability.sinks import GuardedSink, PrometheusSink, RowSink, TensorBoardSink
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import TRAINED_FOLDER
@@ -81,7 +81,7 @@ class Recorder:
             resume_after_tick: Tick of the checkpoint from which the run goes on; -1 if it had none
                 yet; None if it is new.
             job: What runs where, for the head of the console.
-            run_config: The resolved configuration, for Weights & Biases.
+            run_config: The resolved configuration, for the sinks.
             group_baseline: Whether a group whose rewards are all equal gives no gradient, for the warnings.
             written_until: Tick of which the files of ranks (rollouts) stay, though its rows are written again: beyond
                 ``resume_after_tick`` where the run goes on from its journal.
@@ -111,13 +111,11 @@ class Recorder:
         if config.tensorboard:
             folder = self.run_dir / TENSORBOARD_FOLDER
             self._sinks.append(TensorBoardSink(folder, resume_after_tick=resume_after_tick))
-        if config.wandb:
-            self._sinks.append(WandbSink(self.run_dir, run_config))
         if config.prometheus_port:
             self._sinks.append(PrometheusSink(config.prometheus_port, self.run_dir.name))
         self._sinks += [
-            UserSink(path, self.run_dir, run_config or {}, resume_after_tick, partial(self.warn, kind="sink"))
-            for path in config.sinks
+            GuardedSink(name, self.run_dir, run_config or {}, resume_after_tick, partial(self.warn, kind="sink"))
+            for name in config.sinks
         ]
         self._join: TickJoin[_Timed] = TickJoin(executors, 0 if resume_after_tick is None else resume_after_tick + 1)
         self._finishes: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Where rows go besides ``metrics.jsonl``: TensorBoard, if asked Weights & Biases, and sinks of the user's own."""
+"""Where rows go besides ``metrics.jsonl``: TensorBoard, Prometheus, and what ``observability.sinks`` lists, libraries and own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -24,7 +24,7 @@ from llamarl.import_path import import_user
 from llamarl.observability.writing import append_all, replace_file, writes
 from llamarl.reading import read_text
 
-__all__ = ["PrometheusSink", "RowSink", "TensorBoardSink", "UserSink", "WandbSink"]
+__all__ = ["BUILT_IN", "GuardedSink", "PrometheusSink", "RowSink", "TensorBoardSink"]
 
 
 class RowSink(Protocol):
@@ -45,12 +45,12 @@ class RowSink(Protocol):
         ...
 
 
-class UserSink:
-    """A sink of the user's own: it may fail, and the run goes on without it, and says so."""
+class GuardedSink:
+    """One of ``observability.sinks``: it may fail, and the run goes on without it, and says so."""
 
     def __init__(
         self,
-        import_path: str,
+        name: str,
         run_dir: Path,
         config: Mapping[str, Any],
         resume_after_tick: int | None,
@@ -58,20 +58,22 @@ class UserSink:
     ) -> None:
         """
         Args:
+            name: Of a library, or the import path of a class of the user's own.
             warn: Shows and keeps a line for the user: called with ``tick`` and ``text``.
 
         Raises:
             ConfigError: It cannot be imported or made, or lacks a method: nothing has been lost yet.
         """
-        self._where = f"observability.sinks {import_path!r}"
+        self._where = f"observability.sinks {name!r}"
         self._warn = warn
         self._failed = False
         self._tick = 0 if resume_after_tick is None else resume_after_tick + 1
         try:
-            sink: Any = import_user(import_path, "observability.sinks")(run_dir, config, resume_after_tick)
+            make: Any = BUILT_IN.get(name) or import_user(name, "observability.sinks")
+            sink = make(run_dir, config, resume_after_tick)
         except DataError as error:
             raise ConfigError(str(error)) from error
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # code that is not llamarl's may raise anything
             raise ConfigError(
                 f"{self._where}, called as Sink(run_dir, config, resume_after_tick): {type(error).__name__}: {error}"
             ) from error
@@ -92,7 +94,7 @@ class UserSink:
     def _try(self, call: Callable[[], None], doing: str) -> None:
         try:
             call()
-        except (Exception, SystemExit) as error:  # the user's code may raise anything, and a run must not end by it
+        except (Exception, SystemExit) as error:  # and a run must not end by it
             text = f"{self._where} failed in {doing}: {type(error).__name__}: {error}"
             if not self._failed:
                 text += ". It gets no more rows; metrics.jsonl has them all"
@@ -214,38 +216,123 @@ class PrometheusSink:
         self._thread.join()
 
 
-class WandbSink:
-    """Weights & Biases. Its run is remembered in ``RUN/wandb_id``, so that a resumed run goes on in the same curves."""
+class _Tracked:
+    """A run of a library that has W&B's calls."""
 
-    def __init__(self, run_dir: str | Path, config: Mapping[str, Any] | None = None) -> None:
-        """
-        Raises:
-            ConfigError: The extra is not installed.
-        """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ConfigError(
-                "observability.wandb is true, but wandb is not installed: pip install 'llamarl[wandb]', or set it to false"
-            ) from error
-        memory = Path(run_dir) / "wandb_id"
-        name = read_text(memory).strip() if memory.exists() else None
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "llamarl"),
-            id=name,
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(config or {}),
-            name=Path(run_dir).name,
-        )
-        with writes(memory):
-            replace_file(memory, f"{self._run.id}\n".encode())
+    _run: Any
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send one row."""
-        values = {key: value for key, value in row.items() if key != "step" and value is not None}
-        self._run.log(values, step=int(row["step"]))
+        self._run.log(_finite(row), step=int(row["step"]))
 
     def close(self) -> None:
         """Flush; idempotent."""
         self._run.finish()
+
+
+class Wandb(_Tracked):
+    """Weights & Biases. Its run is remembered in ``RUN/wandb_id``, so that a resumed run goes on in the same curves."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
+        project, memory = os.environ.get("WANDB_PROJECT", "llamarl"), run_dir / "wandb_id"
+        self._run = importlib.import_module("wandb").init(
+            project=project, id=_remembered(memory), resume="allow", dir=str(run_dir), config=config, name=run_dir.name
+        )
+        _remember(memory, self._run.id)
+
+
+class Trackio(_Tracked):
+    """trackio, which finds the run of a resume by its name, that of the folder."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
+        project, resume = (
+            os.environ.get("TRACKIO_PROJECT", "llamarl"),
+            "never" if resume_after_tick is None else "allow",
+        )
+        library = importlib.import_module("trackio")
+        self._run = library.init(project=project, name=run_dir.name, resume=resume, config=config, embed=False)
+
+
+class MLflow:
+    """MLflow, at MLFLOW_TRACKING_URI. Its run is remembered in ``RUN/mlflow_id``."""
+
+    _MOST_PARAMS = 100
+    """That a call may log; a value has at most 6000 characters."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
+        mlflow, memory = importlib.import_module("mlflow"), run_dir / "mlflow_id"
+        self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
+        if known := _remembered(memory):
+            self._id = known
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llamarl")
+        experiment = self._client.get_experiment_by_name(name)
+        of = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self._id = self._client.create_run(of, run_name=run_dir.name).info.run_id
+        params = [mlflow.entities.Param(key, str(value)[:6000]) for key, value in _flat(config) if str(value)]
+        for first in range(0, len(params), self._MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + self._MOST_PARAMS])
+        _remember(memory, self._id)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Send one row."""
+        now_ms, step = int(time.time() * 1000), int(row["step"])
+        self._client.log_batch(
+            self._id, metrics=[self._metric(key, value, now_ms, step) for key, value in _finite(row).items()]
+        )
+
+    def close(self) -> None:
+        """The run is over; idempotent."""
+        self._client.set_terminated(self._id)
+
+
+class OpenTelemetry:
+    """A gauge a key over OTLP/HTTP, to OTEL_EXPORTER_OTLP_ENDPOINT: ``reward/mean`` as ``llamarl.reward.mean``.
+
+    The library's thread sends the last row every OTEL_METRIC_EXPORT_INTERVAL milliseconds, a minute by default.
+    """
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
+        exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+        sdk = importlib.import_module("opentelemetry.sdk.metrics")
+        reading = importlib.import_module("opentelemetry.sdk.metrics.export")
+        reader = reading.PeriodicExportingMetricReader(exporter.OTLPMetricExporter())
+        self._provider = sdk.MeterProvider([reader])
+        self._meter, self._labels = self._provider.get_meter("llamarl"), {"run": run_dir.name}
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Set every gauge; what is not finite is NaN."""
+        for key, value in row.items():
+            gauge = self._meter.create_gauge(f"llamarl.{key.replace('/', '.')}")
+            gauge.set(math.nan if value is None else value, self._labels)
+
+    def close(self) -> None:
+        """Send the last row."""
+        self._provider.shutdown()
+
+
+BUILT_IN = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow, "opentelemetry": OpenTelemetry}
+"""Those of ``observability.config.TRACKERS``."""
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key != "step" and value is not None}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Key with dots -> value, as on the command line."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _remembered(memory: Path) -> str | None:
+    return read_text(memory).strip() if memory.exists() else None
+
+
+def _remember(memory: Path, name: str) -> None:
+    with writes(memory):
+        replace_file(memory, f"{name}\n".encode())

@@ -217,7 +217,7 @@ def tail(summary: RunSummary) -> list[str]:
     lines = ["", f"{title(summary)} · {plural(summary.num_ticks, 'tick')} in {duration(summary.wall_s)}", ""]
     lines += _warned(summary.warnings)
     facts: dict[str, str] = {}
-    first, last = summary.first, summary.last
+    first, last, judged = summary.first, summary.last, "demonstrations" not in summary.idle
     if "eval/accuracy" in first:
         facts["accuracy"] = f"{number(first['eval/accuracy'], 3)} → {number(last.get('eval/accuracy'), 3)}, held out"
     if summary.is_graded:
@@ -231,11 +231,11 @@ def tail(summary: RunSummary) -> list[str]:
     if summary.tokens_generated:
         rate = f", {summary.tokens_generated / summary.wall_s:,.0f} a second" if summary.wall_s > 0 else ""
         facts["tokens"] = f"{summary.tokens_generated:,} generated, {count(summary.tokens_trained)} trained{rate}"
-    if summary.staleness_max is not None:
+    if summary.staleness_max is not None and judged:
         facts["staleness"] = f"mean {number(summary.staleness_mean, 2)}, max {summary.staleness_max}"
     if summary.idle:
         facts["idle"] = ", ".join(f"{name} {percent(share)}" for name, share in summary.idle.items())
-    if "eval/loss" not in first:
+    if judged:
         facts["rewards failed"] = "; ".join([count(summary.num_failed), *summary.failures])
     if summary.num_skipped:
         facts["updates skipped"] = str(summary.num_skipped)

@@ -76,7 +76,7 @@ OWN_JUDGE = {
     [
         ({"task": CODE_TASK}, ["task.options.box"]),
         ({"task": [{**CODE_TASK, "label": "a"}, {"name": "steps"}]}, ["task.mixture.a.options.box"]),
-        ({"observability": {"wandb": True}}, ["observability.wandb"]),
+        ({"observability": {"sinks": ["wandb"]}}, ["observability.sinks"]),
         (
             {"executors": {"mine": OWN_JUDGE}},
             [

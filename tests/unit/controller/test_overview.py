@@ -1,6 +1,5 @@
 """What a user checks before a run starts, line for line, and what a dry-run refuses as a start would."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from llamarl.controller.prepare import plan_run, prepare
 from llamarl.controller.run_folder import held, make_folder
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
+from llamarl.observability.config import TRACKERS
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 ENDLESS = Questions(num_training=None, num_held_out=None, first_prompt="a1 b2 =\n", first_tokens=8)
@@ -92,14 +92,15 @@ def test_a_dry_run_refuses_what_a_start_would(change: dict[str, Any], why: str, 
     assert not run_dir.is_dir() or sorted(p.name for p in run_dir.iterdir()) == ["config.toml", "metrics.jsonl"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_sink_whose_package_is_missing_is_refused_before_a_start() -> None:
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "opentelemetry"])
+def test_a_sink_whose_package_is_missing_is_refused_before_a_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamarl.controller.preflight import find_missing
 
+    monkeypatch.setitem(TRACKERS, name, "nowhere.at_all")
     with pytest.raises(
-        ConfigError, match=r"observability.wandb needs the package wandb: pip install 'llamarl\[wandb\]'"
+        ConfigError, match=rf"observability.sinks '{name}' needs the package nowhere: pip install 'llamarl\[{name}\]'"
     ):
-        load_config(RECIPE, ["--observability.wandb", "true"], [find_missing])
+        load_config(RECIPE, ["--observability.sinks", f'["{name}"]'], [find_missing])
 
 
 @pytest.mark.parametrize(("rate", "told"), [(0.02, True), (2e-4, False)])

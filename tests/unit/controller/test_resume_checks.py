@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import tomli_w
 from llamarl.checkpoint import storage
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.cli.main import main
-from llamarl.config import RunConfig, load_config, save_config
+from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller import prepare, resume, run
 from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.settle import fix_end_of_decay
@@ -358,6 +359,15 @@ def test_code_in_a_runs_folder_is_refused_under_every_key_that_may_name_it(tmp_p
     with pytest.raises(LlamaRLError) as raised:
         resume.begun_config(tmp_path, {})
     assert "is code inside the run's folder" in str(raised.value)
+
+
+def test_the_flag_by_which_sinks_are_named_again_is_one_that_is_taken(tmp_path: Path) -> None:
+    found = validate({"observability": {"sinks": ["wandb", "json:JSONEncoder"]}})
+    with pytest.raises(ConfigError, match="name it yourself") as raised:
+        resume.refuse_code_of_a_run(found, tmp_path, {})
+    words = shlex.split(str(raised.value).partition("or by ")[2])
+    assert len(words) == 2
+    assert load_config(RECIPE, words).observability.sinks == found.observability.sinks
 
 
 def test_a_preset_put_on_top_of_a_run_brings_all_its_keys(tmp_path: Path) -> None:

@@ -163,6 +163,14 @@ def test_a_held_out_loss_that_rose_is_the_headline() -> None:
     assert text.title(summary) == "held-out loss rose from 1.0000 to 1.5000"
 
 
+def test_the_end_of_fine_tuning_speaks_of_no_staleness_and_no_rewards() -> None:
+    summary = RunSummary()
+    staleness = {"staleness/mean": 0.0, "staleness/max": 0, "tokens/trained": 5, "grad_norm": 0.5}
+    summary.add({"step": 0, "time/step_s": 1.0, "idle/demonstrations": 0.5, "idle/trainer": 0.0, **staleness})
+    said = "\n".join(text.tail(summary))
+    assert "demonstrations 50 %" in said and "staleness" not in said and "reward" not in said
+
+
 def test_the_end_repeats_what_was_warned_of_in_the_order_in_which_it_began() -> None:
     summary = RunSummary()
     summary.warnings = ((2, "the policy runs away. Lower optimizer.lr"), (14, "no signal " + "and more of it " * 20))

@@ -1,17 +1,21 @@
-"""Sinks of a user's own: they get every row, and one that fails is left out and named, and ends no run."""
+"""``observability.sinks``: they get every row, and one that fails is left out and named, and ends no run."""
 
 import json
+import math
+import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from llamarl.config import validate
 from llamarl.errors import ConfigError
-from llamarl.observability.config import ObservabilityConfig
+from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.observability.metrics import read_metrics
 from llamarl.observability.recorder import Recorder
+from llamarl.observability.sinks import BUILT_IN
 from llamarl.observability.warning_log import read_warnings
 
 GOOD = """
@@ -88,5 +92,99 @@ def test_a_sink_that_cannot_be_made_is_refused_before_the_first_tick(tmp_path: P
 
 
 def test_a_sink_without_an_import_path_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sinks must be package.module:Class or path/to/file.py:Class, got 'wandb'"):
-        validate({"observability": {"sinks": ["wandb"]}})
+    said = (
+        "sinks must be wandb, mlflow, trackio, opentelemetry, package.module:Class or path/to/file.py:Class, got 'wand'"
+    )
+    with pytest.raises(ConfigError, match=said):
+        validate({"observability": {"sinks": ["wand"]}})
+
+
+class Library:
+    """Stands in for wandb, trackio, mlflow and OpenTelemetry's modules: notes down what is called on them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            known = {"get_experiment_by_name": None, "Metric": args, "Param": args, "create_experiment": "7"}
+            return known[name] if name in known else self
+
+        return {"id": "abc", "run_id": "abc", "info": self, "entities": self}.get(name, call)
+
+    def all(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+OTLP = ("exporter.otlp.proto.http.metric_exporter", "sdk.metrics", "sdk.metrics.export")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    for name in ("wandb", "trackio", "mlflow", *(f"opentelemetry.{module}" for module in OTLP)):
+        monkeypatch.setitem(sys.modules, name, cast(Any, made))
+    for name in ("WANDB_PROJECT", "TRACKIO_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def tracked(folder: Path, name: str) -> None:
+    """Two rows of a run, the second without a finite number, and one more of its resume."""
+    config = ObservabilityConfig(console="none", tensorboard=False, trace=False, sinks=(name,))
+    for resume, values in ((None, (0.5, math.nan)), (1, (0.25,))):
+        recipe = {"run": {"seed": 7, "dir": ""}}
+        recorder = Recorder(folder, config, ["trainer"], 3, resume_after_tick=resume, run_config=recipe)
+        for tick, value in enumerate(values, 0 if resume is None else resume + 1):
+            report: Any = SimpleNamespace(
+                executor="trainer", tick=tick, metrics={"lr": value}, started_s=tick, finished_s=tick + 0.5, spans=(),
+                failures={}, controller_bytes=0,
+            )  # fmt: skip
+            recorder.on_report(report)
+        recorder.close()
+    assert not read_warnings(folder)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_wandb_and_trackio_get_each_row_and_a_resume_goes_on_in_the_same_run(
+    tmp_path: Path, library: Library, name: str
+) -> None:
+    tracked(tmp_path, name)
+    (_, new), (_, resumed) = library.all("init")
+    assert new["project"] == "llamarl" and new["name"] == tmp_path.name and new["config"]["run"]["seed"] == 7
+    if name == "wandb":
+        assert [(one["id"], one["resume"]) for one in (new, resumed)] == [(None, "allow"), ("abc", "allow")]
+    else:
+        assert [one["resume"] for one in (new, resumed)] == ["never", "allow"]
+    assert [(row.get("lr"), of["step"]) for (row,), of in library.all("log")] == [(0.5, 0), (None, 1), (0.25, 2)]
+    assert all("step" not in row for (row,), _ in library.all("log"))
+    assert len(library.all("finish")) == 2
+
+
+def test_mlflow_gets_recipe_and_rows_and_a_resume_goes_on_in_the_same_run(tmp_path: Path, library: Library) -> None:
+    tracked(tmp_path, "mlflow")
+    ((_, made),) = library.all("create_run")
+    assert made == {"run_name": tmp_path.name}
+    (_, of_recipe), *rows = library.all("log_batch")
+    assert of_recipe["params"] == [("run.seed", "7")]  # an empty text is none that it would take
+    metrics = [[one for one in of["metrics"] if one[0] == "lr"] for _, of in rows]
+    assert [[(value, step) for _, value, _, step in of] for of in metrics] == [[(0.5, 0)], [], [(0.25, 2)]]
+    assert library.all("update_run") == [(("abc",), {"status": "RUNNING"})]
+    assert library.all("set_terminated") == [(("abc",), {})] * 2
+
+
+def test_opentelemetry_has_a_gauge_a_key_with_the_runs_name(tmp_path: Path, library: Library) -> None:
+    tracked(tmp_path, "opentelemetry")
+    assert (("llamarl.time.step_s",), {}) in library.all("create_gauge")
+    names, values = ([args for args, _ in library.all(called)] for called in ("create_gauge", "set"))
+    of_rate = [args for (name,), args in zip(names, values, strict=True) if name == "llamarl.lr"]
+    assert of_rate[0] == (0.5, {"run": tmp_path.name}) and math.isnan(of_rate[1][0]) and of_rate[2][0] == 0.25
+    assert len(library.all("shutdown")) == 2
+
+
+def test_every_name_of_a_library_has_its_sink_and_its_extra() -> None:
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert set(BUILT_IN) == set(TRACKERS) <= set(extras)

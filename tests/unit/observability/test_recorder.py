@@ -7,7 +7,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from made_run import Report
@@ -166,36 +165,6 @@ def test_the_summary_names_what_lies_in_the_folder(tmp_path: Path) -> None:
     assert list(summary.places) == ["policy", "metrics", "trace", "curves"]
     assert (summary.num_ticks, summary.staleness_max, summary.last["reward/mean"]) == (3, 1, 0.25)
     assert summary.wall_s == 18.0 and summary.stopped == "by the user"
-
-
-def test_wandb_gets_each_row_and_its_run_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict] = []
-    logged: list[tuple[int, float]] = []
-
-    def init(**settings):
-        calls.append(settings)
-        return SimpleNamespace(
-            id="abc123", log=lambda row, step: logged.append((step, row["reward/mean"])), finish=lambda: None
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    config = ObservabilityConfig(console="none", wandb=True)
-    recorder = Recorder(tmp_path, config, EXECUTORS, 3, run_config={"run": {"seed": 1}})
-    _run(recorder, 0, 2)
-    Recorder(tmp_path, config, EXECUTORS, 3, resume_after_tick=1)
-    assert logged == [(0, 0.0), (1, 0.125)]
-    assert [(c["project"], c["id"], c["resume"]) for c in calls] == [
-        ("mine", None, "allow"),
-        ("mine", "abc123", "allow"),
-    ]
-    assert calls[0]["config"] == {"run": {"seed": 1}}
-
-
-def test_wandb_that_is_not_installed_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llamarl\[wandb\]'"):
-        Recorder(tmp_path, ObservabilityConfig(console="none", wandb=True), EXECUTORS, 1)
 
 
 def test_prometheus_finds_the_last_row_until_the_run_ends(tmp_path: Path) -> None:
