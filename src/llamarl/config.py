@@ -542,9 +542,18 @@ def validate(raw: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
 
 
 def _one_task_section(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """``raw`` with its tables ``[[task]]``, if it has such, as the one section of a mixture."""
+    """``raw`` with its tables ``[[task]]``, if it has such, as the one section of a mixture, and with
+    the name of a task that goes without saying."""
     tasks = raw.get("task")
-    return {**raw, "task": {"name": "mixture", "mixture": tasks}} if isinstance(tasks, list) else dict(raw)
+    if isinstance(tasks, list):
+        return {**raw, "task": {"name": "mixture", "mixture": [_named(task) for task in tasks]}}
+    return {**raw, "task": _named(tasks)} if "task" in raw else dict(raw)
+
+
+def _named(task: Any) -> Any:
+    """Data that a reward or an environment of the user's own judges need no ``name``."""
+    own = isinstance(task, Mapping) and "data" in task and task.keys() & {"reward", "rewards", "environment"}
+    return {"name": "function", **task} if own else task
 
 
 def known_keys() -> dict[str, Any]:

@@ -394,3 +394,12 @@ def test_files_that_a_recipe_names_lie_beside_it_and_those_of_the_command_line_w
     assert read_settings("recipe.toml")["model"]["path"] == "model"
     Path(".run_id").touch()  # what a run has written down counts from where it was started
     assert read_settings(Path.cwd() / "recipe.toml")["model"]["path"] == "model"
+
+
+def test_data_that_a_reward_of_ones_own_judges_need_no_name_of_a_task() -> None:
+    own = {"data": "q.jsonl", "reward": "r.py:f"}
+    assert validate({"task": own}).task.name == "function"
+    assert validate({"task": {**own, "name": "math"}}).task.name == "math"
+    assert validate({"task": {"reward": "r.py:f"}}).task.name == "steps"
+    tasks = validate({"task": [{**own, "label": "a"}, {"label": "b"}]}).task.tasks
+    assert {label: task.name for label, task in tasks.items()} == {"a": "function", "b": "steps"}

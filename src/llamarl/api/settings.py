@@ -93,8 +93,9 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
             section = f"{name} is a section, so give a mapping such as {name}={{...}}; " if name in sections else ""
             unknown.append(f"llamarl.train has no setting {name!r}; {section}{meant}".rstrip("; "))
     if unknown:
+        unknown[-1] += "" if unknown[-1].endswith("?") else "."
         unknown[-1] += (
-            f". There are {', '.join(_SHORT)}, the sections of a recipe as mappings, and every key by its dotted name: "
+            f" There are {', '.join(_SHORT)}, the sections of a recipe as mappings, and every key by its dotted name: "
             "**{'optimizer.lr': 1e-4}"
         )
         raise ConfigError("\n".join(unknown))

@@ -107,7 +107,7 @@ class TaskConfig:
 
     name: str = "steps"
     """steps (the bundled model's), reasoning_gym:DATASET, math, function (data and a reward of your
-    own), code (programs that unit tests judge), gsm8k and countdown (ready made), episodes (no
+    own; need not be said then), code (programs that unit tests judge), gsm8k and countdown (ready made), episodes (no
     data: each prompt is another episode of the environment), demonstrations (rows to imitate, for
     algorithm.name = "sft"), or the import path of a task of your own: package.module:Task or
     path/to/file.py:Task."""
