@@ -1,7 +1,7 @@
 #!/bin/sh
 # begin_or_resume RUN RECIPE [flags of llamarl train]: goes on with RUN where it has begun, so that a job may be started again.
 # With LLAMARL_MIRROR=s3://bucket/runs/x in the environment RUN is copied there, and comes back from there to an empty machine.
-run=$1 recipe=$2
+run=${1:?begin_or_resume RUN RECIPE} recipe=${2:?begin_or_resume RUN RECIPE}
 shift 2
 [ -z "$LLAMARL_MIRROR" ] || set -- "$@" --run.mirror "$LLAMARL_MIRROR"
 if [ -e "$run/config.toml" ]; then exec llamarl train --resume "$run" "$@"; fi

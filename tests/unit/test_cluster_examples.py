@@ -61,6 +61,8 @@ def test_it_begins_a_run_once_and_then_resumes_it_and_from_its_mirror_where_the_
         done = subprocess.run(words, env={"PATH": path, **environment}, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
+    short = subprocess.run(words[:3], capture_output=True, text=True)
+    assert (short.returncode, short.stdout) == (2, "") and "begin_or_resume RUN RECIPE" in short.stderr
     assert said() == ["train", "tiny", "--run.dir", str(run), "--cluster", "auto"]
     run.mkdir()
     (run / "config.toml").touch()

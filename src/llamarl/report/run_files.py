@@ -143,7 +143,7 @@ def read_run(path: Path) -> RunFiles:
         trace = Trace()
         missing.append(f"{TRACE_FILE} (observability.trace was off, or the run has not begun): no timeline")
     if not (path / ROLLOUTS_FOLDER).is_dir():
-        missing.append(f"{ROLLOUTS_FOLDER}/ (observability.rollouts was off, or no tick is done): no responses")
+        missing.append(f"{ROLLOUTS_FOLDER}/ (nothing was sampled yet, or observability.rollouts was off): no responses")
     files = RunFiles(
         path=path,
         name=path.resolve().name,

@@ -8,7 +8,7 @@ view("rollouts", {
   async render(run, page) {
     const index = await run.index();
     page.append(h("h1", {}, "Rollouts"), h("p", { class: "lead" }, `${format.count(index.sample.length, "response")} of ${format.count(index.ticks.length, "tick")}${index.sample.length ? textShare(run.info) : ""}.`));
-    if (!index.sample.length) { page.append(note("No response was written: observability.rollouts was off, or no tick is done.")); return; }
+    if (!index.sample.length) { page.append(note("No response was written: nothing was sampled yet, or observability.rollouts was off.")); return; }
     if (index.unreadable) page.append(note(`${format.count(index.unreadable, "line")} could not be read and ${index.unreadable === 1 ? "is" : "are"} left out.`));
     const results = h("div", {}), state = rolloutState;
     const update = async () => { state.page = 0; await list(run, index, results); };

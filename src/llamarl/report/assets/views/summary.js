@@ -74,7 +74,7 @@ function findingCards(run) {
     if (!info.ticks) return [];
     const short = info.ticks < info.window;
     return [h("article", { class: "finding good" }, h("h3", {}, "Nothing looks wrong"),
-      h("p", {}, short
+      h("p", {}, !info.totals.tokens_generated ? "Looked at: held-out loss, skipped updates, idle time." : short
         ? `Looked at with ${info.ticks} ticks: failed and constant rewards, cut, repeated and empty responses, groups without a signal, mismatch. Rules on trends need ${info.window} ticks.`
         : "Looked at: failed and constant rewards, groups without a signal, cut, repeated and empty responses, mismatch between policy and data, entropy, skipped updates, idle time."))];
   }
