@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.toml
+DEVICE ?= cuda
 CHAOS ?= --kills 144 --hangs 16
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
@@ -13,7 +14,7 @@ S3_VENV ?= .venv-s3-server
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check check-torch install clean
+.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -58,6 +59,9 @@ check: install  ## formatter, linter, type checker
 	$(BIN)/ruff format --check src tests benchmarks examples scripts
 	$(BIN)/ruff check src tests benchmarks examples scripts
 	$(BIN)/mypy
+
+gpu: install  ## everything that one GPU must show, in ten minutes; results in runs/gpu (make gpu DEVICE=cpu tries the script)
+	$(BIN)/python scripts/gpu_day.py --device $(DEVICE)
 
 check-torch: install  ## the type checker against the oldest torch that pyproject.toml allows and the newest (two wheels, 0.2 GB)
 	$(BIN)/python scripts/check_torch.py

@@ -65,6 +65,7 @@ class Baseline:
 
 def baseline(hardware: Hardware, work: Workload, devices: int) -> Baseline:
     """The fastest tensor-parallel size that cuts the heads evenly and whose memory holds both roles."""
+    hardware = hardware.with_efficiency(kv_passes=1.0)  # its kernel reads the cache where it lies
     model, padded = work.model, replace(work, response=constant(work.response.limit))
     best: Baseline | None = None
     for tp in (n for n in range(1, min(devices, model.heads) + 1) if model.heads % n == 0):
@@ -165,7 +166,7 @@ def sensitivity(base: Case) -> list[tuple[str, Case]]:
     ]
     for name in (
         "matmul", "memory", "attention", "link", "intra_node_latency_s", "inter_node_latency_s", "collective_launch_s",
-        "decode_layer_overhead_s", "eager_layer_overhead_s", "decode_step_overhead_s",
+        "fused_layer_overhead_s", "eager_layer_overhead_s", "decode_step_overhead_s",
     ):  # fmt: skip
         value = getattr(base.hardware.efficiency, name)
         cases += [(f"{name} x {factor}", eff(**{name: min(1.0, value * factor)})) for factor in (0.8, 1.2)]

@@ -2,6 +2,7 @@
 an environment repeats.
 
     doctor              one line for each thing that a run needs
+    doctor --gpu        one line for each thing that a GPU must show (cli/gpu_checks.py)
     doctor MODEL        sample ──▶ score as the trainer does ──▶ verdict (executors/mismatch.py)
     doctor --env NAME   first process: replies made up or from a file ──▶ record of what was said, replied and answered
                         second process: another episode, then the record's replies ──▶ record; equal bytes?
@@ -42,11 +43,15 @@ __all__ = ["add_arguments", "first_difference", "play", "random_reply", "record_
 
 _DESCRIPTION = """\
   llamarl doctor                                          can a run start on this machine?
+  llamarl doctor --gpu                                    does its GPU do what a run rests on?
   llamarl doctor MODEL --engine native --precision int8   is this generator close enough to the trainer?
   llamarl doctor --env mastermind --options pegs=2       does this environment repeat?
 
 Without MODEL: tries what a run needs: libraries, processes, shared memory, the bundled model, CUDA. Prints one line each:
 "ok", "no" (with the fix) or "--" (optional and absent). Exit code 0 if a run can start here.
+
+With --gpu: takes a training step in bfloat16 twice, decodes with and without CUDA graphs, hands weights from one process to
+another, sums by NCCL; half a minute. Each line says what it proves. Exit code 0 if all hold. --device cpu tries the checks.
 
 With MODEL: samples with the engine in this precision and computes the log-probs of the same tokens as the trainer does, with
 the same weights. Whatever differs is arithmetic: precision, quantization, kernels. Reported are
@@ -86,14 +91,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", help="run folder, Hugging Face folder, or bundled:tiny; default: look at the machine"
     )
+    parser.add_argument("--gpu", action="store_true", help="try what a GPU must show")
     compare = parser.add_argument_group("with MODEL")
     compare.add_argument("--engine", help="native, vllm, or your own by path (default: the run's, else native)")
     compare.add_argument(
         "--precision", choices=_PRECISIONS, help="of the generator; int8 (CPU) and fp8 (CUDA) quantize (default: the run's, "
-        "else float32)",
+        "else as a run would)",
     )  # fmt: skip
     compare.add_argument(
-        "--trainer-precision", choices=("float32", "bfloat16"), help="of the trainer (default: the run's, else float32)"
+        "--trainer-precision",
+        choices=("float32", "bfloat16"),
+        help="of the trainer (default: the run's, else as a run would)",
     )
     compare.add_argument(
         "--router", choices=("live", "replay"), help="of a sparse model: who chooses experts in the trainer (default: the run's, "
@@ -127,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
         return _examine(args)
     if args.model is not None:
         return _compare(args)
+    if args.gpu:
+        return _try_gpu(args)
     side = ThreadPoolExecutor(1)
     process = side.submit(_processes)  # another process imports the libraries while this one does
     checks: list[tuple[str, bool, Callable[[], str]]] = [
@@ -144,21 +154,47 @@ def run(args: argparse.Namespace) -> int:
         ("cuda", False, _cuda),
         ("vllm", False, _vllm),
     ]
+    healthy = _try(checks, as_json=args.json)
+    side.shutdown()
+    if not args.json:
+        print("A run can start here." if healthy else "A run cannot start here until the lines marked 'no' are mended.")
+    return 0 if healthy else 1
+
+
+def _try(checks: Sequence[tuple[str, bool, Callable[[], str]]], *, as_json: bool) -> bool:
+    """Print what each check found; whether all held that a run needs."""
     results: dict[str, dict[str, Any]] = {}
     for name, required, check in checks:
         try:
             results[name] = {"ok": True, "required": required, "detail": check()}
         except Exception as error:  # a doctor reports every failure and goes on
             results[name] = {"ok": False, "required": required, "detail": f"{type(error).__name__}: {error}"}
-        if not args.json:
+        if not as_json:
             mark = "ok" if results[name]["ok"] else "no" if required else "--"
             print(f"{mark:<3} {name:<18} {results[name]['detail']}", flush=True)
-    side.shutdown()
     healthy = all(r["ok"] for r in results.values() if r["required"])
-    if args.json:
+    if as_json:
         print(json.dumps({"healthy": healthy, "checks": results}))
-    else:
-        print("A run can start here." if healthy else "A run cannot start here until the lines marked 'no' are mended.")
+    return healthy
+
+
+def _try_gpu(args: argparse.Namespace) -> int:
+    import torch
+
+    name = "cuda" if args.device == "auto" else args.device
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        print("no CUDA device here: --device cpu tries the checks themselves")
+        return 1
+    from llamarl.cli.gpu_checks import CHECKS
+
+    device = torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+    def told(check: Callable[[torch.device], str], proves: str) -> Callable[[], str]:
+        return lambda: f"{check(device)} ({proves})"
+
+    healthy = _try([(title, True, told(check, proves)) for title, proves, check in CHECKS], as_json=args.json)
+    if not args.json:
+        print("All of it holds." if healthy else "Lines marked 'no' do not hold here.")
     return 0 if healthy else 1
 
 

@@ -55,7 +55,10 @@ def add_job(parser: argparse.ArgumentParser) -> Any:
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the devices."""
     devices = parser.add_argument_group("the devices")
-    devices.add_argument("--hardware", help="a100-sxm, h100-sxm, h200-sxm, b200-sxm, mi300x, this-machine (default)")
+    devices.add_argument(
+        "--hardware", help="a100-sxm, a100-sxm-40gb, h100-sxm, h100-pcie, h100-nvl, h200-sxm, b200-sxm, b300-sxm, gb200-nvl72, "
+        "gb300-nvl72, l40s, rtx-4090, rtx-5090, mi300x, mi325x, mi355x, this-machine (default)",
+    )  # fmt: skip
     devices.add_argument("--devices", help="how many (default for this-machine: its cores)")
     devices.add_argument("--fit", type=Path, metavar="RUN", help="finished run that measured these devices")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import RunConfig
+from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes, plural
@@ -48,7 +49,7 @@ def checkpoint_bytes(config: RunConfig) -> float:
         shapes = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
         trained = float(sum(config.lora.rank * sum(shape) for shape in shapes if len(shape) == 2))
     handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
-    width = 4 if config.trainer.dtype == "float32" or config.lora.rank else 2
+    width = 4 if config.trainer.dtype != "bfloat16" or config.lora.rank else 2
     moved = [math.prod(p.shape) for name, p in parameters.items() if config.optimizer.is_matrix(name, len(p.shape))]
     by_muon = 0.0 if config.optimizer.name == "adamw" else trained if config.lora.rank else float(sum(moved))
     total = _MASTER_AND_MOMENTS * trained - _MOMENT * by_muon + width * config.schedule.max_staleness * handed_over
@@ -300,6 +301,9 @@ def _memory(config: RunConfig, parameters: float) -> str:
         of_trainer = f"trainer {format_bytes(state / ranks)} of frozen weights a rank, adapters and activations"
     if config.algorithm.imitates:
         return of_trainer
-    width = 4 if generator.engine.dtype == "float32" else 2
-    weights, cache = width * parameters / (generator.tp * generator.pp), generator.engine.kv_cache_bytes
+    width = 2 if generator.engine.dtype in ("bfloat16", "float16") else 4
+    weights, cache = (
+        width * parameters / (generator.tp * generator.pp),
+        generator.engine.kv_cache_bytes or CPU_CACHE_BYTES,
+    )
     return f"{of_trainer}; generator {format_bytes(weights)} of weights and at most {format_bytes(cache)} of KV cache a rank"

@@ -19,6 +19,7 @@ from llamarl.controller.run_folder import refuse_a_run, refuse_if_held
 from llamarl.data.chat import uses_chat_template
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
+from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.config import GeneratorConfig
@@ -28,7 +29,7 @@ from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_exp
 from llamarl.models.support import Use, text_part, why_unsupported
 from llamarl.observability.config import why_no_tracker
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, idle_size_mistakes, present_roles
-from llamarl.runtime.placement import available_cuda_devices
+from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
 from llamarl.types import Prompt
 
 __all__ = [
@@ -291,13 +292,18 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
     width = 4 if dtype == "float32" else 2
     layers = -(-layers // generator.pp)  # of the longest stage
-    block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * engine.block_size
+    block_size, cache_bytes = engine.block_size_on(generator.device), engine.kv_cache_bytes
+    if not cache_bytes:  # of a GPU it is not known yet
+        if generator.device != "cpu" and may_have_gpus():
+            return
+        cache_bytes = CPU_CACHE_BYTES
+    block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * block_size
     new_tokens = generator.sampling.max_new_tokens
     # the prompt's last, partial block lies beside the sequence's own copy of it
-    blocks = -(-(prompt_tokens + new_tokens) // engine.block_size) + (prompt_tokens % engine.block_size > 0)
-    if blocks * block_bytes > engine.kv_cache_bytes:
+    blocks = -(-(prompt_tokens + new_tokens) // block_size) + (prompt_tokens % block_size > 0)
+    if blocks * block_bytes > cache_bytes:
         raise ConfigError(
-            f"{key} is {engine.kv_cache_bytes}, too few for one sequence: {prompt_tokens} prompt tokens and "
+            f"{key} is {cache_bytes}, too few for one sequence: {prompt_tokens} prompt tokens and "
             f"generator.sampling.max_new_tokens {new_tokens} take {blocks} blocks of {block_bytes} bytes; set it to at least "
             f"{blocks * block_bytes} (many times that to decode many at once)"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
+from llamarl.controller.device_memory import GpuMemory, held
 from llamarl.controller.graph import Graph
 from llamarl.controller.notices import Questions, overview, replica_line
 from llamarl.controller.preflight import (
@@ -34,7 +35,7 @@ from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import user_path
 from llamarl.roles import present_roles
-from llamarl.runtime.placement import Placement, here, place
+from llamarl.runtime.placement import Placement, here, memory_of_gpus, place
 from llamarl.trainer.config import TrainerConfig
 from llamarl.transports.network import join
 
@@ -73,6 +74,8 @@ class Prepared:
     questions: Questions | None = None
     overview: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What a person checks before it starts, label -> text."""
+    gpu_memory: str = ""
+    """What is held of each GPU's memory, a line each."""
 
 
 def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
@@ -104,6 +107,7 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
         prepared.hosts.close()
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""
+    gpus = f"# memory of the GPUs\n{prepared.gpu_memory}\n\n" if prepared.gpu_memory else ""
     replicas = f"# replicas\n{line}\n\n" if (line := replica_line(prepared.config)) else ""
     label = max(map(len, prepared.overview), default=0)
     lines = "\n".join(f"{name:<{label}}   {text}" for name, text in prepared.overview.items())
@@ -111,7 +115,7 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
         f"# what would run\n{lines}\n\n"
         f"# configuration\n{tomli_w.dumps(shown)}{rest}\n"
         f"# graph\n{prepared.graph.describe()}\n\n# placement\n{prepared.placement.table()}\n\n"
-        f"{replicas}"
+        f"{gpus}{replicas}"
         f"# weight hand-over\n"
         + "\n".join(f"{edge.channel} ({edge.ends}): {edge.summary()}" for edge in prepared.weight_edges)
         + of_cluster
@@ -172,8 +176,13 @@ def _place_executors(
         placement = place(graph.executors, [here(cores=config.run.cores or None)], colocated=colocated)
     else:
         placement = hosts.place(graph.executors, colocated)
-    recorded = settle_on(recorded, Machine(placement.executors, hosts.facts["processor"] if hosts is not None else ""))
+    gpus = {} if hosts is not None else memory_of_gpus(placement.executors)
+    in_turn = colocated.sharing if colocated is not None else ()
+    processor = hosts.facts["processor"] if hosts is not None else ""
+    recorded = settle_on(recorded, Machine(placement.executors, processor, gpus, in_turn))
     config = local(recorded)
+    memory = GpuMemory(held(config, placement.executors), gpus, in_turn)
+    memory.check()
     try:
         _raise_all(
             lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
@@ -191,7 +200,9 @@ def _place_executors(
     _tell_of_micro_batches(config, folder)
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
-    return Prepared(recorded, config, graph, placement, weight_edges, hosts)
+    return Prepared(
+        recorded, config, graph, placement, weight_edges, hosts, gpu_memory=memory.table() if hosts is None else ""
+    )
 
 
 def _raise_all(*checks: Callable[[], None]) -> None:

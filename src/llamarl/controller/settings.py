@@ -30,11 +30,12 @@ RESHARDABLE = frozenset(
 )
 """What ``checkpoint.reshard`` lets differ."""
 
-_AUTOMATIC: Mapping[str, Any] = {
-    "threads": 0, "device": "auto", "decay_ticks": 0, "dtype": "auto", "targets": [],
+_AUTOMATIC: Mapping[str, tuple[Any, ...]] = {
+    "threads": (0,), "device": ("auto",), "decay_ticks": (0,), "dtype": ("", "auto"), "targets": ([],),
+    "block_size": (0,), "kv_cache_bytes": (0,), "max_tokens_per_microbatch": (0,), "share_prompts": ("auto",),
 }  # fmt: skip
-"""Last part of a key -> the value by which a recipe leaves it to the run's start; its config.toml
-then says what came of it."""
+"""Last part of a key -> values by which a recipe leaves it to the run's start; its config.toml then
+says what came of it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def settings_on_top(begun: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
             merged[name] = [settings_on_top(had, one) for had, one in zip(earlier, value, strict=True)]
         elif _was_then(str(value), str(earlier)):
             merged[name] = earlier
-        elif earlier is None or value != _AUTOMATIC.get(name):
+        elif earlier is None or value not in _AUTOMATIC.get(name, ()):
             merged[name] = value
     return merged
 

@@ -1,7 +1,8 @@
 """Settles what a recipe leaves open, each step from one configuration to the next. Pure but for files that are read.
 
     recipe ─settle_recipe─▶ ticks, end of the decay, commits ─▶ graph, placement ─settle_on─▶ threads and devices,
-                                                                                   precisions, layers with adapters
+                                                                                   precisions, layers with adapters,
+                                                                                   sizes that fit a GPU's memory
 
 The result is what config.toml records: a resume begins with it, so nothing is left open twice.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llamarl.config import RunConfig, to_plain, validate
+from llamarl.controller.device_memory import fit_sizes
 from llamarl.controller.run_models import pinned
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
@@ -34,6 +36,10 @@ class Machine:
     """With threads and devices."""
     processor: str = ""
     """Of all its hosts (``models.precision.resolve_dtype``)."""
+    gpu_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Memory of each GPU; empty where it is not known."""
+    in_turn: Sequence[str] = ()
+    """Roles that take turns on a GPU, each without memory while it waits."""
 
 
 def settle_recipe(config: RunConfig) -> RunConfig:
@@ -52,7 +58,7 @@ def settle_on(config: RunConfig, machine: Machine) -> RunConfig:
     Raises:
         ModelError: No layer of the model can have an adapter.
     """
-    for step in (_with_devices, _with_precisions, _with_adapted_layers):
+    for step in (_with_devices, _with_precisions, _with_adapted_layers, _with_sizes):
         config = step(config, machine)
     return config
 
@@ -115,6 +121,10 @@ def _with_devices(config: RunConfig, machine: Machine) -> RunConfig:
 
 def _with_precisions(config: RunConfig, machine: Machine) -> RunConfig:
     return resolve_precision(config, machine.processor)
+
+
+def _with_sizes(config: RunConfig, machine: Machine) -> RunConfig:
+    return fit_sizes(config, machine.executors, machine.gpu_bytes, machine.in_turn)
 
 
 def _with_adapted_layers(config: RunConfig, machine: Machine) -> RunConfig:

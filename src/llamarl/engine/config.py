@@ -7,14 +7,17 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path, why_no_name
 from llamarl.strict import STRICT, refuse
 
-__all__ = ["ENGINES", "LEAST_TEMPERATURE", "EngineConfig", "EngineKind"]
+__all__ = ["CPU_CACHE_BYTES", "ENGINES", "LEAST_TEMPERATURE", "EngineConfig", "EngineKind"]
+
+CPU_CACHE_BYTES = 1 << 30
+"""Of the KV cache, where a recipe leaves it open and nothing is known of a GPU's memory."""
 
 LEAST_TEMPERATURE = 1e-6
 """Below it float32 cannot hold logits divided by it; 0 stands for greedy."""
@@ -89,18 +92,20 @@ class EngineConfig:
     options: dict[str, Any] = Field(default_factory=dict)
     """Whatever an engine of your own understands: it finds them in its ``config.options``."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Precision of weights, activations and KV cache. "auto" is bfloat16 for models of 20 million
+    dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
+    """Precision of weights, activations and KV cache; empty: float32 on a CPU, "auto" on a GPU. "auto" is bfloat16 for models of 20 million
     parameters or more on a GPU and on a processor with bfloat16 products (avx512_bf16, amx_bf16),
     else float32, as with int8 weights; the run's config.toml says which."""
 
-    block_size: PositiveInt = 2
+    block_size: NonNegativeInt = 0
     """Tokens in one block of the KV cache. Smaller wastes less memory at the end of a sequence,
-    larger gathers faster."""
+    larger gathers faster. 0: 2 on a CPU, 16 on a GPU."""
 
-    kv_cache_bytes: PositiveInt = 1 << 30
+    kv_cache_bytes: NonNegativeInt = 0
     """Hard limit of the KV cache, in bytes, over all layers. When it is full, the youngest
-    sequences are preempted and later recomputed."""
+    sequences are preempted and later recomputed. 0: 1 GiB on a CPU; on GPUs what the roles there
+    leave free, as the run's config.toml then says, at most what max_sequences of the longest
+    sequences take."""
 
     max_batch_tokens: PositiveInt = 2048
     """Token budget of one engine step: decoded tokens plus prompt tokens. A longer prompt is
@@ -129,6 +134,10 @@ class EngineConfig:
     def kind(self) -> EngineKind:
         """What it is and can do."""
         return ENGINES.get(self.name, _OWN)
+
+    def block_size_on(self, device: str) -> int:
+        """``block_size``, or what 0 stands for."""
+        return self.block_size or (16 if device.startswith("cuda") else 2)
 
     def _mistakes(self) -> Iterator[Mistake]:
         if self.options and not self.by_import_path:

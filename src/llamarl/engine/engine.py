@@ -84,7 +84,7 @@ class NativeEngine:
         )
         self._scheduler = Scheduler(
             num_blocks=self._runner.num_blocks,
-            block_size=config.block_size,
+            block_size=self._runner.block_size,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
@@ -238,7 +238,7 @@ class NativeEngine:
             "preemptions": scheduler.num_preemptions,
             "kv_bytes_used": scheduler.blocks.num_used * runner.block_bytes,
             "kv_bytes_used_max": self._max_blocks_used * runner.block_bytes,
-            "kv_bytes_limit": self.config.kv_cache_bytes,
+            "kv_bytes_limit": runner.cache_bytes,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
         }

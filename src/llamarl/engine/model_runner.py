@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.engine.config import EngineConfig
+from llamarl.engine.config import CPU_CACHE_BYTES, EngineConfig
 from llamarl.engine.cuda_graphs import (
     Buckets,
     DecodeInputs,
@@ -133,18 +133,19 @@ class ModelRunner:
 
     def _size_cache(self, config: EngineConfig, *, scratch: bool) -> None:
         """Which layers and heads this rank caches, and how many blocks; with ``scratch`` the last one is nobody's."""
-        self.block_size = config.block_size
+        self.block_size = config.block_size_on(self.device.type)
+        self.cache_bytes = config.kv_cache_bytes or _open_cache_bytes(self.device)
         num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
         of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
         own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
         self._first_layer = own.start
         self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
         longest = max(map(len, of_stages))  # all stages have as many blocks
-        self._cache_blocks = config.kv_cache_bytes // (self.block_bytes // self._num_layers * longest)
+        self._cache_blocks = self.cache_bytes // (self.block_bytes // self._num_layers * longest)
         self.num_blocks = self._cache_blocks - scratch
         if self.num_blocks < 1:
             raise ConfigError(
-                f"engine.kv_cache_bytes is {config.kv_cache_bytes}, less than {1 + scratch} blocks of {config.block_size} "
+                f"engine.kv_cache_bytes is {self.cache_bytes}, less than {1 + scratch} blocks of {self.block_size} "
                 f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
             )
 
@@ -452,6 +453,11 @@ class _Cut:
     width: int
     blocks: list[int]
     lengths: list[int]
+
+
+def _open_cache_bytes(device: torch.device) -> int:
+    """Of the KV cache of an engine outside of a run, which leaves it open: on a GPU most of what the weights left."""
+    return int(0.7 * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else CPU_CACHE_BYTES
 
 
 def _only_decodes(plan: StepPlan) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llamarl.engine.config import ENGINES, EngineConfig
+from llamarl.engine.config import CPU_CACHE_BYTES, ENGINES, EngineConfig
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
@@ -114,6 +114,7 @@ class VllmEngine:
         # (vLLM 0.32): on CPU whole sequences fit the token budget instead.
         on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         longest = min(context_length(folder) or config.max_batch_tokens, config.max_batch_tokens) if on_cpu else None
+        self._cache_bytes = config.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu else 0)
         dtype_name = engine_dtype(config.dtype, quantization, device="cpu" if on_cpu else "cuda", model=folder)
         set_num_threads = torch.set_num_threads
         self._llm: Any = self._vllm.LLM(
@@ -127,7 +128,7 @@ class VllmEngine:
             max_num_batched_tokens=config.max_batch_tokens,
             enable_chunked_prefill=not on_cpu,
             max_model_len=longest,
-            kv_cache_memory_bytes=config.kv_cache_bytes,
+            kv_cache_memory_bytes=self._cache_bytes or None,  # None: a share of the card of its own choice
             enable_prefix_caching=True,  # the prompt of a group is computed once
             disable_log_stats=True,
         )
@@ -226,7 +227,7 @@ class VllmEngine:
         result = {
             "steps": self._steps,
             "tokens_sampled": self._tokens_sampled,
-            "kv_bytes_limit": self.config.kv_cache_bytes,
+            "kv_bytes_limit": self._cache_bytes,
             "running": len(self._running),
         }
         self._steps = self._tokens_sampled = 0

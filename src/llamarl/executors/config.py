@@ -228,7 +228,7 @@ class GeneratorConfig:
         """Precision in which weights are handed over: that of all replicas, or float32, which each
         rounds for itself."""
         served = {kind.dtype or self.engine.dtype for kind in self.replicas} or {self.engine.dtype}
-        return served.pop() if len(served) == 1 else "float32"
+        return (served.pop() if len(served) == 1 else "") or "float32"  # empty: of a program that settles nothing
 
     def as_of_kind(self, kind: int) -> GeneratorConfig:
         """The section as replicas of one kind see it: they alone.

@@ -216,7 +216,7 @@ def sample_and_score(
 @torch.no_grad()
 def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -> list[npt.NDArray[np.float32]]:
     layout = ParallelLayout(fsdp=1, tp=1, mesh=None)
-    share = can_share_prompts(load_model_config(config.model.path))
+    share = config.trainer.shares_prompts(device) and can_share_prompts(load_model_config(config.model.path))
     replay = config.trainer.router == "replay"
     policy = build_policy(
         config.model.path,

@@ -85,14 +85,16 @@ def replica_layout(generator: GeneratorConfig, hardware: Hardware) -> GeneratorL
     return GeneratorLayout(generator.tp, generator.pp, precision)
 
 
-def trainer_layout(config: RunConfig, model: ModelSpec, prompt_tokens: float, response_tokens: float) -> TrainerLayout:
+def trainer_layout(
+    config: RunConfig, model: ModelSpec, hardware: Hardware, prompt_tokens: float, response_tokens: float
+) -> TrainerLayout:
     """A recipe's trainer.
 
     Args:
         prompt_tokens, response_tokens: Of a sequence, on average.
     """
     t = config.trainer
-    share = t.share_prompts and model.shares_prompts
+    share = t.shares_prompts("cpu" if hardware.is_cpu else "cuda") and model.shares_prompts
     together = config.generator.group_size if share else 1
     return TrainerLayout(
         tp=t.tp,
@@ -100,7 +102,7 @@ def trainer_layout(config: RunConfig, model: ModelSpec, prompt_tokens: float, re
         fsdp=t.fsdp,
         cp=t.cp,
         ep=t.ep,
-        micro_batch=sequences_within(t.max_tokens_per_microbatch, prompt_tokens, response_tokens, together),
+        micro_batch=sequences_within(t.microbatch_tokens, prompt_tokens, response_tokens, together),
         share_prompts=share,
         recompute=t.activation_checkpointing != "none",
     )
@@ -132,7 +134,7 @@ def fit_run(config: RunConfig, folder: Path, hardware: Hardware, threads: Mappin
         sequences=config.schedule.prompts_per_step * config.generator.group_size,
         group_size=config.generator.group_size,
     )
-    trainer = trainer_layout(config, model, prompt_tokens, lengths.mean)
+    trainer = trainer_layout(config, model, hardware, prompt_tokens, lengths.mean)
     time = trainer_tick(trains, model, trainer, demand)
     token_s = time.of_batch_s / (demand.sequences * demand.mean_tokens)
     decode = np.array([_decode_row(generates, model, layout, config, tick, prompt_tokens) for tick in ticks])

@@ -19,7 +19,9 @@ from llamarl.forecast.model import ModelSpec, stages_of
 
 __all__ = [
     "GeneratorLayout",
+    "KERNELS_A_LAYER",
     "all_reduce_s",
+    "captured_layer_s",
     "decode_step_s",
     "exchange_s",
     "gather_s",
@@ -33,6 +35,11 @@ __all__ = [
     "weight_bytes",
     "weight_sync_s",
 ]
+
+KERNELS_A_LAYER = 39
+"""That the engine starts in a decode step of a Llama (``tests/unit/engine/test_device_code_by_fakes.py`` counts them)."""
+_KERNELS_OF_HEAD_NORMS = 16
+"""More, where heads are normalized (Qwen 3)."""
 
 Numbers = npt.NDArray[np.float64] | float
 
@@ -60,6 +67,20 @@ def is_captured(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -
     if layout.other_system or hardware.is_cpu:
         return True
     return layout.devices == 1 and model.quantized_by_llamarl and not model.rotary_by_length
+
+
+def _moves_its_own_way(hardware: Hardware, layout: GeneratorLayout) -> bool:
+    """Whether kernels and copies are those of llamarl's engine on a GPU: on a core their time is
+    part of what was measured."""
+    return not (layout.other_system or hardware.is_cpu)
+
+
+def captured_layer_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
+    """What a layer of a decode step takes besides its work where it is launched from a graph."""
+    e = hardware.efficiency
+    if not _moves_its_own_way(hardware, layout):
+        return e.fused_layer_overhead_s
+    return (KERNELS_A_LAYER + (_KERNELS_OF_HEAD_NORMS if model.qk_norm else 0)) * e.kernel_gap_s
 
 
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:
@@ -155,7 +176,7 @@ def decode_step_s(
     """Time in which each of ``active`` sequences of one replica gains one token; arrays in, arrays out.
 
     A layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then
-    the cache's bytes; then two all-reduces. With ``pp`` stages the sequences go through in ``pp``
+    the cache's bytes, as often as they are moved; then two all-reduces. With ``pp`` stages the sequences go through in ``pp``
     waves of ``active / pp``.
     """
     e, size = hardware.efficiency, hardware.device.activation_bytes
@@ -164,12 +185,13 @@ def decode_step_s(
     weights = _layer_weight_bytes(model, layout.precision, wave) / layout.tp / hardware.memory_rate
     flops = 2.0 * model.active_layer_params * wave / layout.tp / rate
     cache_shards = min(layout.tp, model.kv_shards)
-    kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
+    passes = e.kv_passes if _moves_its_own_way(hardware, layout) else 1.0
+    kv = passes * wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
     attention = wave * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
     messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
     if is_captured(hardware, model, layout):
-        layer = device_layer + e.decode_layer_overhead_s
+        layer = device_layer + captured_layer_s(hardware, model, layout)
     else:
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
     head_bytes = model.head_params * BYTES_PER_WEIGHT[layout.precision] / layout.tp

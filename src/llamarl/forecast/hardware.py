@@ -40,9 +40,15 @@ BYTES_PER_WEIGHT: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "
 _ALIASES = {
     "a100": "a100-sxm",
     "a100-80gb": "a100-sxm",
+    "a100-40gb": "a100-sxm-40gb",
     "h100": "h100-sxm",
     "h200": "h200-sxm",
     "b200": "b200-sxm",
+    "b300": "b300-sxm",
+    "gb200": "gb200-nvl72",
+    "gb300": "gb300-nvl72",
+    "4090": "rtx-4090",
+    "5090": "rtx-5090",
     "mi300": "mi300x",
     "cpu": "this-machine",
     "local": "this-machine",
@@ -93,7 +99,8 @@ class Efficiency:
     intra_node_latency_s: float
     inter_node_latency_s: float
     collective_launch_s: float
-    decode_layer_overhead_s: float
+    fused_layer_overhead_s: float
+    """Of a decoded layer on CPU cores, and of other systems in captured graphs."""
     eager_layer_overhead_s: float
     decode_step_overhead_s: float
     train_layer_overhead_s: float
@@ -101,6 +108,10 @@ class Efficiency:
     tile_rows: int
     tile_columns: int
     compute_units: int
+    kernel_gap_s: float = 0.0
+    """Of each kernel that the engine starts in a captured graph."""
+    kv_passes: float = 1.0
+    """Times that the engine moves what a decode step reads of the cache."""
     masked_attention: float = 1.0
     """Of the rate of causal attention, what a kernel reaches that takes a mask (``trainer.share_prompts``)."""
     generator_scale: float = 1.0

@@ -297,7 +297,7 @@ def scenario_from_recipe(
         hardware.joined(threads[role]) if cpu else hardware for role in ("generator", "trainer")
     )
     layout = replica_layout(own, hardware)
-    trains = trainer_layout(config, work.model, work.prompt_tokens, work.response.mean)
+    trains = trainer_layout(config, work.model, hardware, work.prompt_tokens, work.response.mean)
     time = trainer_tick(of_trainer, work.model, trains, trainer_demand(work))
     cost = TrainerCost.of(time, work.tokens)
     load_s = weight_sync_s(hardware, work.model, trainer_devices=trains.devices, replicas=[(own.dp, layout)])

@@ -1,4 +1,5 @@
 """What ``dtype = "auto"`` stands for: bfloat16 where it is faster, else float32. No torch but for a model's size.
+An empty one, the default, is float32 on a processor, also on one with such products, and "auto" on a GPU.
 
     a processor with products of bfloat16, a model of 20 million parameters or more   bfloat16
     a GPU, such a model                                                               bfloat16
@@ -35,6 +36,7 @@ __all__ = [
 
 BFLOAT16_PAYS_FROM = 20_000_000
 """Parameters of a model."""
+_OPEN = ("", "auto")
 _INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 
 
@@ -59,21 +61,21 @@ def _resolved(role: Role, config: RunConfig, processor: str) -> dict[str, Any]:
     settings = role.settings(config)
     where = {"device": settings.device, "model": role.model.path(config), "processor": processor}
     found: dict[str, Any] = {}
-    if getattr(settings, "dtype", "") == "auto":
+    if getattr(settings, "dtype", "float32") in _OPEN:
         # a frozen model that is compared with the policy computes as that does
         like = config.trainer if role.name == "reference" else settings
         found["dtype"] = resolve_dtype(like.dtype, **where)
     engine = getattr(settings, "engine", None)
     if not isinstance(engine, EngineConfig):
         return found
-    if engine.dtype == "auto":
-        dtype = engine_dtype("auto", getattr(settings, "quantization", "none"), **where)
+    if engine.dtype in _OPEN:
+        dtype = engine_dtype(engine.dtype, getattr(settings, "quantization", "none"), **where)
         found["engine"] = dataclasses.replace(engine, dtype=cast(Any, dtype))
     kinds = getattr(settings, "replicas", ())
-    if any((kind.dtype or engine.dtype) == "auto" for kind in kinds):
+    if any((kind.dtype or engine.dtype) in _OPEN for kind in kinds):
         found["replicas"] = tuple(
             dataclasses.replace(kind, dtype=engine_dtype(seen.engine.dtype, seen.quantization, **where))
-            if (seen := settings.as_of_kind(place)).engine.dtype == "auto"
+            if (seen := settings.as_of_kind(place)).engine.dtype in _OPEN
             else kind
             for place, kind in enumerate(kinds)
         )
@@ -84,19 +86,21 @@ def resolve_dtype(asked: str, *, device: str, model: str | Path, processor: str 
     """``asked``, or what "auto" means for a model in a folder on a device.
 
     Args:
-        asked: "auto", "float32", "bfloat16", ...
+        asked: "", "auto", "float32", "bfloat16", ...
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where this machine has it.
         model: Hugging Face folder.
         processor: As ``checkpoint.platform`` describes it; empty is this machine's. Of several
             kinds (``joint_facts``) all must have the instructions.
     """
-    if asked != "auto":
+    if asked not in _OPEN:
         return asked
     if device == "auto":
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cpu") and not has_bfloat16_products(processor or platform_facts()["processor"]):
+    if device.startswith("cpu") and (
+        not asked or not has_bfloat16_products(processor or platform_facts()["processor"])
+    ):
         return "float32"
     return "bfloat16" if num_parameters(model) >= BFLOAT16_PAYS_FROM else "float32"
 
@@ -117,7 +121,7 @@ def torch_dtype(asked: str, *, device: str, model: str | Path) -> torch.dtype:
 def engine_dtype(asked: str, quantization: str, *, device: str, model: str | Path, processor: str = "") -> str:
     """``resolve_dtype`` of an engine: "auto" leaves what stands around int8 weights in float32, and
     around fp8 in bfloat16."""
-    if asked == "auto" and quantization != "none":
+    if asked in _OPEN and quantization != "none":
         return "float32" if quantization == "int8" else "bfloat16"
     return resolve_dtype(asked, device=device, model=model, processor=processor)
 

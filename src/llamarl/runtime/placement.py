@@ -21,6 +21,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,13 @@ __all__ = [
     "available_cuda_devices",
     "here",
     "may_have_gpus",
+    "memory_of_gpus",
     "place",
     "share_of",
 ]
+
+_MOST_S = 120.0
+"""Until a process has asked the driver."""
 
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of drivers, the last of Windows' subsystem for Linux."""
@@ -173,6 +178,30 @@ def here(*, cores: int | None = None, cuda_devices: int | None = None) -> Machin
     """
     cores = available_cores() if cores is None else cores
     return Machine("", cores, available_cuda_devices() if cuda_devices is None else cuda_devices)
+
+
+_ASK_FOR_MEMORY = """
+import torch
+print(*(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())))
+"""
+
+
+def memory_of_gpus(executors: Sequence[ExecutorSpec]) -> dict[str, float]:
+    """Bytes of each GPU of this machine, where an executor is on one; a process of its own asks, since
+    this one is to have no CUDA context.
+
+    Raises:
+        ConfigError: The driver does not say.
+    """
+    if not any(spec.device.startswith("cuda") for spec in executors):
+        return {}
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_FOR_MEMORY], capture_output=True, text=True, timeout=_MOST_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        raise ConfigError(f"the GPUs here do not say how much memory they have: {error}") from error
+    return {f"cuda:{i}": float(size) for i, size in enumerate(asked.stdout.split())}
 
 
 def place(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,8 @@ class Built(Generic[Module]):
     base_names: tuple[str, ...]
     """Where adapters are trained, the same of the frozen ones, as they are called without adapters; else empty."""
     initial: dict[str, Tensor] | None
-    """Float32 values of the trained parameters from before they were rounded to the compute dtype;
-    None if they still hold them."""
+    """Float32 values of the trained parameters from before they were rounded to the compute dtype,
+    of a lone rank in host memory; None if they still hold them."""
 
 
 def layout_of(section: str, config: TrainerConfig | CriticConfig | ReferenceConfig, device: str) -> ParallelLayout:
@@ -119,7 +119,7 @@ def build_policy(
         model = make_skeleton(model_path, attention=attention)
         parts = where_stored(model_path, model)
     if parts is None:
-        model = load_model(model_path, dtype=torch.float32, device=device, attention=attention)
+        model = load_model(model_path, dtype=torch.float32, device=_loaded_on(layout, device), attention=attention)
     if replay:
         let_replay(model)
     experts = watch_experts(model)
@@ -153,7 +153,7 @@ def build_policy(
         return policy
 
     fill = None if parts is None else _reader(model_path, model, parts, layout, device)
-    return _spread(model, wrap, layout, dtype, names=names, base_names=base_names, fill=fill)
+    return _spread(model, wrap, layout, dtype, device, names=names, base_names=base_names, fill=fill)
 
 
 def build_value_model(
@@ -170,10 +170,10 @@ def build_value_model(
         model = value_skeleton(model_path, attention=attention)
         parts = where_stored(model_path, model, new=HEAD)
     if parts is None:
-        model = load_value_model(model_path, device=device, attention=attention)
+        model = load_value_model(model_path, device=_loaded_on(layout, device), attention=attention)
     names = tuple(name for name, _ in model.named_parameters())
     fill = None if parts is None else _reader(model_path, model, parts, layout, device)
-    return _spread(model, ValueModel, layout, dtype, names=names, fill=fill)
+    return _spread(model, ValueModel, layout, dtype, device, names=names, fill=fill)
 
 
 def build_reward_model(
@@ -193,10 +193,11 @@ def build_reward_model(
         model = reward_skeleton(path, attention=attention, key=key)
         parts = where_stored(path, model)
     if parts is None:
-        model = load_reward_model(path, dtype=torch.float32, device=device, attention=attention, key=key)
+        whole: dict[str, Any] = {"dtype": torch.float32, "device": _loaded_on(layout, device)}
+        model = load_reward_model(path, attention=attention, key=key, **whole)
     names = tuple(name for name, _ in model.named_parameters())
     fill = None if parts is None else _reader(path, model, parts, layout, device)
-    return _spread(model, ValueModel, layout, dtype, names=names, fill=fill)
+    return _spread(model, ValueModel, layout, dtype, device, names=names, fill=fill)
 
 
 def _reader(
@@ -215,6 +216,12 @@ def _reader(
         read_parts(path, parameters, parameter_shards(parameters, cuts, layout, "float32"), parts)
 
     return read
+
+
+def _loaded_on(layout: ParallelLayout, device: torch.device) -> torch.device:
+    """Where a whole model is read: in host memory, from where a lone rank takes it rounded. Its
+    float32 weights beside those that it computes with would be what bounds a GPU."""
+    return torch.device("cpu") if layout.num_ranks == 1 else device
 
 
 def _attention(share_prompts: bool, layout: ParallelLayout) -> str:
@@ -251,6 +258,7 @@ def _spread(
     wrap: Callable[[PreTrainedModel], Module],
     layout: ParallelLayout,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     names: tuple[str, ...] = (),
     base_names: tuple[str, ...] = (),
@@ -272,11 +280,13 @@ def _spread(
     apply_fully_shard(module, module.layers, layout, dtype)
     if fill is not None:
         fill(module, cuts)
-    if layout.size(SHARD) > 1 or dtype == torch.float32:  # FSDP2 rounds as it gathers
-        return Built(module, cuts, names, base_names, None)
-    initial = {name: p.detach() for name, p in module.parameters_by_name().items()}
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+    initial = None
+    if layout.size(SHARD) == 1 and dtype != torch.float32:  # else FSDP2 rounds as it gathers
+        initial = {name: p.detach() for name, p in module.parameters_by_name().items()}
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+    if layout.num_ranks == 1:
+        module.to(device)
     return Built(module, cuts, names, base_names, initial)
 
 

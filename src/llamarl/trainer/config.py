@@ -13,6 +13,7 @@ from llamarl.errors import Mistake
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
 __all__ = [
+    "MICROBATCH_TOKENS",
     "MOST_AT_ONCE",
     "CriticConfig",
     "LoraConfig",
@@ -28,6 +29,9 @@ MOST_AT_ONCE = 4
 """Micro-batches that a trainer computes at the same time unless told otherwise, and so the cores
 that a lone one fills: threads above that are teams, who need their cores. Each further one costs a
 micro-batch's activations and a set of gradients, and takes a share of the one interpreter."""
+
+MICROBATCH_TOKENS = 4096
+"""Of a micro-batch, on a CPU and where nothing else has been settled."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,15 +77,16 @@ class TrainerConfig:
     epochs: PositiveInt = 1
     """Passes over a tick's batch, >= 1, each cut anew."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Precision of forward and backward. "auto" is bfloat16 for models of 20 million parameters or
+    dtype: Literal["", "auto", "float32", "bfloat16"] = ""
+    """Precision of forward and backward; empty: float32 on a CPU, "auto" on a GPU. "auto" is bfloat16 for models of 20 million parameters or
     more on a GPU and on a processor with bfloat16 products (avx512_bf16, amx_bf16), else float32;
     the run's config.toml says which. Master weights, gradients between micro-batches, and moments
     are float32, but updates far smaller than bfloat16's steps are not seen until they add up."""
 
-    max_tokens_per_microbatch: PositiveInt = 4096
-    """Tokens (prompt and response) that one forward pass packs, >= 1. Bounds activation memory; a single longer
-    response is computed alone."""
+    max_tokens_per_microbatch: NonNegativeInt = 0
+    """Tokens (prompt and response) that one forward pass packs. Bounds activation memory; a single longer
+    response is computed alone. 0: 4096; on GPUs as many of 16384, 8192 and 4096 as fit beside what
+    the GPU holds, which the run's config.toml says."""
 
     microbatches_at_once: NonNegativeInt = 0
     """Micro-batches that a lone rank on the CPU computes at the same time, its threads divided
@@ -90,9 +95,11 @@ class TrainerConfig:
     after the other, all threads on each. Bits depend on this number and on the threads of one
     micro-batch. Several ranks, and GPUs, take one after the other."""
 
-    share_prompts: bool = True
+    share_prompts: bool | Literal["auto"] = "auto"
     """Compute a group's prompt once for all of its responses; exact to rounding. Models with
-    sliding-window or soft-capped attention compute it once a response all the same."""
+    sliding-window or soft-capped attention compute it once a response all the same. "auto": on a
+    CPU; on a GPU the kernel for it is slower and keeps more than the one for separate sequences, so
+    true pays there only where prompts are much longer than responses (llamarl plan compares)."""
 
     skip_zero_advantage: bool = True
     """Do not compute responses whose advantage is 0, where their gradient is exactly 0: under a
@@ -145,6 +152,15 @@ class TrainerConfig:
     def num_ranks(self) -> int:
         """Processes over which the policy is spread."""
         return self.fsdp * self.tp * self.pp * self.cp
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """``max_tokens_per_microbatch``, also where nobody has settled it."""
+        return self.max_tokens_per_microbatch or MICROBATCH_TOKENS
+
+    def shares_prompts(self, device: str) -> bool:
+        """What ``share_prompts`` means on a device."""
+        return device.startswith("cpu") if self.share_prompts == "auto" else self.share_prompts
 
     @property
     def steps_per_tick(self) -> int:

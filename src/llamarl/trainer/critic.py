@@ -70,13 +70,13 @@ class Critic(ShardedModel[ValueModel]):
         self.ticks_done = 0
         learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
         layout = layout_of("critic", config, device)
-        share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
+        share_prompts = trainer.shares_prompts(device) and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(trainer.dtype, device=device, model=model_path)
         built = build_value_model(
             model_path, layout, dtype=dtype, share_prompts=share_prompts, device=torch.device(device)
         )
         super().__init__(built, layout, self.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype)
-        max_tokens = trainer.max_tokens_per_microbatch
+        max_tokens = trainer.microbatch_tokens
         self.computes = Computes(built.module, layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
     def step(self, groups: Sequence[Group], tick: int) -> tuple[list[Group], dict[str, float]]:
@@ -165,7 +165,9 @@ class Critic(ShardedModel[ValueModel]):
 
         In float32, of its own weights: fewer bits would round what it has learned away.
         """
-        self.write_model(folder, dtype=torch.float32, served_dtype=self.trainer.dtype, version=self.ticks_done)
+        self.write_model(
+            folder, dtype=torch.float32, served_dtype=str(self.dtype).removeprefix("torch."), version=self.ticks_done
+        )
 
 
 def value_loss(estimates: Tensor, returns: Tensor, earlier: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:

@@ -142,10 +142,11 @@ class MasterWeights:
             apart = offload or local.dtype != torch.float32
             if local.dtype != torch.float32:
                 assert initial is not None, "rounded parameters need their float32 originals"
-                local = initial[name].to(torch.float32)
+                local = initial[name].to("cpu" if offload else local.device, torch.float32)
+            elif offload:
+                local = local.to("cpu", copy=True)
             if apart:
                 self._apart.add(name)
-                local = local.to("cpu", copy=True) if offload else local
                 if not isinstance(parameter, DTensor):  # FSDP2 adds up its own gradients, in float32 already
                     parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self.tensors[name] = nn.Parameter(local)

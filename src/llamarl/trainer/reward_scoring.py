@@ -65,7 +65,8 @@ class RewardScorer:
         self._computes: Computes | None = None
         self._whole: PreTrainedModel | None = None
         if is_packed(path):
-            share_prompts = can_share_prompts(load_model_config(path))
+            # on a GPU the kernel for separate texts is the faster one
+            share_prompts = self.device.type == "cpu" and can_share_prompts(load_model_config(path))
             attention = "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
             model = build_reward_model(
                 path, self.layout, dtype=dtype, attention=attention, device=self.device, key=key

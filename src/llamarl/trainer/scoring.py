@@ -118,7 +118,7 @@ class FrozenScorer:
         """
         self.algorithm = algorithm
         self.layout = layout_of("reference", config, device)
-        share_prompts = trainer.share_prompts and can_share_prompts(load_model_config(model_path))
+        share_prompts = trainer.shares_prompts(device) and can_share_prompts(load_model_config(model_path))
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         policy = build_policy(
             model_path,
@@ -130,7 +130,7 @@ class FrozenScorer:
             device=torch.device(device),
             trained=False,
         ).module
-        max_tokens = 2 * trainer.max_tokens_per_microbatch
+        max_tokens = 2 * trainer.microbatch_tokens
         self.computes = Computes(policy, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:

@@ -113,7 +113,7 @@ class Trainer(ShardedModel[Policy]):
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         layout = layout_of("trainer", config, device)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
-        share_prompts = config.share_prompts and can_share_prompts(load_model_config(model_path))
+        share_prompts = config.shares_prompts(device) and can_share_prompts(load_model_config(model_path))
         built = build_policy(
             model_path,
             layout,
@@ -144,7 +144,7 @@ class Trainer(ShardedModel[Policy]):
     def _make_computes(self, share_prompts: bool) -> Computes:
         where = self.policy, self.layout, self.device
         settings: dict[str, Any] = {
-            "max_tokens": self.config.max_tokens_per_microbatch,
+            "max_tokens": self.config.microbatch_tokens,
             "share_prompts": share_prompts,
             "replay": self.config.router == "replay",
         }

@@ -36,7 +36,7 @@ def write_run(folder: Path, *, ticks: int = 12, **generator: object) -> RunConfi
     lengths = empirical(np.concatenate(drawn[2:]).tolist())
     exact = GPU.with_efficiency(decode_step_overhead_s=0.0, train_step_overhead_s=0.0)
     demand = TrainerDemand(lengths=lengths, prompt_tokens=PROMPT, sequences=8, group_size=2)
-    time = trainer_tick(exact, MODEL, trainer_layout(config, MODEL, PROMPT, lengths.mean), demand)
+    time = trainer_tick(exact, MODEL, trainer_layout(config, MODEL, exact, PROMPT, lengths.mean), demand)
     token_s = time.of_batch_s / (8 * demand.mean_tokens)
     rows = []
     for tick, own in enumerate(drawn):
@@ -76,7 +76,9 @@ def test_the_fit_forecasts_the_run_that_it_was_made_from(tmp_path: Path) -> None
     fit = fitted(config, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][2:]
     demand = TrainerDemand(lengths=fit.lengths, prompt_tokens=PROMPT, sequences=8, group_size=2)
-    time = trainer_tick(fit.hardware, MODEL, trainer_layout(config, MODEL, PROMPT, fit.lengths.mean), demand)
+    time = trainer_tick(
+        fit.hardware, MODEL, trainer_layout(config, MODEL, fit.hardware, PROMPT, fit.lengths.mean), demand
+    )
     assert time.total_s == pytest.approx(np.mean([row["time/trainer_s"] for row in rows]), rel=0.01)
 
 

@@ -183,7 +183,7 @@ def test_a_recipe_is_simulated_with_its_own_setting_and_budget() -> None:
     found = {}
     for share in (True, False):
         config = validate({"model": {"path": "m"}, "generator": {"group_size": 8}, "trainer": {"share_prompts": share}})
-        layout = trainer_layout(config, asked.model, prompt_tokens=512, response_tokens=128)
+        layout = trainer_layout(config, asked.model, H100, prompt_tokens=512, response_tokens=128)
         assert (layout.share_prompts, layout.micro_batch) == (share, 16 if share else 6)
         demand = TrainerDemand(lengths=asked.response, prompt_tokens=512, sequences=64, group_size=8)
         scenario = scenario_from_recipe(config, asked, H100, {"generator": 1, "trainer": 1})
@@ -192,4 +192,4 @@ def test_a_recipe_is_simulated_with_its_own_setting_and_budget() -> None:
         assert whole == pytest.approx(found[share])
     assert 2.5 < found[False] / found[True] < 640 / 192
     windows = replace(asked.model, shares_prompts=False)
-    assert not trainer_layout(config, windows, prompt_tokens=512, response_tokens=128).share_prompts
+    assert not trainer_layout(config, windows, H100, prompt_tokens=512, response_tokens=128).share_prompts

@@ -13,14 +13,14 @@ import pytest
 import torch
 from launches import Launches
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_fixtures import make_groups, write_model
-from transformers import PreTrainedModel
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models import attention
 from llamarl.models.sharded_loading import make_skeleton
-from llamarl.trainer import building
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.trainer.config import LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 
 
@@ -63,16 +63,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _trainer(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Trainer:
-    def load(path: Path, *, attention: str, **_: Any) -> PreTrainedModel:
-        return make_skeleton(path, attention=attention)
-
-    monkeypatch.setattr(building, "load_model", load)
-    monkeypatch.setattr(building, "check_output_layer", lambda model, transform: None)
+def _trainer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, lora: LoraConfig | None = None, **settings: Any
+) -> Trainer:
     config = TrainerConfig(
         **{"dtype": "bfloat16", "share_prompts": False, "max_tokens_per_microbatch": 4096, **settings}
     )
-    trainer = Trainer(folder, config, OptimizerConfig(), AlgorithmConfig(), temperature=0.9, device="meta")
+    trainer = Trainer(folder, config, OptimizerConfig(), AlgorithmConfig(), temperature=0.9, device="meta", lora=lora)
     monkeypatch.setattr(trainer.weights, "step", lambda lr: None)  # fused AdamW refuses such tensors
     return trainer
 
@@ -103,7 +100,7 @@ def test_a_layer_starts_no_more_kernels_than_it_did(
     """Forward and backward pass, the gradients' norm and their scaling."""
     counts = []
     for layers in (2, 4):
-        folder = write_model(tmp_path / str(layers), family, num_hidden_layers=layers)
+        folder = write_model(tmp_path / str(layers), family, num_hidden_layers=layers, tie_word_embeddings=False)
         counts.append(_launches(_trainer(folder, monkeypatch, **settings)))
     assert (counts[1].count - counts[0].count) / 2 <= budget
     assert counts[0].waiting == set()
@@ -113,7 +110,58 @@ def test_a_layer_starts_no_more_kernels_than_it_did(
 def test_the_host_waits_for_a_step_and_not_for_a_micro_batch(
     max_tokens: int, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = _trainer(write_model(tmp_path), monkeypatch, max_tokens_per_microbatch=max_tokens)
+    trainer = _trainer(
+        write_model(tmp_path, tie_word_embeddings=False), monkeypatch, max_tokens_per_microbatch=max_tokens
+    )
     _launches(trainer)
     of_statistics = ["__init__", "__init__"]  # counts over all ranks, before; sums and maxima after
     assert asked == [*of_statistics, "pack_sequences", "apply_gradients", "metrics", "metrics"]
+
+
+def test_adapters_alone_are_trained_without_a_tensor_left_on_the_cpu(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(write_model(tmp_path, tie_word_embeddings=False), monkeypatch, lora=LoraConfig(rank=4))
+    assert _launches(trainer).waiting == set()
+
+
+class _Bytes(TorchDispatchMode):
+    """Bytes of every new tensor on the device, by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        copies = func._schema.name in (
+            "aten::_to_copy",
+            "aten::clone",
+        )  # transformers makes a model without storage first
+        if isinstance(made, Tensor) and made.is_meta and made.is_floating_point() and copies:
+            self.of[made.dtype] = self.of.get(made.dtype, 0) + made.numel() * made.element_size()
+        return made
+
+
+@pytest.mark.parametrize(
+    ("what", "float32_a_parameter", "bfloat16_a_parameter"),
+    [("trained", 4, 2), ("offloaded", 0, 2), ("frozen", 0, 2), ("adapters", 0, 2)],
+)
+def test_a_lone_rank_takes_no_more_of_the_device_than_it_keeps(
+    what: str, float32_a_parameter: int, bfloat16_a_parameter: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 weights are read in host memory: on the device lie master weights, if any, and those that are computed with."""
+    folder = write_model(tmp_path, tie_word_embeddings=False)
+    with _Bytes() as taken:
+        if what == "frozen":
+            packing = TrainerConfig(share_prompts=False)
+            reference = ReferenceConfig(dtype="bfloat16")
+            FrozenScorer(folder, reference, AlgorithmConfig(), packing, temperature=0.9, device="meta")
+        else:
+            lora = LoraConfig(rank=1, hand_over="adapter") if what == "adapters" else None
+            _trainer(folder, monkeypatch, lora=lora, offload_optimizer=what == "offloaded")
+    num_parameters = sum(p.numel() for p in make_skeleton(folder, attention="eager").parameters())
+    adapters = 2 * 4 * num_parameters // 10 if what == "adapters" else 0
+    buffers = 4096
+    assert taken.of[torch.bfloat16] == pytest.approx(bfloat16_a_parameter * num_parameters, abs=adapters + buffers)
+    assert taken.of.get(torch.float32, 0) == pytest.approx(float32_a_parameter * num_parameters, abs=adapters + buffers)

@@ -1,0 +1,187 @@
+"""What roles hold of a GPU, against bytes worked out by hand; and which sizes follow."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from llamarl.config import RunConfig, validate
+from llamarl.controller import preflight, prepare
+from llamarl.controller.device_memory import GpuMemory, fit_sizes, held
+from llamarl.errors import ConfigError
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime import placement
+
+GB = 1e9
+N = 2 * 1000 * 512 + 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024 + 2 * 512) + 512
+"""Parameters of the model below: both ends, four layers, the last norm."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, tie_word_embeddings=False,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def _run(model: Path, settings: Mapping[str, Any] | None = None) -> RunConfig:
+    plain: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "evaluation": {"every": 0},
+        "generator": {"device": "cuda", "engine": {"dtype": "bfloat16"}},
+        "trainer": {"device": "cuda", "dtype": "bfloat16"},
+    }
+    for key, value in (settings or {}).items():
+        node = plain
+        for part in key.split(".")[:-1]:
+            node = node.setdefault(part, {})
+        node[key.rpartition(".")[2]] = value
+    return validate(plain)
+
+
+def _specs(**devices: str) -> list[ExecutorSpec]:
+    return [
+        ExecutorSpec(
+            name=name, factory="x:y", device=devices.get(name, "cpu"), num_ranks=devices.get(name, "").count(",") + 1
+        )
+        for name in ("generator", "reward", "trainer")
+    ]
+
+
+def test_parts_are_the_bytes_by_hand(model: Path) -> None:
+    config = _run(model, {"generator.engine.kv_cache_bytes": 12_345, "schedule.max_staleness": 2})
+    generator, trainer = held(config, _specs(generator="cuda:0", trainer="cuda:1"))
+    assert (generator.role, generator.device) == ("generator", "cuda:0")
+    assert generator.sure == {"weights": 2 * N, "KV cache": 12_345}
+    assert trainer.sure == {"weights, gradients, moments": 18 * N, "versions handed over": 3 * 2 * N}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"trainer.fsdp": 4}, {"weights, gradients, moments": 16 * N / 4, "versions handed over": 2 * 2 * N / 4}),
+        ({"trainer.offload_optimizer": True}, {"weights": 2 * N, "versions handed over": 2 * 2 * N}),
+        ({"lora.rank": 8}, {"weights": 2 * N, "versions handed over": 2 * 2 * N}),
+        ({"trainer.dtype": "float32"}, {"weights, gradients, moments": 16 * N, "versions handed over": 2 * 2 * N}),
+        ({"generator.device": "cpu"}, {"weights, gradients, moments": 18 * N}),
+    ],
+)
+def test_a_trainer_holds_what_its_settings_leave(
+    settings: Mapping[str, Any], expected: Mapping[str, float], model: Path
+) -> None:
+    ranks = int(settings.get("trainer.fsdp", 1))
+    found = held(_run(model, settings), _specs(trainer=",".join(f"cuda:{rank}" for rank in range(ranks))))
+    assert [one.role for one in found] == ["trainer"] * ranks
+    assert found[0].sure == pytest.approx(expected)
+
+
+def test_a_version_is_held_once_where_roles_take_turns(model: Path) -> None:
+    config = _run(model, {"schedule.colocated": True, "schedule.max_staleness": 0})
+    found = held(config, _specs(generator="cuda:0", trainer="cuda:0"))
+    assert found[1].sure == {"weights, gradients, moments": 18 * N}
+    apart, in_turn = GpuMemory(found, {}), GpuMemory(found, {}, ("generator", "trainer"))
+    context = 2 * 0.6 * GB
+    assert apart.sums(sure=True) == {"cuda:0": pytest.approx(20 * N + context)}
+    assert in_turn.sums(sure=True) == {"cuda:0": pytest.approx(18 * N + context)}
+
+
+def test_what_is_sure_to_be_too_much_is_refused_and_what_may_be_is_said(model: Path) -> None:
+    found = held(
+        _run(model, {"generator.engine.kv_cache_bytes": 1_000_000_000}), _specs(generator="cuda:0", trainer="cuda:0")
+    )
+    sure = GpuMemory(found, {}).sums(sure=True)["cuda:0"]
+    assert sure == pytest.approx(1 * GB + (2 + 18 + 4) * N + 1.2 * GB)
+    with pytest.raises(ConfigError, match=r"cuda:0 has .*generator .* weights, .* KV cache; trainer .*kv_cache_bytes"):
+        GpuMemory(found, {"cuda:0": 0.99 * sure}).check()
+    tight = GpuMemory(found, {"cuda:0": 1.01 * sure})
+    tight.check()
+    assert "MORE THAN IT MAY HAVE" in tight.table() and not tight.fits
+    wide = GpuMemory(found, {"cuda:0": 80 * GB})
+    assert wide.fits and wide.table().startswith("cuda:0: at most") and "MORE" not in wide.table()
+    GpuMemory(found, {}).check()  # of a GPU that nobody could ask nothing is known
+
+
+def test_sizes_of_a_cpu_are_what_they_always_were(model: Path) -> None:
+    config = _run(model, {"generator.device": "cpu", "trainer.device": "cpu"})
+    fitted = fit_sizes(config, _specs(), {})
+    engine, trainer = fitted.generator.engine, fitted.trainer
+    assert (engine.block_size, engine.kv_cache_bytes) == (2, 1 << 30)
+    assert (trainer.max_tokens_per_microbatch, trainer.share_prompts) == (4096, True)
+
+
+def test_a_recipe_that_says_its_sizes_keeps_them(model: Path) -> None:
+    asked = {
+        "generator.engine.block_size": 4, "generator.engine.kv_cache_bytes": 5_000_000,
+        "trainer.max_tokens_per_microbatch": 333, "trainer.share_prompts": True,
+    }  # fmt: skip
+    config = _run(model, asked)
+    fitted = fit_sizes(config, _specs(generator="cuda:0", trainer="cuda:0"), {"cuda:0": 80 * GB})
+    assert fitted == config
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "devices", "in_turn", "tokens"),
+    [
+        (80, ("cuda:0", "cuda:1"), (), 16384),
+        (80, ("cuda:0", "cuda:0"), (), 16384),
+        (80, ("cuda:0", "cuda:0"), ("generator", "trainer"), 16384),
+        (4.2, ("cuda:0", "cuda:0"), (), 8192),
+        (3.4, ("cuda:0", "cuda:0"), (), 4096),
+    ],
+)
+def test_sizes_of_a_gpu_fill_it_and_fit(
+    gigabytes: float, devices: tuple[str, str], in_turn: tuple[str, ...], tokens: int, model: Path
+) -> None:
+    specs = _specs(generator=devices[0], trainer=devices[1])
+    sizes = {"cuda:0": gigabytes * GB, "cuda:1": gigabytes * GB}
+    config = _run(model, {"schedule.max_staleness": 0} | ({"schedule.colocated": True} if in_turn else {}))
+    fitted = fit_sizes(config, specs, sizes, in_turn)
+    engine, trainer = fitted.generator.engine, fitted.trainer
+    assert (engine.block_size, trainer.max_tokens_per_microbatch, trainer.share_prompts) == (16, tokens, False)
+    longest = 256 * (1024 + config.generator.sampling.max_new_tokens + 16)  # sequences of so many tokens
+    assert engine.kv_cache_bytes <= longest * 4 * 2 * 4 * 64 * 2
+    memory = GpuMemory(held(fitted, specs), sizes, in_turn)
+    assert memory.fits
+    larger = dataclasses.replace(engine, kv_cache_bytes=engine.kv_cache_bytes + (1 << 27))
+    beyond = dataclasses.replace(fitted, generator=dataclasses.replace(fitted.generator, engine=larger))
+    full = not GpuMemory(held(beyond, specs), sizes, in_turn).fits
+    assert full or larger.kv_cache_bytes > longest * 4 * 2 * 4 * 64 * 2
+
+
+def test_a_gpu_that_nobody_could_ask_gets_the_small_sizes(model: Path) -> None:
+    fitted = fit_sizes(_run(model), _specs(generator="cuda:0", trainer="cuda:1"), {})
+    assert fitted.generator.engine.kv_cache_bytes == 1 << 30
+    assert (fitted.generator.engine.block_size, fitted.trainer.max_tokens_per_microbatch) == (16, 4096)
+
+
+def test_a_dry_run_on_gpus_settles_and_shows_what_they_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in (placement, preflight):
+        monkeypatch.setattr(module, "may_have_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked: list[str] = []
+
+    def memory(executors: Sequence[ExecutorSpec]) -> dict[str, float]:
+        asked.extend(spec.name for spec in executors if spec.device.startswith("cuda"))
+        return {"cuda:0": 24e9, "cuda:1": 24e9}
+
+    monkeypatch.setattr(prepare, "memory_of_gpus", memory)
+    config = validate(
+        {"run": {"dir": str(tmp_path / "run")}, "model": {"path": "bundled:tiny"}, "evaluation": {"every": 0}}
+    )
+    shown = prepare.plan_run(config)
+    assert asked == ["generator", "trainer"]
+    for line in ("block_size = 16", "max_tokens_per_microbatch = 16384", "share_prompts = false"):
+        assert line in shown
+    lines = shown[shown.index("# memory of the GPUs") :].splitlines()[1:3]
+    assert [line.split(":")[:2] for line in lines] == [["cuda", "0"], ["cuda", "1"]]
+    assert all("of 24.00 GB" in line for line in lines)
+    monkeypatch.setattr(prepare, "memory_of_gpus", lambda executors: {"cuda:0": 1e8, "cuda:1": 24e9})
+    with pytest.raises(ConfigError, match="cuda:0 has 100.00 MB"):
+        prepare.plan_run(config)
