@@ -78,6 +78,7 @@ ELSEWHERE = {
     "recovery.straggler_multiple": "test_survival.py",
     "run.epochs": "becomes run.num_ticks before a run starts: test_small_data.py",
     "observability.prometheus_port": "test_recorder.py",
+    "evaluation.patience": "test_sft_runs.py",
 }
 """And those that another test changes, or none can."""
 

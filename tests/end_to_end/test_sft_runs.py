@@ -168,13 +168,16 @@ def test_the_model_is_where_reinforcement_learning_begins(
     [
         ({"schedule__colocated": "true"}, "schedule.colocated: with algorithm.name 'sft' nothing is sampled"),
         ({"dynamic_sampling__enabled": "true"}, "dynamic_sampling.enabled"),
-        ({"task__name": "math"}, "task.name is 'math', but algorithm.name 'sft' imitates rows of data"),
+        ({"task__name": "math"}, "task.name is 'math', but algorithm.name is 'sft': that imitates rows of data"),
         ({"evaluation__patience": 2, "evaluation__every": 0}, "counts evaluations, but evaluation.every is 0"),
         (
             {"evaluation__patience": 2, "evaluation__every": 4, "checkpoint__every": 3},
             "so that not every evaluation has one",
         ),
-        ({"algorithm__name": "aipo"}, "task.name is 'demonstrations', rows to imitate without a judge"),
+        (
+            {"algorithm__name": "aipo"},
+            "task.name is 'demonstrations', but algorithm.name is 'aipo': rows to imitate have no judge",
+        ),
     ],
 )
 def test_what_an_sft_job_cannot_have_is_refused_before_it_starts(
