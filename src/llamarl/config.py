@@ -379,11 +379,12 @@ def _group_checks(config: RunConfig) -> Iterator[Mistake]:
     if config.trainer.minibatches > prompts:
         why = "a tick's batch cannot be cut into more parts than it has groups: lower it, or raise that"
         yield _clash(config, "trainer.minibatches", "schedule.prompts_per_step", why)
-    if config.dynamic_sampling.enabled and advantage not in GROUP_BASELINES:
+    silent = GROUP_BASELINES - {"gdpo"}  # whose parts may differ where their sums agree
+    if config.dynamic_sampling.enabled and advantage not in silent:
         yield Mistake(
             "dynamic_sampling.enabled",
             f"drops groups whose rewards agree, but with algorithm.advantage {advantage!r} such "
-            f"groups have a gradient: choose one of {', '.join(sorted(GROUP_BASELINES))}, or set it to false",
+            f"groups have a gradient: choose one of {', '.join(sorted(silent))}, or set it to false",
             ("algorithm.advantage",),
         )
 
