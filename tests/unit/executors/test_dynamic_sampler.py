@@ -129,7 +129,7 @@ def test_the_bound_on_staleness_counts_ticks_of_waiting_only_where_they_are_allo
         ({"dynamic_sampling": {"enabled": True}, "algorithm": {"advantage": "gdpo"}}, "choose one of group_mean, "),
         ({"trainer": {"minibatches": 0}}, "trainer.minibatches must be >= 1"),
         ({"trainer": {"epochs": 0}}, "trainer.epochs must be >= 1"),
-        ({"trainer": {"minibatches": 17}}, "more than the 16 groups"),
+        ({"trainer": {"minibatches": 17}}, "cut into more parts than it has groups"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(raw: dict, message: str) -> None:
