@@ -247,10 +247,13 @@ def _new_file(folder: Path | None, nonce: bytes, total: int) -> tuple[int, str]:
 
 
 def _remove_files_of_dead_owners(folder: Path) -> None:
+    """Remove this user's files alone: in a sticky folder those of others cannot be removed."""
     for path in folder.iterdir():
         match = _FILE_PATTERN.fullmatch(path.name)
         if match is not None and not _alive(int(match.group(1))):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another owner of this folder was quicker
+                if path.stat(follow_symlinks=False).st_uid == os.getuid():
+                    path.unlink()
 
 
 def _alive(pid: int) -> bool:

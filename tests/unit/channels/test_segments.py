@@ -92,6 +92,16 @@ def test_file_of_a_dead_owner_is_removed_by_the_next_one(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_file_of_another_users_dead_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(dead, 0)
+    left = tmp_path / f"llamarl-{dead}-{'0' * 32}.segment"
+    left.write_bytes(b"x")
+    monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
+    Segment(10, folder=tmp_path, use_memfd=False).close()
+    assert left.exists()
+
+
 def open_and_mapped() -> list[str]:
     """Files that this process holds: other processes may use /dev/shm meanwhile."""
     opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
