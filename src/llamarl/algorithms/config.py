@@ -28,6 +28,7 @@ __all__ = [
     "PRESETS",
     "AlgorithmConfig",
     "Preset",
+    "TermWeights",
     "spelled_out",
 ]
 
@@ -42,7 +43,6 @@ LOSS_NAMES = (
     "gspo",
     "sequence_is",
     "dppo",
-    "sft",
 )
 CRITIC_ADVANTAGES = ("gae", "turn_gae", "two_level_gae")
 """Those that a critic's values make, an advantage a token; each puts a critic into the job."""
@@ -57,6 +57,17 @@ ADVANTAGE_NAMES = (
     "reward",
     *CRITIC_ADVANTAGES,
 )
+
+
+class TermWeights(NamedTuple):
+    """What the three terms of a token's loss are multiplied by, before the step's mean."""
+
+    rl: float = 0.0
+    """The loss that ``algorithm.name`` names, with the token's advantage."""
+    ce: float = 0.0
+    """Cross-entropy: the token's own surprise, -log pi."""
+    kl: float = 0.0
+    """Estimated KL of the policy to the reference model at that token."""
 
 
 class Preset(NamedTuple):
@@ -255,9 +266,10 @@ class AlgorithmConfig:
         return self.name == "sft"
 
     @property
-    def kl_in_loss(self) -> bool:
-        """Whether the loss has a term for the KL to the reference model."""
-        return self.kl_coef > 0 and self.kl_place == "loss"
+    def term_weights(self) -> TermWeights:
+        """Of each trained token: the one place where an algorithm says which of the three terms it gets."""
+        kl = self.kl_coef if self.kl_place == "loss" else 0.0
+        return TermWeights(ce=1.0, kl=kl) if self.imitates else TermWeights(rl=1.0, kl=kl)
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,6 @@ from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce, sequence_is
 from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.ppo import cispo, decoupled_ppo, dppo, gspo, ppo, truncated_is
-from llamarl.algorithms.sft import sft
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve
 
@@ -27,7 +26,6 @@ LOSSES: dict[str, LossFunction] = {
     "gspo": gspo,
     "sequence_is": sequence_is,
     "dppo": dppo,
-    "sft": sft,
 }
 """``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in
 ``config.LOSS_NAMES``."""

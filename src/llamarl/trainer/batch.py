@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.advantages import compute_advantages
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.config import AlgorithmConfig, TermWeights
 from llamarl.models.attention import PackedSequences
 from llamarl.models.packing import for_several_at_once, pack, shared_units
 from llamarl.models.parallel import ParallelLayout
@@ -70,6 +70,8 @@ class TrainingSequence:
     """[T] where tokens differ; None where each has ``advantage``."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[T] where a reference executor has seen the response."""
+    terms: TermWeights = TermWeights(rl=1.0)
+    """Of each of its tokens."""
     experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
     """[L, sparse layers, k] that computed ``tokens`` in the generator; None where nobody noted them."""
 
@@ -102,7 +104,9 @@ class TrainingSequence:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any of its tokens has an advantage other than 0."""
+        """Whether any of its tokens has a term of the loss other than 0."""
+        if self.terms.ce or self.terms.kl:
+            return True
         return self.advantage != 0.0 if self.token_advantages is None else bool(self.token_advantages.any())
 
 
@@ -135,6 +139,10 @@ class Microbatch:
     weights: Tensor
     """[T] float32: what each token's loss is multiplied by. Over the whole optimizer step they
     average as configured."""
+    rl_weights: Tensor | None = None
+    """[T] float32, as of ``TermWeights``, and so are the next two; None where no token has that term."""
+    ce_weights: Tensor | None = None
+    kl_weights: Tensor | None = None
     sequence_ids: Tensor
     """[T] int64, 0 .. S - 1."""
     num_sequences: int
@@ -182,7 +190,7 @@ def make_sequences(
             if trainable(response, config):
                 of_tokens = token_advantages(response, float(advantage), config)
                 one = training_sequence(group, response, float(advantage), index, of_tokens)
-                sequences.append(dataclasses.replace(one, reward=float(reward)))
+                sequences.append(dataclasses.replace(one, reward=float(reward), terms=config.term_weights))
     if config.has_critic and config.gae_normalize:
         normal = standardize([s.token_advantages for s in sequences if s.token_advantages is not None], sum_over_ranks)
         sequences = [
@@ -246,7 +254,10 @@ def make_microbatch(
         return to_device(torch.as_tensor(joined).to(dtype=dtype), device)
 
     def per_token(values: Sequence[float]) -> list[npt.NDArray[Any]]:
-        return [np.full(count, value) for count, value in zip(counts, values, strict=True)]
+        return [np.full(count, value) for count, value in zip(counts, values, strict=bool(counts))]
+
+    def of_term(values: Sequence[float]) -> Tensor | None:
+        return tensor(per_token(values), torch.float32) if any(values) else None
 
     return Microbatch(
         input_ids=tensor([*rows] or [np.zeros(1, dtype=np.int64)], torch.int64)[None],
@@ -264,6 +275,9 @@ def make_microbatch(
             torch.float32,
         ),
         weights=tensor(per_token(weights), torch.float32),
+        rl_weights=of_term([s.terms.rl for s in sequences]),
+        ce_weights=of_term([s.terms.ce for s in sequences] or [1.0]),  # without a sequence: a loss of no tokens
+        kl_weights=of_term([s.terms.kl for s in sequences]),
         sequence_ids=tensor(per_token(range(len(sequences))), torch.int64),
         num_sequences=len(sequences),
         rewards=tensor([np.array([s.reward for s in sequences])], torch.float32),

@@ -1,7 +1,11 @@
-"""What one micro-batch adds to the step's loss: the algorithm's term of each trained token, entropy
-and KL beside it, weighted.
+"""What one micro-batch adds to the step's loss: up to three terms of each trained token, weighted.
 
-log-probs, entropy ─▶ loss(tokens) ─▶ masks ─▶ - entropy bonus ─▶ + KL to the reference ─▶ · weights ─▶ sum
+    log-probs, entropy ─▶ rl · (loss(tokens) ─▶ masks)  ─┐
+                          ce · -log pi                   ─┼─ - entropy bonus ─▶ · weights ─▶ sum
+                          kl · KL to the reference       ─┘
+
+Which terms a token has was said where its sequence was made (``TermWeights``); nothing here asks
+what it is trained for.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ def microbatch_loss(
     loss's bound acted on, [T] bool; nothing touches the host.
 
     Args:
+        loss_of: The ``rl`` term of tokens that have one.
         policy_logprobs: log pi of the trained tokens, nats, [T], with grad.
         entropy: Of pi at each position, nats, [T].
         has_reference: The samples carry reference log-probs.
@@ -42,7 +47,39 @@ def microbatch_loss(
     Raises:
         ValueError: They are needed and are not there.
     """
-    batch = TokenBatch(
+    batch = _tokens(policy_logprobs, entropy, microbatch)
+    losses = torch.zeros_like(policy_logprobs)
+    keep = clipped = torch.zeros_like(policy_logprobs, dtype=torch.bool)
+    masked = algorithm.ratio_mask != "none" or algorithm.top_entropy < 1.0
+    if microbatch.rl_weights is not None:
+        terms = loss_of(batch, algorithm)
+        losses, clipped = terms.losses, terms.clipped
+        if masked:
+            keep = ratio_keep_mask(batch, algorithm) & top_entropy_mask(batch, algorithm.top_entropy)
+            losses = torch.where(keep, losses, 0.0)
+        losses = microbatch.rl_weights * losses
+    if microbatch.ce_weights is not None:
+        losses = losses - microbatch.ce_weights * policy_logprobs
+    sums = {"loss/policy": (losses.detach() * microbatch.weights).sum()}
+    if algorithm.entropy_coef:
+        losses = losses - algorithm.entropy_coef * entropy
+    if has_reference:
+        kl = _reference_kl(policy_logprobs, microbatch, algorithm)
+        if microbatch.kl_weights is not None:
+            losses = losses + microbatch.kl_weights * kl
+        sums["kl/reference"] = kl.detach().sum()
+    if not algorithm.term_weights.rl:  # what wrote the tokens has no distribution to compare with
+        sums["entropy"] = entropy.detach().sum()
+    else:  # by the recipe, not by what this micro-batch holds: ranks add up the same keys
+        sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, clipped)
+        sums |= dict(zip(WEIGHT_SUMS, weight_sums(batch), strict=True))
+        if masked:
+            sums["ratio/masked_fraction"] = (~keep).sum().to(losses.dtype)
+    return (losses * microbatch.weights).sum(), sums, clipped
+
+
+def _tokens(policy_logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> TokenBatch:
+    return TokenBatch(
         policy_logprobs=policy_logprobs,
         behavior_logprobs=microbatch.behavior_logprobs,
         advantages=microbatch.advantages,
@@ -54,26 +91,6 @@ def microbatch_loss(
         rewards=microbatch.rewards,
         group_ids=microbatch.group_ids,
     )
-    terms = loss_of(batch, algorithm)
-    losses, sums = terms.losses, {}
-    if algorithm.ratio_mask != "none" or algorithm.top_entropy < 1.0:
-        keep = ratio_keep_mask(batch, algorithm) & top_entropy_mask(batch, algorithm.top_entropy)
-        losses = torch.where(keep, losses, 0.0)
-        sums["ratio/masked_fraction"] = (~keep).sum().to(losses.dtype)
-    sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
-    if algorithm.entropy_coef:
-        losses = losses - algorithm.entropy_coef * entropy
-    if has_reference:
-        kl = _reference_kl(policy_logprobs, microbatch, algorithm)
-        if algorithm.kl_in_loss:
-            losses = losses + algorithm.kl_coef * kl
-        sums["kl/reference"] = kl.detach().sum()
-    if algorithm.imitates:  # what wrote the tokens has no distribution to compare with
-        sums["entropy"] = entropy.detach().sum()
-    else:
-        sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, terms.clipped)
-        sums |= dict(zip(WEIGHT_SUMS, weight_sums(batch), strict=True))
-    return (losses * microbatch.weights).sum(), sums, terms.clipped
 
 
 def _reference_kl(policy_logprobs: Tensor, microbatch: Microbatch, algorithm: AlgorithmConfig) -> Tensor:

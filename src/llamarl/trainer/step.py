@@ -328,9 +328,8 @@ class Trainer(ShardedModel[Policy]):
         return found
 
     def _worth_computing(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        terms_beside_the_policy = self.algorithm.kl_in_loss or self.algorithm.entropy_coef
-        of_their_own = self.algorithm.name not in LOSSES  # what it makes of an advantage of 0, it knows alone
-        if not self.config.skip_zero_advantage or terms_beside_the_policy or of_their_own:
+        of_its_own = self.algorithm.term_weights.rl and self.algorithm.name not in LOSSES  # it alone knows what 0 means
+        if not self.config.skip_zero_advantage or self.algorithm.entropy_coef or of_its_own:
             return sequences
         return [s for s in sequences if s.has_signal]
 

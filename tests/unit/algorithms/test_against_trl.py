@@ -54,7 +54,7 @@ def _ours(config: AlgorithmConfig) -> dict[str, Any]:
     )
     terms = LOSSES[config.name](batch, config)
     losses = terms.losses
-    if config.kl_in_loss:
+    if config.term_weights.kl:
         log_ratio = _tensor("reference_logprobs")[mask] - batch.policy_logprobs
         losses = losses + config.kl_coef * ESTIMATORS[config.kl_estimator](log_ratio)
     weights = torch.tensor(

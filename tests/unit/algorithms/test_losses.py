@@ -77,11 +77,7 @@ def _written(name: str, pi: Tensor, mu: Tensor, prox: Tensor, a: float) -> Tenso
     return total
 
 
-OF_ADVANTAGES = sorted(set(LOSSES) - {"sft"})
-"""Those whose data was sampled: the other has a page of tests of its own."""
-
-
-@pytest.mark.parametrize("name", OF_ADVANTAGES)
+@pytest.mark.parametrize("name", sorted(LOSSES))
 def test_gradient_is_that_of_the_written_objective(name: str) -> None:
     batch = _random_batch()
     bounds = {"clip_low": 0.05, "clip_high": 0.1} if name == "dppo" else {}  # of probabilities, not of ratios
