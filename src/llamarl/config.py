@@ -242,7 +242,7 @@ class RunConfig:
     @property
     def has_reference(self) -> bool:
         """Whether the job has a reference executor."""
-        return self.reference.enabled or self.algorithm.kl_coef > 0
+        return self.reference.enabled or self.algorithm.kl_coef > 0 or self.algorithm.distills
 
     @property
     def has_reward_model(self) -> bool:
@@ -331,6 +331,9 @@ def _task_checks(config: RunConfig) -> Iterator[Mistake]:
             "is 'keep', but the KV cache of an episode is computed again after each of its turns: set it to 'recompute'"
         )
         yield Mistake("generator.kv_on_update", text, ("task.environment",))
+    if config.algorithm.distills and not config.reference.path:
+        why = "name the teacher, a model with the policy's tokenizer"
+        yield _clash(config, "reference.path", "algorithm.advantage", why)
     yield from _patience_checks(config)
 
 

@@ -316,7 +316,11 @@ ROLES: Mapping[str, Role] = {
             model_sizes=("fsdp", "tp"),
             model=Model(key="reference.path", uses=lambda config: ("train",)),
             present=lambda config: config.has_reference,
-            asked_by={"algorithm.kl_coef": "above 0", "reference.enabled": "to true"},
+            asked_by={
+                "algorithm.kl_coef": "above 0",
+                "algorithm.advantage": "to 'distillation'",
+                "reference.enabled": "to true",
+            },
         ),
         Role(
             name="critic",

@@ -148,7 +148,8 @@ def compute_advantages(
         return [ESTIMATORS[config.advantage](group) for group in groups]
     if is_import_path(config.advantage):
         return [_by_users_function(config.advantage, group) for group in groups]
-    if config.advantage == "reward" or config.has_critic:  # the trainer replaces a critic's by an advantage a token
+    # the trainer replaces a critic's and a teacher's by an advantage a token
+    if config.advantage == "reward" or config.has_critic or config.distills:
         return [np.nan_to_num(group, nan=0.0) for group in groups]
     if config.advantage == "gdpo":  # each reward normalised apart, then all by the step (arXiv:2601.05242)
         apart = parts if parts is not None else [group[:, None] for group in groups]

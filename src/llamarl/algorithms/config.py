@@ -55,6 +55,7 @@ ADVANTAGE_NAMES = (
     "max_rl",
     "gdpo",
     "reward",
+    "distillation",
     *CRITIC_ADVANTAGES,
 )
 
@@ -171,14 +172,16 @@ class AlgorithmConfig:
 
     advantage: Annotated[str, AfterValidator(_advantage)] = "group_mean"
     """Advantage of a response: group_mean, leave_one_out, group_std, batch_std,
-    group_mean_batch_std, max_rl, gdpo, reward, gae, turn_gae, two_level_gae, or your own function of one group's
+    group_mean_batch_std, max_rl, gdpo, reward, distillation, gae, turn_gae, two_level_gae, or your own function of one group's
     rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its
     group's mean reward, ``leave_one_out`` the mean of the other members, ``group_std`` subtracts
     the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses mean and
     deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the
     step's deviation. ``max_rl`` subtracts the group's mean and divides by
     it. ``gdpo`` adds up ``group_std`` of each named part of the reward, over the step's deviation.
-    ``reward`` is the reward itself, without a baseline. ``gae`` is an advantage a
+    ``reward`` is the reward itself, without a baseline. ``distillation`` looks at no reward: a token's
+    advantage is what the teacher, ``reference.path``, thinks of it, log p_teacher - log pi
+    (docs/algorithms/distillation.md). ``gae`` is an advantage a
     token from a critic's values (section ``critic``); it needs no group. ``turn_gae`` goes over the
     turns of an episode in place of its tokens, whose advantage is their turn's; ``two_level_gae``
     over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
@@ -261,6 +264,11 @@ class AlgorithmConfig:
         return self.advantage in CRITIC_ADVANTAGES
 
     @property
+    def distills(self) -> bool:
+        """Whether the reference model is a teacher, whose log-probs make the advantages."""
+        return self.advantage == "distillation"
+
+    @property
     def imitates(self) -> bool:
         """Whether completions come from the data, so that nothing is sampled and nothing judged."""
         return self.name == "sft"
@@ -314,6 +322,13 @@ class AlgorithmConfig:
                 "ratio_mask_low",
                 f"({self.ratio_mask_low}) must be below ratio_mask_high ({self.ratio_mask_high})",
                 ("ratio_mask_high",),
+            )
+        if self.distills and self.kl_coef:
+            yield Mistake(
+                "kl_coef",
+                f"is {self.kl_coef:g}, but with advantage 'distillation' the reference model is the teacher, towards which the "
+                "advantage draws already: set it to 0",
+                ("advantage",),
             )
         if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
             yield Mistake(

@@ -269,6 +269,8 @@ def _algorithm(config: RunConfig) -> str:
     algorithm = config.algorithm
     if algorithm.imitates:
         return "sft: cross-entropy on the rows' completions"
+    if algorithm.distills:
+        return f"{algorithm.name}, advantage distillation from {config.reference.path}"
     kl = "no KL term"
     if algorithm.kl_coef:
         reference = config.reference.path or config.model.path

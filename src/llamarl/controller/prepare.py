@@ -231,12 +231,41 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
     }
     for key, path in beside.items():
         if path != config.model.path:
+            if config.algorithm.distills and key == "reference.path":
+                _check_tokenizer_of_teacher(config, folder)
+                continue  # a family's models have one tokenizer, and embeddings padded to one size or another
             ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
             if ours != theirs:
                 raise ConfigError(
                     f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "
                     "both must read the same tokens"
                 )
+
+
+def _check_tokenizer_of_teacher(config: RunConfig, folder: Path) -> None:
+    """A teacher is shown the policy's tokens, so each must say the same to it.
+
+    Raises:
+        ConfigError: One does not.
+    """
+    from llamarl.models.loading import load_model_config, load_tokenizer
+
+    path, trusted = config.reference.path, config.model.trust_remote_code
+    ours, theirs = (
+        {number: token for token, number in load_tokenizer(f, trust_remote_code=trusted).get_vocab().items()}
+        for f in (folder, path)
+    )
+    why = ""
+    if other := [number for number in sorted(ours.keys() | theirs.keys()) if ours.get(number) != theirs.get(number)]:
+        first, *_ = other
+        why = f"{len(other)} tokens differ, such as {first}, {theirs.get(first)!r} there and {ours.get(first)!r} here"
+    elif (size := load_model_config(path).get_text_config().vocab_size) <= max(ours):
+        why = f"it has {size} embeddings, and the tokens go up to {max(ours)}"
+    if why:
+        raise ConfigError(
+            f"reference.path: the teacher {path} has another tokenizer than {config.model.path} ({why}): it cannot judge the "
+            "policy's tokens; take a teacher of the policy's family"
+        )
 
 
 def _tell_of_micro_batches(config: RunConfig, folder: Path) -> None:

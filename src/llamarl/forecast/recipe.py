@@ -30,7 +30,7 @@ def left_out(config: RunConfig) -> list[str]:
     """What a run does beside the work that a forecast counts."""
     wanted = {
         "the extra groups of dynamic_sampling": config.dynamic_sampling.enabled,
-        "the reference executor": config.reference.enabled or config.algorithm.kl_coef,
+        "the reference executor": config.has_reference,
         "the reward model": config.reward_model.path,
         "the judge": config.judge.path,
         "the critic": config.algorithm.advantage in CRITIC_ADVANTAGES,

@@ -241,15 +241,16 @@ class LoraConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReferenceConfig:
     """The executor that puts a frozen model's log-probs beside every trained token.
-    ``algorithm.kl_coef`` above 0 asks for it. Its micro-batches are packed as the trainer's, twice
-    as long: it keeps no activations."""
+    ``algorithm.kl_coef`` above 0 asks for it, and so does ``algorithm.advantage = "distillation"``, of
+    which it is the teacher. Its micro-batches are packed as the trainer's, twice as long: it keeps no
+    activations."""
 
     enabled: bool = False
     """Run it although ``algorithm.kl_coef`` is 0, only to see how far the policy has moved (``kl/reference``)."""
 
     path: str = ""
-    """Hugging Face folder or id of the Hub of the reference model, with the policy's vocabulary;
-    empty is the policy's version 0."""
+    """Hugging Face folder or id of the Hub of the reference model, with the policy's vocabulary, a
+    teacher's with the policy's tokenizer; empty is the policy's version 0."""
 
     fsdp: PositiveInt = 1
     """Ranks over which its parameters are sharded and the batch is split."""

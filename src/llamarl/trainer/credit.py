@@ -62,7 +62,7 @@ def token_advantages(response: Response, advantage: float, config: AlgorithmConf
     """An advantage a trained token, [T]; None where all of them have the response's.
 
     Args:
-        advantage: The response's, by ``algorithm.advantage``; not used by ``gae``.
+        advantage: The response's, by ``algorithm.advantage``; not used by ``gae`` and ``distillation``.
     """
     if config.has_critic:
         if response.values is None:
@@ -71,6 +71,8 @@ def token_advantages(response: Response, advantage: float, config: AlgorithmConf
                 f" {config.advantage!r} needs: wire a critic executor before the trainer"
             )
         return _gae(response, response.values[response.loss_mask], config)[0]
+    if config.distills:
+        return _teacher_gap(response)
     if config.kl_coef and config.kl_place == "token_reward":
         return advantage - config.kl_coef * suffix_sums(_token_kl(response, config))
     return None
@@ -135,6 +137,18 @@ def _turns(response: Response, config: AlgorithmConfig) -> tuple[Array, list[int
     starts = np.array([turn.start for turn in response.turns])
     ends = np.array([turn.end for turn in response.turns])
     return rewards, turn_lengths(starts, ends, response.loss_mask)
+
+
+def _teacher_gap(response: Response) -> Array:
+    """log p_teacher - log mu of each trained token, [T]: what is known before the policy has seen
+    it; the loss puts log pi in mu's place."""
+    if response.reference_logprobs is None:
+        raise ValueError(
+            f"response {response.prompt_index}/{response.sample_index} has no teacher's log-probs, which algorithm.advantage"
+            " = 'distillation' needs: wire a reference executor before the trainer"
+        )
+    own = response.loss_mask
+    return response.reference_logprobs[own].astype(np.float64) - response.behavior_logprobs[own].astype(np.float64)
 
 
 def _token_kl(response: Response, config: AlgorithmConfig) -> Array:

@@ -18,6 +18,7 @@ from torch import Tensor
 from llamarl.algorithms.base import MOST_LOG_RATIO, LossFunction, TokenBatch, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics, weight_sums
+from llamarl.algorithms.distillation import distillation_advantages
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.kl import unbiased
 from llamarl.trainer.batch import Microbatch
@@ -47,7 +48,7 @@ def microbatch_loss(
     Raises:
         ValueError: They are needed and are not there.
     """
-    batch = _tokens(policy_logprobs, entropy, microbatch)
+    batch = _tokens(policy_logprobs, entropy, microbatch, algorithm)
     losses = torch.zeros_like(policy_logprobs)
     keep = clipped = torch.zeros_like(policy_logprobs, dtype=torch.bool)
     masked = algorithm.ratio_mask != "none" or algorithm.top_entropy < 1.0
@@ -78,11 +79,18 @@ def microbatch_loss(
     return (losses * microbatch.weights).sum(), sums, clipped
 
 
-def _tokens(policy_logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> TokenBatch:
+def _tokens(
+    policy_logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, algorithm: AlgorithmConfig
+) -> TokenBatch:
+    """The T tokens as a loss sees them."""
+    advantages = microbatch.advantages
+    if algorithm.distills:
+        assert microbatch.reference_logprobs is not None, "sequences are made with a teacher's log-probs or not at all"
+        advantages = distillation_advantages(policy_logprobs, microbatch.reference_logprobs)
     return TokenBatch(
         policy_logprobs=policy_logprobs,
         behavior_logprobs=microbatch.behavior_logprobs,
-        advantages=microbatch.advantages,
+        advantages=advantages,
         sequence_ids=microbatch.sequence_ids,
         num_sequences=microbatch.num_sequences,
         proximal_logprobs=microbatch.proximal_logprobs,

@@ -107,7 +107,7 @@ class Trainer(ShardedModel[Policy]):
         """Told of every micro-batch: its sequences, and of their tokens, end to end, the log-probs
         (detached) and which were clipped; of sequences that are not worth computing without either.
         Tensors are on the device; reading them there and then would wait for it."""
-        self.has_reference = has_reference or algorithm.kl_coef > 0
+        self.has_reference = has_reference or algorithm.kl_coef > 0 or algorithm.distills
         self.loss = find_loss(algorithm.name)
         lora = with_targets(lora, model_path) if lora is not None and lora.rank else None
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
