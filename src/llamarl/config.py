@@ -240,6 +240,11 @@ class RunConfig:
         return validate(_merge_tables(plain, own.settings))
 
     @property
+    def samples(self) -> bool:
+        """Whether the job has a generator and judges: else it trains on what is there already."""
+        return not self.algorithm.imitates and not self.task.rollouts
+
+    @property
     def has_reference(self) -> bool:
         """Whether the job has a reference executor."""
         return self.reference.enabled or self.algorithm.kl_coef > 0 or self.algorithm.distills
@@ -323,9 +328,11 @@ def _task_checks(config: RunConfig) -> Iterator[Mistake]:
         "reward_model.path": config.has_reward_model,
         "judge": config.has_judge,
     }
-    for key in (key for key, asked in without.items() if asked and imitates):
-        text = ": with algorithm.name 'sft' nothing is sampled and nothing judged: leave it out"
-        yield Mistake(key, text, ("algorithm.name",))
+    given, named = ("algorithm.name", "algorithm.name 'sft'") if imitates else ("task.rollouts", "task.rollouts")
+    for key in (key for key, asked in without.items() if asked and not config.samples):
+        yield Mistake(key, f": with {named} nothing is sampled and nothing judged: leave it out", (given,))
+    if config.trainer.router == "replay" and not imitates and config.task.rollouts:
+        yield Mistake("trainer.router", "is 'replay', but task.rollouts notes no experts: set it to 'live'", (given,))
     if config.task.has_environment and config.generator.kv_on_update == "keep":
         text = (
             "is 'keep', but the KV cache of an episode is computed again after each of its turns: set it to 'recompute'"

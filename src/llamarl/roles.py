@@ -92,6 +92,8 @@ class JobConfig(Protocol):
     @property
     def trainer(self) -> TrainerConfig: ...
     @property
+    def samples(self) -> bool: ...
+    @property
     def has_critic(self) -> bool: ...
     @property
     def has_judge(self) -> bool: ...
@@ -249,7 +251,7 @@ ROLES: Mapping[str, Role] = {
     for role in (
         Role(
             name="generator",
-            present=lambda config: not config.algorithm.imitates,
+            present=lambda config: config.samples,
             factory="llamarl.executors.generator:GeneratorExecutor",
             does="samples groups of responses",
             reads=(
@@ -296,14 +298,14 @@ ROLES: Mapping[str, Role] = {
             does="judges them in worker processes",
             reads=(Reads(channels=("judged", "rated", "completions"), kind="gather"),),
             writes=("scored",),
-            present=lambda config: not config.algorithm.imitates,
+            present=lambda config: config.samples,
         ),
         Role(
             name="demonstrations",
             factory="llamarl.executors.prompts:DemonstrationsExecutor",
-            does="reads completions from the data",
+            does="reads what there is to train on",
             writes=("scored",),
-            present=lambda config: config.algorithm.imitates,
+            present=lambda config: not config.samples,
         ),
         Role(
             name="reference",

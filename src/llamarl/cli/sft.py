@@ -6,7 +6,10 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 
 __all__ = ["add_arguments", "run", "settings"]
 
@@ -16,6 +19,7 @@ Trains a model to write the completions that the data holds: the trainer of `lla
   llamarl sft Qwen/Qwen2.5-0.5B my_chats.jsonl                   one pass over the rows; the model is in runs/sft/model
   llamarl sft MODEL openai/gsm8k --task.subset main --epochs 3   a data set of the Hub
   llamarl sft MODEL DATA --lora.rank 16 --optimizer.lr 2e-4      adapters alone
+  llamarl sft MODEL runs/tiny --task.least_reward 1              what a run sampled and its judge found right
   llamarl sft MODEL DATA --trainer.fsdp 2 --dry-run              print what would run, and run nothing
   llamarl train --resume runs/sft                                go on after an interruption, bit for bit
   llamarl train R.toml --model.path runs/sft/model               reinforcement learning from there
@@ -27,7 +31,10 @@ assistant says. Every key of a recipe can be set: --section.key VALUE (llamarl -
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("model", help="Hugging Face folder, or id of a model of the Hub")
-    parser.add_argument("data", help="file of JSON lines or another table, folder, or id of a data set of the Hub")
+    parser.add_argument(
+        "data",
+        help="file of JSON lines or another table, folder, id of a data set of the Hub, or folder of a run: its best samples",
+    )
     parser.add_argument(
         "--epochs", type=float, default=1.0, help="passes over the training rows (default: %(default)g)"
     )
@@ -43,13 +50,14 @@ def settings(model: str, data: str, *, num_rows: int, epochs: float, batch: int)
     Args:
         num_rows: Training rows.
     """
+    run = (Path(data).expanduser() / ROLLOUTS_FOLDER).is_dir()
     num_ticks = max(1, math.ceil(epochs * num_rows / batch))
     return {
         "run.dir": "runs/sft",
         "run.num_ticks": num_ticks,
         "model.path": model,
         "task.name": "demonstrations",
-        "task.data": data,
+        **({"task.rollouts": data} if run else {"task.data": data}),
         "algorithm.name": "sft",
         "schedule.prompts_per_step": batch,
         "evaluation.every": max(1, num_ticks // 5),
@@ -63,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.cli.train import launch
     from llamarl.config import load_config
     from llamarl.controller.preflight import find_missing, find_without_effect
-    from llamarl.environments.factory import make_task
     from llamarl.errors import ConfigError
+    from llamarl.executors.prompts import num_training_rows
 
     for name, given in (("--epochs", args.epochs), ("--batch", args.batch)):
         if not given > 0:
@@ -76,6 +84,5 @@ def run(args: argparse.Namespace) -> int:
         return load_config(None, [*words, *args.overrides], [find_missing, find_without_effect])
 
     first = load(1)
-    rows = make_task(first.task, first.run.seed).num_items("train") or 1
-    launch(load(rows), dry_run=args.dry_run, every_key=args.every_key)
+    launch(load(num_training_rows(first) or 1), dry_run=args.dry_run, every_key=args.every_key)
     return 0

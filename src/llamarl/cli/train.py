@@ -139,7 +139,7 @@ def _forecast(config: RunConfig) -> str:
     from llamarl.runtime.placement import may_have_gpus
 
     limit = config.generator.sampling.max_new_tokens
-    if config.algorithm.imitates or config.hosts.wanted or may_have_gpus():
+    if not config.samples or config.hosts.wanted or may_have_gpus():
         return "none: llamarl plan knows jobs of generator and trainer, and rates of GPUs by --hardware"
     try:
         work = Workload(

@@ -228,7 +228,7 @@ def _millions(count: float) -> str:
 
 
 def _data(config: RunConfig, questions: Questions) -> str:
-    noun = "row" if config.algorithm.imitates else "question"
+    noun = "question" if config.samples else "row" if config.algorithm.imitates else "recorded group"
     if questions.num_training is None:
         return f"{noun}s without end"
     passes = config.run.num_ticks * config.groups_per_tick / max(1, questions.num_training)
@@ -249,8 +249,8 @@ def _prompt(questions: Questions) -> str:
 def _batch(config: RunConfig) -> str:
     prompts, steps = config.schedule.prompts_per_step, config.trainer.minibatches * config.trainer.epochs
     updates = f"{plural(steps, 'optimizer step')} a tick"
-    if config.algorithm.imitates:
-        return f"{plural(prompts, 'row')}, {updates}"
+    if not config.samples:
+        return f"{plural(prompts, 'row' if config.algorithm.imitates else 'recorded group')}, {updates}"
     size, limit = config.generator.group_size, config.generator.sampling.max_new_tokens
     return f"{plural(prompts, 'prompt')} x {plural(size, 'response')} of at most {plural(limit, 'token')}, {updates}"
 
@@ -301,7 +301,7 @@ def _memory(config: RunConfig, parameters: float) -> str:
     of_trainer = f"trainer {format_bytes(state / ranks)} of weights, gradients and moments a rank, and activations"
     if config.lora.rank:
         of_trainer = f"trainer {format_bytes(state / ranks)} of frozen weights a rank, adapters and activations"
-    if config.algorithm.imitates:
+    if not config.samples:
         return of_trainer
     width = 2 if generator.engine.dtype in ("bfloat16", "float16") else 4
     weights, cache = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.config import why_no_storage
-from llamarl.config import RunConfig
+from llamarl.config import RunConfig, read_settings
 from llamarl.controller.notices import Questions
-from llamarl.controller.run_folder import refuse_a_run, refuse_if_held
+from llamarl.controller.run_folder import CONFIG_FILE, refuse_a_run, refuse_if_held
 from llamarl.data.chat import uses_chat_template
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream
@@ -23,11 +24,13 @@ from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.config import GeneratorConfig
+from llamarl.executors.recorded import RecordedStream
 from llamarl.import_path import check
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
 from llamarl.models.support import Use, text_part, why_unsupported
 from llamarl.observability.config import why_no_tracker
+from llamarl.reading import user_path
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, idle_size_mistakes, present_roles
 from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
 from llamarl.types import Prompt
@@ -337,16 +340,18 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
     """
     from llamarl.data.turn_template import TurnTemplate
     from llamarl.environments.episode_pool import EpisodePool
-    from llamarl.executors.prompts import make_prompt_stream
+    from llamarl.executors.prompts import make_demonstrations, make_prompt_stream
     from llamarl.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    rows = None if config.samples else make_demonstrations(config, tokenizer)
     if config.algorithm.imitates:
-        from llamarl.executors.prompts import make_demonstrations
-
-        rows = make_demonstrations(config, tokenizer)
-        rows.check_training_prompts()
+        assert rows is not None
+        if isinstance(rows, PromptStream):
+            rows.check_training_prompts()
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
+    if rows is not None:
+        _check_temperature_of_rollouts(config)
     _tell_of_thinking(config, tokenizer)
     with contextlib.ExitStack() as pools:
         environments = None
@@ -363,7 +368,28 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
         if config.evaluation.every and environments is None and stream.holds_out:
             stream.eval_prompts(config.evaluation.num_prompts)
-        return _found(stream, first[0], tokenizer)
+        found = _found(stream, first[0], tokenizer)
+        return found if rows is None else dataclasses.replace(found, num_training=rows.num_items("train"))
+
+
+def _check_temperature_of_rollouts(config: RunConfig) -> None:
+    """Recorded log-probs are of the distribution that was sampled from, and the policy's are compared with them.
+
+    Raises:
+        ConfigError: Samples of another temperature are to be weighed by them.
+    """
+    recipe = Path(user_path(config.task.rollouts, "task.rollouts")) / CONFIG_FILE
+    if not recipe.is_file():
+        return
+    recorded = read_settings(recipe).get("generator", {}).get("sampling", {}).get("temperature", 1.0)
+    asked = config.generator.sampling.temperature
+    if recorded != asked:
+        raise ConfigError.at(
+            "generator.sampling.temperature",
+            f"is {asked:g}, but {config.task.rollouts} (task.rollouts) was sampled at {recorded:g}, and its log-probs are "
+            f"of that temperature: set it to {recorded:g}",
+            "task.rollouts",
+        )
 
 
 def _tell_of_thinking(config: RunConfig, tokenizer: Any) -> None:
@@ -379,7 +405,7 @@ def _tell_of_thinking(config: RunConfig, tokenizer: Any) -> None:
         )
 
 
-def _found(stream: PromptStream | MixedStream, first: Prompt, tokenizer: Any) -> Questions:
+def _found(stream: PromptStream | MixedStream | RecordedStream, first: Prompt, tokenizer: Any) -> Questions:
     return Questions(
         num_training=stream.num_items("train"),
         num_held_out=stream.num_items("eval"),

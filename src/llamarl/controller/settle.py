@@ -20,6 +20,7 @@ from llamarl.controller.run_models import pinned
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.executors.prompts import num_training_rows
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolve_precision
 from llamarl.plural import plural
@@ -71,8 +72,11 @@ def with_num_ticks(config: RunConfig) -> RunConfig:
     """
     if not config.run.epochs:
         return config
-    tasks = list(config.task.tasks.values()) or [config.task]
-    sizes = [make_task(task, config.run.seed).num_items("train") for task in tasks]
+    if config.task.rollouts:
+        sizes = [num_training_rows(config)]
+    else:
+        tasks = list(config.task.tasks.values()) or [config.task]
+        sizes = [make_task(task, config.run.seed).num_items("train") for task in tasks]
     if None in sizes:
         raise ConfigError.at(
             "run.epochs", "has no meaning for a task that makes its questions itself: set run.num_ticks"

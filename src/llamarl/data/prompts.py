@@ -30,6 +30,7 @@ __all__ = [
     "Opener",
     "PromptStream",
     "holds_unknown",
+    "shuffled",
     "unknown_text_warning",
     "unknown_token_id",
 ]
@@ -257,13 +258,17 @@ class PromptStream:
         )
 
     def _compute_order(self, num_items: int, epoch: int) -> npt.NDArray[np.int64]:
-        """A permutation of 0 .. num_items - 1: places sorted by splitmix64 keys."""
-        keys = np.arange(num_items, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        keys += np.uint64(derive_seed(self._seed, epoch))
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
-        keys ^= keys >> np.uint64(31)
-        return np.argsort(keys, kind="stable")
+        return shuffled(num_items, self._seed, epoch)
+
+
+def shuffled(num_items: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """A permutation of 0 .. num_items - 1: places sorted by splitmix64 keys."""
+    keys = np.arange(num_items, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    keys += np.uint64(derive_seed(seed, epoch))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    keys ^= keys >> np.uint64(31)
+    return np.argsort(keys, kind="stable")
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:

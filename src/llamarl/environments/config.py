@@ -233,7 +233,8 @@ def _table_mistakes(task: TaskConfig) -> Iterator[Mistake]:
             "math, or function (with a reward or an environment of yours)",
             ("name",),
         )
-    if kind in ("function", "code", "demonstrations") and not task.data:
+    recorded = kind == "demonstrations" and isinstance(task, TaskSection) and bool(task.rollouts)
+    if kind in ("function", "code", "demonstrations") and not task.data and not recorded:
         yield Mistake("data", f"must name a file of JSON lines or another table, as name is {task.name!r}", ("name",))
     if kind in _OF_DATA and kind != "code" and task.options:
         yield Mistake("options", f"must be empty, as name is {task.name!r}, got {sorted(task.options)}", ("name",))
@@ -298,6 +299,14 @@ class MixedTask(TaskConfig):
 class TaskSection(TaskConfig):
     """The task of a run, or several of them."""
 
+    rollouts: str = ""
+    """Folder of a run whose recorded samples are trained on, in place of sampling: by algorithm.name =
+    "sft" those of least_reward or more, by another loss all, with the log-probs that were recorded
+    (docs/offline.md). Empty: none."""
+
+    least_reward: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Reward from which a sample of rollouts is imitated."""
+
     mixture: ListOf[MixedTask] = ()
     """Several tasks at once, a table [[task]] each, with the keys of a task and its weight and label."""
 
@@ -323,6 +332,8 @@ class TaskSection(TaskConfig):
 
     def _mistakes(self) -> Iterator[Mistake]:
         yield from super()._mistakes()
+        if self.rollouts and self.data and self.name == "demonstrations":
+            yield Mistake("rollouts", f"and data {self.data!r}: rows to imitate come from one of them", ("data",))
         if (self.name == "mixture") != bool(self.mixture):
             yield Mistake("mixture", "goes with name = 'mixture': write each task as a table [[task]]", ("name",))
         if twice := _repeated(task.title for task in self.mixture):

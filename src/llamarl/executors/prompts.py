@@ -1,4 +1,5 @@
-"""The prompts of a recipe, and the executor that gives rows of demonstrations in place of a generator and its judges.
+"""The prompts of a recipe, and the executor that gives what is there already in place of a generator
+and its judges: rows of demonstrations, or samples that an earlier run has recorded.
 
 Demonstrations, in: nothing; out: ``scored``, the rows of the tick, and at ticks that are evaluated the held-out
 ones behind them, which the trainer knows by their numbers (from ``EVAL_INDEX_OFFSET`` on): of these
@@ -22,10 +23,13 @@ from llamarl.environments.episode_pool import Environments, EpisodeOpener
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
+from llamarl.executors.recorded import RecordedStream
+from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import context_length, load_tokenizer
+from llamarl.reading import user_path
 from llamarl.types import Group
 
-__all__ = ["DemonstrationsExecutor", "make_demonstrations", "make_prompt_stream"]
+__all__ = ["DemonstrationsExecutor", "make_demonstrations", "make_prompt_stream", "num_training_rows"]
 
 
 def make_prompt_stream(
@@ -61,14 +65,33 @@ def make_prompt_stream(
     return MixedStream(streams, {task.title: task.weight for task in config.task.mixture}, seed)
 
 
-def make_demonstrations(config: RunConfig, tokenizer: Tokenizer) -> DemonstrationStream:
-    """Open the recipe's rows.
+def make_demonstrations(config: RunConfig, tokenizer: Tokenizer) -> DemonstrationStream | RecordedStream:
+    """Open the recipe's rows, or the rollouts that it names.
 
     Raises:
-        DataError: The table cannot be read.
+        DataError: They cannot be read.
     """
+    if config.task.rollouts:
+        return RecordedStream(
+            str(user_path(config.task.rollouts, "task.rollouts")),
+            tokenizer,
+            seed=config.run.seed,
+            imitate=config.algorithm.imitates,
+            least_reward=config.task.least_reward,
+            eval_fraction=config.task.eval_fraction,
+            shuffle=config.data.shuffle,
+            room=context_length(config.model.path),
+        )
     task = make_task(config.task, config.run.seed)
     return DemonstrationStream(task, tokenizer, config.data, config.run.seed, room=context_length(config.model.path))
+
+
+def num_training_rows(config: RunConfig) -> int | None:
+    """Rows, or recorded groups, that one pass over them takes."""
+    if not config.task.rollouts:
+        return make_task(config.task, config.run.seed).num_items("train")
+    tokenizer = load_tokenizer(resolve_model_path(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    return make_demonstrations(config, tokenizer).num_items("train")
 
 
 class DemonstrationsExecutor(Stateless, BaseExecutor):
@@ -79,7 +102,7 @@ class DemonstrationsExecutor(Stateless, BaseExecutor):
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self._rows = make_demonstrations(self.config, tokenizer)
         self._held_out: list[Group] = []
-        if self.config.evaluation.every:
+        if self.config.evaluation.every and self.config.algorithm.imitates:
             self._held_out = self._rows.held_out(self.config.evaluation.num_prompts)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
