@@ -79,9 +79,7 @@ def microbatch_loss(
     return (losses * microbatch.weights).sum(), sums, clipped
 
 
-def _tokens(
-    policy_logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, algorithm: AlgorithmConfig
-) -> TokenBatch:
+def _tokens(policy_logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, algorithm: AlgorithmConfig) -> TokenBatch:
     """The T tokens as a loss sees them."""
     advantages = microbatch.advantages
     if algorithm.distills:
