@@ -123,6 +123,7 @@ class Reader(Generic[T]):
                         meant, words = self.nearest(found.key)
                         _list(Mistake(found.key, f": unknown key; {words}"), listed, wrong)
                         wrong |= {known for known in self.keys if meant and _within(known, meant)}
+                wrong |= {prefix + key for key in faulty - {""}}  # from now on stand-ins
                 if not any([_drop(raw, key) for key in sorted(faulty)]):
                     return cls()
 

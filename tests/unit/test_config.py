@@ -403,3 +403,10 @@ def test_data_that_a_reward_of_ones_own_judges_need_no_name_of_a_task() -> None:
     assert validate({"task": {"reward": "r.py:f"}}).task.name == "steps"
     tasks = validate({"task": [{**own, "label": "a"}, {"label": "b"}]}).task.tasks
     assert {label: task.name for label, task in tasks.items()} == {"a": "function", "b": "steps"}
+
+
+def test_what_is_judged_with_a_stand_in_is_no_second_mistake() -> None:
+    """Two names that do not go together: what the default name makes of the data is not the user's mistake."""
+    with pytest.raises(ConfigError) as raised:
+        validate({"task": {"name": "math", "data": "q.jsonl"}, "algorithm": {"name": "sft"}})
+    assert [mistake.key for mistake in raised.value.mistakes] == ["task.name"]
