@@ -23,7 +23,7 @@ from llamarl.forecast.costs import GeneratorLayout
 from llamarl.forecast.hardware import find_hardware
 from llamarl.forecast.lengths import lognormal
 from llamarl.forecast.model import find_model
-from llamarl.forecast.scenario import RooflineGeneratorCost, Scenario, TrainerCost, durations_scenario
+from llamarl.forecast.scenario import Failures, RooflineGeneratorCost, Scenario, TrainerCost, durations_scenario
 from llamarl.forecast.simulate import simulate
 
 
@@ -127,6 +127,7 @@ def hundred_thousand(ticks: int) -> dict[str, Any]:
         slots=256,
         generator_devices=50_000,
         trainer_devices=50_000,
+        failures=Failures(device_mtbf_hours=50_000.0, restart_s=300.0, checkpoint_every=5),
         num_ticks=ticks,
     )
     result = simulate(scenario)
@@ -136,6 +137,8 @@ def hundred_thousand(ticks: int) -> dict[str, Any]:
         "responses_a_tick": scenario.prompts_per_step * scenario.group_size,
         "step_s": result.step_s,
         "theory_s": result.theory_s,
+        "failures": result.num_failures,
+        "lost_share": result.lost_share,
     }
 
 

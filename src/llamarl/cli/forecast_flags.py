@@ -29,8 +29,8 @@ class Question:
 
     work: Workload
     options: Options
-    hardware: Hardware
-    devices: int
+    pools: list[tuple[Hardware, int]]
+    """Devices of each kind."""
     model_path: str
     recipe: Path | None = None
     """That poses it, if one does."""
@@ -42,24 +42,35 @@ class Question:
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
-def add_job(parser: argparse.ArgumentParser) -> Any:
-    """Add the flags of the work of a step; returns the group, for a verb's own ones."""
-    job = parser.add_argument_group("the job (overrides what a recipe or run says)")
+def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
+    """Add the flags of the work of a step; returns the group, for a verb's own ones.
+
+    Args:
+        of: What the flags override, in words.
+    """
+    job = parser.add_argument_group(f"the job (overrides what {of} says)")
     job.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
+    job.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
+    job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
     job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
     job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
     job.add_argument("--reward-s", type=float, help="seconds the rewards of a step take (default 0, or the run's)")
     return job
 
 
-def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the devices."""
+def add_devices(parser: argparse.ArgumentParser, *, kinds: bool = False) -> None:
+    """Add the flags of the devices.
+
+    Args:
+        kinds: ``--devices`` may name several kinds.
+    """
     devices = parser.add_argument_group("the devices")
     devices.add_argument(
         "--hardware", help="a100-sxm, a100-sxm-40gb, h100-sxm, h100-pcie, h100-nvl, h200-sxm, b200-sxm, b300-sxm, gb200-nvl72, "
         "gb300-nvl72, l40s, rtx-4090, rtx-5090, mi300x, mi325x, mi355x, this-machine (default)",
     )  # fmt: skip
-    devices.add_argument("--devices", help="how many (default for this-machine: its cores)")
+    many = "; or of several kinds: 128:h100-sxm,128:a100-80gb" if kinds else ""
+    devices.add_argument("--devices", help=f"how many (default for this-machine: its cores){many}")
     devices.add_argument("--fit", type=Path, metavar="RUN", help="finished run that measured these devices")
 
 
@@ -100,10 +111,11 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
     notes: list[str] = []
-    hardware, devices = _devices(args, counted=config is None or args.verb == "plan")
-    threads = threads_of(config) if config and hardware.is_cpu else {"generator": 1, "trainer": 1}
-    if fit := _fit(args, run_dir, hardware):
-        hardware = fit.hardware
+    pools = _pools(args, counted=config is None or args.verb == "plan")
+    threads = threads_of(config) if config and pools[0][0].is_cpu else {"generator": 1, "trainer": 1}
+    fit = _fit(args, run_dir, pools[0][0]) if len(pools) == 1 else None
+    if fit:
+        pools = [(fit.hardware, pools[0][1])]
         notes.append(f"fitted: {fit.text()}")
     lengths, prompt_tokens = _lengths(args, config, run_dir, notes)
     reward_s = args.reward_s if args.reward_s is not None else fit.reward_s if fit and run_dir else 0.0
@@ -122,10 +134,11 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         group_size=pick(args.group_size, config.generator.group_size if config else None, 16),
         prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
         reward_s=reward_s,
+        reference_model=getattr(args, "reference_model", False),
         muon=config is not None and config.optimizer.name == "muon",
     )
     if fit and work.model.name != fit.model:
-        hardware = hardware.with_efficiency(estimates=("generator_scale", "trainer_scale"))
+        pools = [(pools[0][0].with_efficiency(estimates=("generator_scale", "trainer_scale")), pools[0][1])]
     segments = pick(args.max_segments, config.generator.max_segments if config else None, 4)
     options = options_of(args, segments)
     if fit and not args.precision:
@@ -133,8 +146,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
     return Question(
         work=work,
         options=options,
-        hardware=hardware,
-        devices=devices,
+        pools=pools,
         model_path=model_path,
         recipe=recipe,
         config=config,
@@ -179,7 +191,7 @@ def _read_source(
     return recipe, run_dir, load_config(recipe, list(overrides))
 
 
-def _devices(args: argparse.Namespace, *, counted: bool) -> tuple[Hardware, int]:
+def _pools(args: argparse.Namespace, *, counted: bool) -> list[tuple[Hardware, int]]:
     """``--hardware`` and ``--devices``.
 
     Args:
@@ -187,12 +199,25 @@ def _devices(args: argparse.Namespace, *, counted: bool) -> tuple[Hardware, int]
     """
     from llamarl.forecast.hardware import find_hardware
 
-    text, hardware = args.devices or "", find_hardware(args.hardware or "this-machine")
+    text = args.devices or ""
+    if ":" in text:
+        refuse_flags(args, "--hardware", "--fit", because="--devices names the kinds")
+        pairs = [part.split(":", 1) for part in text.split(",")]
+        if not all(len(pair) == 2 and pair[0].isdecimal() and int(pair[0]) for pair in pairs):
+            raise PlanError(f"--devices {text!r}: expected numbers of kinds, such as 128:h100-sxm,128:a100-sxm")
+        pools = [(find_hardware(kind), int(count)) for count, kind in pairs]
+        names = [hardware.device.name for hardware, _ in pools]
+        if len(set(names)) < len(names) or "this-machine" in names:
+            raise PlanError(f"--devices {text!r}: name each kind once, and none of them this machine")
+        return pools
+    hardware = find_hardware(args.hardware or "this-machine")
     if text and not (text.isdecimal() and int(text)):
-        raise PlanError(f"--devices {text!r}: expected a number of at least 1")
+        raise PlanError(
+            f"--devices {text!r}: expected a number of at least 1, or numbers of kinds: 128:h100-sxm,128:a100-sxm"
+        )
     if counted and not text and not hardware.is_cpu:
         raise PlanError(f"how many {hardware.device.name}? give --devices N, for example --devices 8")
-    return hardware, int(text) if text else hardware.device.devices_per_node
+    return [(hardware, int(text) if text else hardware.device.devices_per_node)]
 
 
 def threads_of(config: RunConfig) -> dict[str, int]:

@@ -30,6 +30,7 @@ _EPILOG = """\
 examples:
   llamarl plan --model Llama-3.1-70B --devices 256 --hardware h100-sxm --response-tokens 4096:lognormal
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --recipe plan.toml
+  llamarl plan --model Llama-3.1-70B --devices 128:h100-sxm,128:a100-80gb --recipe plan.toml
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe, by assumed rates
   llamarl plan runs/tiny                         the same by the constants that a finished run measured
   llamarl plan --model SmolLM2-135M --fit runs/tiny      another job by the constants of that run
@@ -53,10 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=shipped_or_path,
         help="recipe (its name or TOML file), run folder, or Hugging Face config.json / folder",
     )
-    job = add_job(parser)
-    job.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
-    job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
-    add_devices(parser)
+    what = add_job(parser, "a recipe or run")
+    what.add_argument("--reference-model", action="store_true", help="the trainer also scores with a frozen reference")
+    add_devices(parser, kinds=True)
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")
     how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
@@ -77,23 +77,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
     from llamarl.forecast.recipe import NEEDS_FOLDER, model_folder, refuse_to_replace
-    from llamarl.forecast.report import plan_title, plan_to_dict, plans_text
-    from llamarl.forecast.search import recommend, search_all
+    from llamarl.forecast.report import plan_to_dict, plans_text
+    from llamarl.forecast.search import over_kinds, recommend, search_all
 
     if args.recipe:
         refuse_to_replace(args.recipe)
     question = ask(args)
     work, options, levels = question.work, question.options, staleness_levels(args.staleness or "0,1,2,4")
-    plans = search_all(question.hardware, work, options, question.devices, levels)
+    if len(question.pools) > 1:
+        plans = over_kinds(question.pools, work, options, levels)
+    else:
+        ((hardware, devices),) = question.pools
+        plans = search_all(hardware, work, options, devices, levels)
     chosen = recommend(plans)
-    if args.recipe:
-        _write(args.recipe, chosen, question, options)
+    written = _write(args.recipe, plans, chosen, question, options) if args.recipe else None
     unrunnable = work.model.unsupported or None
     if args.json:
         report = {
             "model": work.model.name,
-            "hardware": question.hardware.device.name,
-            "devices": question.devices,
+            "devices": {hardware.device.name: devices for hardware, devices in question.pools},
             "response": {"label": work.response.label, "mean": work.response.mean, "limit": work.response.limit},
             "prompts_per_step": work.prompts_per_step,
             "group_size": work.group_size,
@@ -106,29 +108,36 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=1))
         return 0
-    print(plans_text(plans, chosen, work))
+    kinds = " + ".join(f"{devices} x {hardware.device.title}" for hardware, devices in question.pools)
+    print(plans_text(plans, chosen, work, kinds if len(question.pools) > 1 else ""))
     if unrunnable:
         print(f"  not yet    llamarl train does not run this model: {unrunnable}")
     for line in question.notes:
         print(f"  note       {line}")
-    if args.recipe:
+    if written:
         if model_folder(question.model_path) is None:
             print(f"  to do      {NEEDS_FOLDER.format(shape=question.model_path)}")
-        print(f"  wrote      {args.recipe}: {plan_title(chosen)}, the plan marked *")
+        print(f"  wrote      {args.recipe}: {written}")
     return 0
 
 
-def _write(path: Path, chosen: Plan, question: Question, options: Options) -> None:
+def _write(path: Path, plans: list[Plan], chosen: Plan, question: Question, options: Options) -> str:
+    """Write the recipe; returns which plan it is."""
     from llamarl.forecast.recipe import write_recipe
+    from llamarl.forecast.report import plan_title
 
     config: dict[str, Any] = read_toml(question.recipe) if question.recipe else {}
     config.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
-    write_recipe(
+    plan = write_recipe(
         path,
+        plans,
         chosen,
         question.work,
         model_path=question.model_path,
         oversubscription=options.oversubscription,
         config=config,
-        title=f"{chosen.devices} x {chosen.hardware.device.title}, forecast {chosen.step_s:.4g} s a step.",
+        title=f"{chosen.devices} x {chosen.hardware.device.title}, forecast {{step}} a step.",
     )
+    if plan is not chosen:
+        return f"{plan_title(plan)}, not the plan marked *: the recipe's other settings forbid turns"
+    return f"{plan_title(plan)}, the plan marked *"

@@ -1,10 +1,11 @@
-"""``llamarl simulate``: run a job's schedule on a virtual clock, with lengths and stragglers that vary."""
+"""``llamarl simulate``: run a job's schedule on a virtual clock, with lengths, stragglers and failures that vary."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.forecast_flags import add_devices, add_job, ask, refuse_flags, staleness_levels
@@ -30,28 +31,27 @@ What is simulated:
 _EPILOG = """\
 examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
-  llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2
+  llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2 --trace trace.json
   llamarl simulate runs/tiny --staleness 0,1,2
   llamarl simulate plan.toml --model Llama-3.1-70B --hardware h100 --response-tokens 4096:lognormal \\
-      --slow-replicas 0.05:1.5                               plan.toml: of llamarl plan --recipe
+      --slow-replicas 0.05:1.5 --mtbf-hours 50000            plan.toml: of llamarl plan --recipe
 
 Response lengths as in llamarl plan --help. docs/forecast.md says what the model leaves out."""
 
 
-_OF_PLAN = ("prompts", "group_size", "max_segments", "precision")
-"""Flags of ``llamarl plan`` for which a simulated recipe has keys."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.set_defaults(run=run, overrides=(), max_pipeline=1, **dict.fromkeys(_OF_PLAN))
+    parser.set_defaults(run=run, overrides=(), max_pipeline=1, precision=None)
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
     parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
-    add_job(parser)
+    add_job(parser, "a recipe or run")
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
     how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's)")
-    how.add_argument("--ticks", type=int, help="trainer ticks (default: the recipe's, else 100)")
+    how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
+    how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
+    how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
+    how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
     vary.add_argument(
         "--slow-replicas",
@@ -63,24 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GENERATOR[,TRAINER]",
         help="log-normal sigma of each tick's time (default: as measured, else 0)",
     )
+    vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
+    vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
+    vary.add_argument("--checkpoint-every", type=int, default=20, help="ticks between checkpoints (default 20)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
+    out.add_argument("--trace", type=Path, metavar="OUT.json", help="timeline for https://ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises PlanError or ConfigError (exit code 2) for a question that makes no sense."""
-    from llamarl.forecast.report import legend_of, result_to_dict, results_text
+    from llamarl.forecast.report import legend_of, result_to_dict, results_text, save_trace
     from llamarl.forecast.simulate import simulate
 
     found, hardware, notes = _scenarios(args)
     scenarios = [_varied(scenario, args) for scenario in found]
     results = [simulate(scenario) for scenario in scenarios]
+    if args.trace:
+        save_trace(results, args.trace)
     if args.json:
         print(json.dumps({"simulations": [result_to_dict(result) for result in results]}, indent=1))
         return 0
     print(results_text(results, legend_of(results[0].scenario, hardware)))
     for line in notes:
         print(f"note: {line}")
+    if args.trace:
+        print(f"wrote {args.trace}")
     return 0
 
 
@@ -94,8 +102,9 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware | Non
     refuse_flags(args, "--devices", because=because)
     if not args.source:
         raise PlanError("nothing to simulate: give a recipe, a run folder or --durations")
-    question = ask(args, args.overrides)
-    hardware, config = question.hardware, question.config
+    question = ask(args, _schedule_overrides(args))
+    ((hardware, _),) = question.pools
+    config = question.config
     if config is None:
         raise PlanError(
             "nothing to simulate: give a recipe, a run folder or --durations (llamarl plan --recipe writes one)"
@@ -107,14 +116,27 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware | Non
     return found, hardware, question.notes
 
 
+def _schedule_overrides(args: argparse.Namespace) -> list[str]:
+    """The command line's changes of a recipe: settings as in ``llamarl train``, and the flags that stand for some."""
+    flags = {
+        "schedule.prompts_per_step": args.prompts,
+        "generator.group_size": args.group_size,
+        "generator.max_segments": args.max_segments,
+        "generator.oversubscription": args.oversubscription,
+    }
+    if args.max_segments == 1 and args.oversubscription is None:
+        flags["generator.oversubscription"] = 1.0
+    return [*args.overrides, *(f"--{key}={value}" for key, value in flags.items() if value is not None)]
+
+
 def _from_durations(args: argparse.Namespace) -> list[Scenario]:
     from llamarl.forecast.scenario import durations_scenario
 
     if args.source or args.model:
         raise PlanError("--durations stands alone: leave the recipe or --model out")
     refuse_flags(
-        args, "--prompt-tokens", "--response-tokens", "--reward-s", "--hardware", "--devices", "--fit",
-        because="--durations says what every tick takes",
+        args, "--prompts", "--group-size", "--prompt-tokens", "--response-tokens", "--reward-s", "--hardware", "--devices",
+        "--max-segments", "--oversubscription", "--fit", because="--durations says what every tick takes",
     )  # fmt: skip
     try:
         values = [float(part) for part in args.durations.split(",")]
@@ -130,8 +152,8 @@ def _from_durations(args: argparse.Namespace) -> list[Scenario]:
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
-    """The scenario with ticks and everything that varies, as the command line says."""
-    from llamarl.forecast.scenario import Variation
+    """The scenario with ticks, seed and everything that varies, as the command line says."""
+    from llamarl.forecast.scenario import Failures, Variation
 
     own = scenario.variation
     slow = (own.slow_fraction, own.slow_factor)
@@ -139,11 +161,16 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     jitters = (own.generator_jitter, own.trainer_jitter) if args.jitter is None else (0.0, 0.0)
     generator_jitter, trainer_jitter = _numbers(args.jitter, "--jitter", ",", jitters, least=1)
     changes: dict[str, Any] = {
+        "seed": scenario.seed if args.seed is None else args.seed,
         "variation": Variation(
             slow_fraction=share, slow_factor=factor, generator_jitter=generator_jitter, trainer_jitter=trainer_jitter
         ),
         "num_ticks": scenario.num_ticks if args.ticks is None else args.ticks,
     }
+    if args.mtbf_hours is not None:
+        changes["failures"] = Failures(
+            device_mtbf_hours=args.mtbf_hours, restart_s=args.restart_s, checkpoint_every=args.checkpoint_every
+        )
     return dataclasses.replace(scenario, **changes)
 
 

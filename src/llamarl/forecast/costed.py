@@ -7,7 +7,8 @@ until the groups to deliver are complete, carry the rest; which groups start and
 the same functions (``llamarl/tick_schedule.py``). A version that arrives inside a tick
 (``"latest"``) is not simulated: it is taken when the next tick begins.
 
-Replicas are arrays. A response's length is a function of the seed and the tick of its admission.
+Replicas are arrays. A response's length is a function of the seed and the tick of its admission, so
+a resumed simulation repeats the ticks that were lost.
 
 Legend: R replicas, A active groups of a replica, P groups that it delivers a tick, g responses of a
 group, s = bound on staleness.
@@ -134,6 +135,7 @@ class CostedGenerator:
                 "decode_steps": float(plan.stop.max()),
                 "busy_replica_s": float(finish.mean()),
             },
+            spans=(("weight_sync", 0.0, s.weights_load_s), ("generate", s.weights_load_s, duration)),
         )
 
     def _admit(self, tick: int) -> _Groups:
@@ -149,6 +151,13 @@ class CostedGenerator:
         values: tuple[Ints | int, ...] = (tick, NEVER, lengths, 0, 0)
         return _Groups(*(extend(getattr(old, f.name), v) for f, v in zip(dataclasses.fields(old), values, strict=True)))
 
+    def save(self) -> Any:
+        """Arrays are replaced, never changed, so the reference is the state."""
+        return self._carried
+
+    def load(self, state: Any) -> None:
+        self._carried = state
+
 
 class CostedReward:
     """Judges a batch."""
@@ -161,7 +170,14 @@ class CostedReward:
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep:
         batch: Batch = inputs["completions"]
-        return TimedStep(duration_s=self.scenario.reward_s, outputs={"scored": batch})
+        duration = self.scenario.reward_s
+        return TimedStep(duration_s=duration, outputs={"scored": batch}, spans=(("score", 0.0, duration),))
+
+    def save(self) -> Any:
+        return None
+
+    def load(self, state: Any) -> None:
+        pass
 
 
 class CostedTrainer:
@@ -183,4 +199,12 @@ class CostedTrainer:
         self._version += 1
         metrics = {f"{STALENESS_METRIC}{lag}": float(tokens) for lag, tokens in sorted(staleness.items())}
         metrics["tokens/trained"] = float(sum(staleness.values()))
-        return TimedStep(duration_s=duration, outputs={"weights": self._version}, metrics=metrics)
+        return TimedStep(
+            duration_s=duration, outputs={"weights": self._version}, metrics=metrics, spans=(("train", 0.0, duration),)
+        )
+
+    def save(self) -> Any:
+        return self._version
+
+    def load(self, state: Any) -> None:
+        self._version = state

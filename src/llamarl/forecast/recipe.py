@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from llamarl.data.config import DataConfig
 from llamarl.engine.config import ENGINES, EngineConfig
 from llamarl.errors import ConfigError, PlanError
 from llamarl.forecast.memory import MARGIN
-from llamarl.forecast.search import GeneratorChoice, Plan, Workload, trainer_demand
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload, recommend, trainer_demand
 
 __all__ = ["NEEDS_FOLDER", "left_out", "model_folder", "plan_settings", "refuse_to_replace", "write_recipe"]
 
@@ -54,7 +54,8 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
     for, the trainer has what the generator leaves.
     """
     cpu, t, demand = plan.hardware.is_cpu, plan.trainer.layout, plan.generator.demand
-    first = plan.generator
+    first = plan.generators[0]
+    one_kind = len(plan.generators) == 1 and first.is_even
     threads = {"threads": plan.generator_devices} if cpu else {}
     filling = {"threads": plan.devices} if cpu else {}
     return {
@@ -68,7 +69,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             "group_size": work.group_size,
             "max_segments": demand.max_segments,
             "oversubscription": oversubscription if demand.partial else 1.0,
-            "dp": first.replicas if first.is_even else 1,
+            "dp": first.replicas if one_kind else 1,
             "tp": first.layout.tp,
             "pp": first.layout.pp,
             "quantization": _quantization(first),
@@ -79,7 +80,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
                 "max_sequences": first.demand.slots,
                 "kv_cache_bytes": _cache_bytes(first),
             },
-            **({} if first.is_even else {"shards": 0, "replicas": [_replica_table(first)]}),
+            **({} if one_kind else {"shards": 0, "replicas": _replica_tables(plan.generators)}),
         },
         "trainer": {
             "fsdp": t.data_ranks,
@@ -108,17 +109,22 @@ def _cache_bytes(choice: GeneratorChoice) -> int:
     return math.ceil(cache + max(0.0, min(0.25 * cache, room)))
 
 
-def _replica_table(choice: GeneratorChoice) -> dict[str, Any]:
-    """The ``[[generator.replicas]]`` of replicas among which prompts do not divide."""
-    return {
-        "dp": choice.replicas,
-        "share": 1,
-        "tp": choice.layout.tp,
-        "pp": choice.layout.pp,
-        "quantization": _quantization(choice),
-        "max_sequences": choice.demand.slots,
-        "kv_cache_bytes": _cache_bytes(choice),
-    }
+def _replica_tables(choices: Sequence[GeneratorChoice]) -> list[dict[str, Any]]:
+    """``[[generator.replicas]]`` of each kind; shares are the prompts of a replica, as whole
+    numbers in their ratios."""
+    unit = math.lcm(*(choice.replicas // math.gcd(choice.replicas, choice.prompts) for choice in choices))
+    return [
+        {
+            "dp": choice.replicas,
+            "share": choice.prompts * unit // choice.replicas,
+            "tp": choice.layout.tp,
+            "pp": choice.layout.pp,
+            "quantization": _quantization(choice),
+            "max_sequences": choice.demand.slots,
+            "kv_cache_bytes": _cache_bytes(choice),
+        }
+        for choice in choices
+    ]
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -143,6 +149,7 @@ def refuse_to_replace(path: Path) -> None:
 
 def write_recipe(
     path: Path,
+    plans: Sequence[Plan],
     chosen: Plan,
     work: Workload,
     *,
@@ -150,24 +157,34 @@ def write_recipe(
     oversubscription: float,
     config: dict[str, Any],
     title: str,
-) -> None:
-    """Write the recipe of ``chosen``.
+) -> Plan:
+    """Write the recipe of ``chosen``, or, where the recipe's other settings forbid turns, of the
+    best plan that they allow.
 
     Args:
         config: Recipe as written whose other settings the new one keeps; empty: none.
-        title: Of the plan, for its first line.
+        title: Of the plan, for its first line, with ``{step}`` and ``{plan}``.
+
+    Returns:
+        The plan that was written.
 
     Raises:
         PlanError: llamarl does not run it, or the file cannot be written.
     """
     if work.model.unsupported:
         raise PlanError(f"--recipe: llamarl train does not run this model: {work.model.unsupported}")
-    if chosen.colocated and config and (forbidden := _why_not_in_turns(config)):
-        raise PlanError(f"--recipe: the recipe's other settings forbid turns: {forbidden}; plan with --staleness 1,2,4")
+    forbidden = _why_not_in_turns(config) if chosen.colocated and config else ""
+    if forbidden:
+        allowed = [plan for plan in plans if not plan.colocated]
+        if not allowed:
+            raise PlanError(f"--recipe: the recipe's other settings forbid turns: {forbidden}")
+        chosen = recommend(allowed)
     kind = "cpu" if chosen.hardware.is_cpu else "cuda"
     served = ENGINES["native"].quantizations[kind]
-    if (asked := _quantization(chosen.generator)) not in ("none", *served):
-        raise PlanError(f"--recipe: llamarl's engine does not serve {asked} there: leave --precision out")
+    if strange := {_quantization(choice) for choice in chosen.generators} - {"none", *served}:
+        raise PlanError(
+            f"--recipe: llamarl's engine does not serve {', '.join(sorted(strange))} there: leave --precision out"
+        )
     folder = model_folder(model_path)
     settings = plan_settings(chosen, work, folder or model_path, oversubscription)
     for role in ("generator", "trainer"):
@@ -178,10 +195,13 @@ def write_recipe(
     own = config.get("generator", {})
     if "replicas" in own:  # in whose place the plan has its own
         config = {**config, "generator": {key: value for key, value in own.items() if key != "replicas"}}
-    header = f"{_OURS}{title}"
+    header = f"{_OURS}{title.format(step=f'{chosen.step_s:.4g} s')}"
     node = chosen.hardware.device.devices_per_node
     if not chosen.hardware.is_cpu and chosen.used > node:
         header += f"\nIt takes hosts of {node} devices: llamarl train THIS --cluster auto (docs/hosts.md)."
+    if len(chosen.generators) > 1:
+        names = ", ".join(f"generator_{n} on {c.hardware.device.name}" for n, c in enumerate(chosen.generators))
+        header += f"\nPlace the roles: hosts.on, trainer on {chosen.hardware.device.name}, {names}; hosts.allow_unlike."
     if folder is None:
         header += f"\n{NEEDS_FOLDER.format(shape=model_path)}"
     whole = _merged(config, settings)
@@ -191,6 +211,7 @@ def write_recipe(
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
+    return chosen
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

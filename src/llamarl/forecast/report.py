@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from llamarl.errors import PlanError
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.scenario import Scenario
-from llamarl.forecast.search import Plan, Workload, step_under
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload, step_under
 from llamarl.forecast.simulate import SimulationResult
+from llamarl.observability.trace import TraceWriter
 from llamarl.plural import plural
 
-__all__ = ["plan_title", "plan_to_dict", "plans_text", "result_to_dict", "results_text"]
+__all__ = ["plan_title", "plan_to_dict", "plans_text", "result_to_dict", "results_text", "save_trace"]
 
 _GUESSED = "~ guessed: the rates of this machine are assumed, times may be wrong several times over; a finished run measures it: llamarl plan RUN"
 _ESTIMATED = "~ estimated: rates are the maker's times published efficiencies; no time here was measured with llamarl"
@@ -74,16 +77,19 @@ def _trainer_layout(plan: Plan) -> str:
     return "·".join(f"{axis}{n}" for axis, n in sizes if n > 1 or axis in ("tp", "fsdp"))
 
 
-def _generator_layout(plan: Plan) -> str:
-    choice = plan.generator
+def _generator_layout(plan: Plan, choice: GeneratorChoice) -> str:
     if plan.hardware.is_cpu:
         return f"{plural(plan.generator_devices, 'thread')}·{choice.layout.precision}"
     stages = f"·pp{choice.layout.pp}" if choice.layout.pp > 1 else ""
     return f"tp{choice.layout.tp}{stages}·dp{choice.replicas}·{choice.layout.precision}"
 
 
-def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload) -> str:
-    """The table of all plans, then the chosen one in detail."""
+def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str = "") -> str:
+    """The table of all plans, then the chosen one in detail.
+
+    Args:
+        kinds: Of several kinds of devices, how many of which.
+    """
     model, hardware = work.model, chosen.hardware
     size = f"{model.total_params / 1e9:.3g} B parameters"
     if model.experts:
@@ -91,7 +97,7 @@ def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload) -> str:
     estimated = _is_estimated(hardware)
     mark = "~" if estimated else ""
     lines = [
-        f"{model.name} ({size}) on {chosen.devices} x {hardware.device.title}",
+        f"{model.name} ({size}) on {kinds or f'{chosen.devices} x {hardware.device.title}'}",
         f"{plural(work.prompts_per_step, 'prompt')} x {plural(work.group_size, 'response')} a step; prompt "
         f"{plural(work.prompt_tokens, 'token')}; response {work.response.label} (mean {work.response.mean:.0f}, longest of a step "
         f"{work.response.expected_max(work.sequences):.0f})",
@@ -105,15 +111,15 @@ def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload) -> str:
         times = (plan.step_s, plan.generator.time_s, plan.trainer.time.total_s, plan.sync_s)
         rows.append(
             [
-                plan_title(plan) + "*" * (plan is chosen),
+                plan_title(plan) + (f" ({plan.devices} x {plan.hardware.device.name})" if kinds and len(plan.generators) == 1 else "") + "*" * (plan is chosen),
                 *(seconds_text(seconds, estimated=estimated) for seconds in times),
                 f"{mark}{plan.waiting:.0%}",
                 f"{mark}{plan.tokens_per_s:,.0f}",
                 "shared" if plan.colocated else f"{plan.generator_devices}+{plan.trainer_devices}",
-                _generator_layout(plan),
+                " + ".join(_generator_layout(plan, choice) for choice in plan.generators),
                 _trainer_layout(plan),
             ]
-        )
+        )  # fmt: skip
     lines += [*_table(rows), "", *_details(chosen, work, estimated)]
     if best := [plan.step_s for plan in plans if plan.colocated and plan is not chosen]:
         lines.append(f"  gain       {mark}{min(best) / chosen.step_s:.2f} times as fast as in turns")
@@ -127,14 +133,16 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
     lines = [f"* {plan_title(plan)}: the least staleness within 2 % of the fastest", f"  binds      {plan.binds}"]
     if plan.token_staleness:
         lines.append(f"  staleness  of any token at most {plural(plan.token_staleness, 'version')}")
-    g, asked = plan.generator, plan.generator.demand
-    each = asked.sequences // asked.group_size
-    prompts = f"{each} prompts each" if g.is_even else f"{each - 1} or {each} prompts each"
-    lines.append(
-        f"  generator  {plural(g.devices, 'device')}: {plural(g.replicas, 'replica')}, {prompts}, "
-        f"{plural(asked.slots, 'sequence')} at once, {'partial rollouts' if asked.partial else 'whole batches'}"
-    )
-    lines.append(f"  memory     {_memory(g.memory, g.hardware)}")
+    for g in plan.generators:
+        asked = g.demand
+        each = asked.sequences // asked.group_size
+        prompts = f"{each} prompts each" if g.is_even else f"{each - 1} or {each} prompts each"
+        lines.append(
+            f"  generator  {plural(g.devices, 'device')}{f' {g.hardware.device.name}' if len(plan.generators) > 1 else ''}: "
+            f"{plural(g.replicas, 'replica')}, {prompts}, {plural(asked.slots, 'sequence')} at once, "
+            f"{'partial rollouts' if asked.partial else 'whole batches'}"
+        )
+        lines.append(f"  memory     {_memory(g.memory, g.hardware)}")
     recompute = "recomputed activations" if t.layout.recompute else "kept activations"
     once = "prompts once a group" if t.layout.share_prompts else "prompts with every response"
     lines.append(
@@ -179,7 +187,7 @@ def _rests_on(plan: Plan, work: Workload) -> list[str]:
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Plain values, JSON-ready. Times in seconds, memory in bytes."""
-    t, g = plan.trainer, plan.generator
+    t = plan.trainer
     return {
         "colocated": plan.colocated,
         "max_staleness": plan.max_staleness,
@@ -191,17 +199,20 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s,
         "sync_s": plan.sync_s,
         "waiting": plan.waiting,
-        "generator": {
-            "hardware": g.hardware.device.name,
-            **dataclasses.asdict(g.layout),
-            "devices": g.devices,
-            "replicas": g.replicas,
-            "prompts": g.prompts,
-            "slots": g.demand.slots,
-            "max_segments": g.demand.max_segments,
-            "time_s": g.time_s,
-            "memory_bytes": dict(g.memory),
-        },
+        "generators": [
+            {
+                "hardware": g.hardware.device.name,
+                **dataclasses.asdict(g.layout),
+                "devices": g.devices,
+                "replicas": g.replicas,
+                "prompts": g.prompts,
+                "slots": g.demand.slots,
+                "max_segments": g.demand.max_segments,
+                "time_s": g.time_s,
+                "memory_bytes": dict(g.memory),
+            }
+            for g in plan.generators
+        ],
         "trainer": {
             **dataclasses.asdict(t.layout),
             "devices": plan.trainer_devices,
@@ -239,8 +250,9 @@ def results_text(results: Sequence[SimulationResult], legend: str) -> str:
         f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; {plural(s.num_ticks, 'tick')}",
         "",
     ]
+    failed = any(r.scenario.failures for r in results)
     head = ["policy", "step", "theory", "step/theory", "generate", "reward", "train"]
-    head += ["idle gen", "idle replicas", "idle train", "tokens/s"]
+    head += ["idle gen", "idle replicas", "idle train", "tokens/s", *(["failures", "lost"] if failed else [])]
     rows = [head]
     for r in results:
         known = {"estimated": r.scenario.estimated}
@@ -249,7 +261,9 @@ def results_text(results: Sequence[SimulationResult], legend: str) -> str:
         row += [seconds_text(r.role_s[role], **known) for role in _ROLES]
         mark = "~" if r.scenario.estimated else ""
         row += [f"{mark}{share:.0%}" for share in (r.idle["generator"], r.replica_idle, r.idle["trainer"])]
-        rows.append([*row, f"{mark}{r.tokens_per_s:,.0f}"])
+        rows.append(
+            [*row, f"{mark}{r.tokens_per_s:,.0f}", *([str(r.num_failures), f"{r.lost_share:.0%}"] if failed else [])]
+        )
     lines += _table(rows)
     for r in results:
         lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions)"]
@@ -275,7 +289,7 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
     )  # fmt: skip
     measured = (
         "first_steady_tick", "step_s", "theory_s", "replica_idle", "device_idle", "tokens_per_s", "staleness_mean",
-        "total_s",
+        "num_failures", "lost_share", "total_s",
     )  # fmt: skip
     return {
         "policy": policy_title(result),
@@ -283,8 +297,30 @@ def result_to_dict(result: SimulationResult) -> dict[str, Any]:
         "lengths": {"label": s.lengths.label, "mean": s.lengths.mean, "limit": s.lengths.limit},
         "devices": {"generator": s.generator_devices, "trainer": s.trainer_devices},
         "variation": dataclasses.asdict(s.variation),
+        "failures": dataclasses.asdict(s.failures) if s.failures else None,
         **{name: getattr(result, name) for name in measured},
         "role_s": dict(result.role_s),
         "idle": dict(result.idle),
         "staleness_tokens": {str(lag): tokens for lag, tokens in result.staleness.items()},
     }
+
+
+def save_trace(results: Sequence[SimulationResult], path: Path) -> None:
+    """Write every tick of every role and policy for https://ui.perfetto.dev; one lane a role and policy.
+
+    Raises:
+        LlamaRLError: The file cannot be written.
+    """
+    lanes = {(id(r), role): f"{policy_title(r)}: {role}" for r in results for role in _ROLES}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"--trace {path}: cannot make its folder: {error}") from error
+    writer = TraceWriter(path, list(lanes.values()))
+    for result in results:
+        for report in sorted(result.reports, key=lambda r: (r.started_s, r.finished_s)):
+            lane = lanes[id(result), report.executor]
+            writer.step(
+                lane, report.tick, report.started_s, report.finished_s, spans=report.spans, args=dict(report.metrics)
+            )
+    writer.close()

@@ -27,6 +27,7 @@ from llamarl.forecast.search import Workload, on_left_cores_s, trainer_demand
 from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_s, trainer_tick
 
 __all__ = [
+    "Failures",
     "FixedGeneratorCost",
     "GeneratorCost",
     "RooflineGeneratorCost",
@@ -150,6 +151,26 @@ class Variation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Devices die at random; the job dies with one and goes on from its last whole checkpoint."""
+
+    device_mtbf_hours: float
+    """Mean time between failures of one device."""
+    restart_s: float
+    """From the death to the first tick after it."""
+    checkpoint_every: int = 20
+    """Ticks between checkpoints. Writing one takes no time here."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.device_mtbf_hours < math.inf:
+            raise PlanError(f"the mean time between failures must be above 0 hours, got {self.device_mtbf_hours}")
+        if not 0.0 <= self.restart_s < math.inf:
+            raise PlanError(f"the time of a restart must be >= 0 s, got {self.restart_s}")
+        if self.checkpoint_every < 1:
+            raise PlanError(f"checkpoint_every must be at least 1 tick, got {self.checkpoint_every}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """One job to simulate."""
 
@@ -175,6 +196,7 @@ class Scenario:
     weights_load_s: float = 0.0
     """The generator cannot decode that long at the start of a tick, while it takes a version."""
     variation: Variation = field(default_factory=Variation)
+    failures: Failures | None = None
     num_ticks: int = 100
     seed: int = 0
     estimated: bool = True

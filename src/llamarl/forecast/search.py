@@ -8,10 +8,14 @@ Trainer and generator are independent once the split is fixed, so the search tak
 that fits with the best trainer on what it leaves. What a device more brings comes in steps, since
 prompts are dealt whole: of 128 prompts 16 to 18 replicas all have one with 8. Of numbers that leave
 the busiest as much to do, the smallest is tried.
+
+Several kinds of devices follow one rule: the fastest kind trains, and replicas of each kind get
+prompts by the tokens a second that the kind makes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +49,7 @@ __all__ = [
     "asynchronous",
     "on_left_cores_s",
     "step_under",
+    "over_kinds",
     "recommend",
     "search_all",
     "split_candidates",
@@ -67,6 +72,8 @@ class Workload:
     prompt_tokens: int = 256
     reward_s: float = 0.0
     """Time of the reward executor for a tick."""
+    reference_model: bool = False
+    """The trainer also holds a frozen reference model and scores each token with it."""
     muon: bool = False
     """Matrices of layers are moved by Muon (``optimizer.name``), which keeps one moment of them."""
 
@@ -159,13 +166,19 @@ class Plan:
     devices: int
     """That there are; a plan may leave some without work."""
     trainer: TrainerChoice
-    generator: GeneratorChoice
+    generators: tuple[GeneratorChoice, ...]
+    """One kind of replicas a kind of device."""
     sync_s: float
     """Hand-over of the weights; on shared devices also what moves between the turns."""
     step_s: float
     binds: str
     """What sets the step time."""
     tokens_per_s: float
+
+    @property
+    def generator(self) -> GeneratorChoice:
+        """The replicas that take longest."""
+        return max(self.generators, key=lambda choice: choice.time_s)
 
     @property
     def token_staleness(self) -> int:
@@ -181,7 +194,7 @@ class Plan:
 
     @property
     def generator_devices(self) -> int:
-        return self.generator.devices * _cores_of(self.generator.hardware, self.hardware)
+        return sum(choice.devices * _cores_of(choice.hardware, self.hardware) for choice in self.generators)
 
     @property
     def used(self) -> int:
@@ -200,7 +213,9 @@ class Plan:
         if self.colocated:
             return max(0.0, 1.0 - (self.trainer.time.total_s + self.generator.time_s + self.sync_s) / self.step_s)
         idle = self.trainer_devices * self.trainer_idle
-        idle += self.generator_devices * max(0.0, 1.0 - (self.generator.time_s + self.sync_s) / self.step_s)
+        for choice in self.generators:
+            cores = choice.devices * _cores_of(choice.hardware, self.hardware)
+            idle += cores * max(0.0, 1.0 - (choice.time_s + self.sync_s) / self.step_s)
         return idle / self.used
 
 
@@ -216,6 +231,7 @@ def trainer_demand(work: Workload) -> TrainerDemand:
         prompt_tokens=work.prompt_tokens,
         sequences=work.sequences,
         group_size=work.group_size,
+        reference_forward=work.reference_model,
         muon=work.muon,
     )
 
@@ -282,9 +298,13 @@ def _generator_choice(
 
 
 def generator_choices(
-    hardware: Hardware, work: Workload, options: Options, devices: int, *, partial: bool
+    hardware: Hardware, work: Workload, options: Options, devices: int, *, partial: bool, total: int = 0
 ) -> Iterator[GeneratorChoice]:
-    """Every generator that fits on ``devices``; of concurrencies only the best for each layout, precision and number."""
+    """Every generator that fits on ``devices``; of concurrencies only the best for each layout, precision and number.
+
+    Args:
+        total: Responses of the tick over all generators, if these are not all.
+    """
     model, limit = work.model, hardware.usable_memory_bytes / (1.0 + MARGIN)
     most = model.layers if model.staged_by_llamarl else 1
     found = False
@@ -307,7 +327,7 @@ def generator_choices(
                         prompt_tokens=work.prompt_tokens,
                         group_size=work.group_size,
                         sequences=share,
-                        total_sequences=work.sequences,
+                        total_sequences=total or work.sequences,
                         slots=slots,
                         max_segments=options.max_segments if partial else 1,
                         oversubscription=options.oversubscription if partial else 1.0,
@@ -398,8 +418,8 @@ def _trainers(hardware: Hardware, work: Workload, options: Options, most: int) -
 # -- the asynchronous system ------------------------------------------------------------------------------------------
 
 
-Candidate = tuple[TrainerChoice, GeneratorChoice, float]
-"""A trainer, the generator beside it, and their hand-over time."""
+Candidate = tuple[TrainerChoice, tuple[GeneratorChoice, ...], float]
+"""A trainer, the generators beside it, and their hand-over time."""
 
 
 def split_candidates(hardware: Hardware, work: Workload, options: Options, devices: int) -> list[Candidate]:
@@ -412,7 +432,7 @@ def split_candidates(hardware: Hardware, work: Workload, options: Options, devic
     if hardware.is_cpu:
         lone = _core_trainers(hardware, work, options, devices)
         return [
-            (trainer, generator, weight_sync_s(hardware, work.model, trainer_devices=1, replicas=[(1, generator.layout)]))
+            (trainer, (generator,), weight_sync_s(hardware, work.model, trainer_devices=1, replicas=[(1, generator.layout)]))
             for cores, partial in product(range(1, devices), modes)
             for generator in generator_choices(hardware.joined(cores), work, options, 1, partial=partial)
             for trainer in lone
@@ -428,7 +448,7 @@ def split_candidates(hardware: Hardware, work: Workload, options: Options, devic
             for trainer in trainers:
                 replicas = [(generator.replicas, generator.layout)]
                 sync = weight_sync_s(hardware, work.model, trainer_devices=trainer.layout.devices, replicas=replicas)
-                found.append((trainer, generator, sync))
+                found.append((trainer, (generator,), sync))
     return found
 
 
@@ -454,10 +474,11 @@ def asynchronous(
         raise PlanError(f"an asynchronous job needs at least 2 devices, got {devices}: plan staleness 0, in turns")
     found = candidates if candidates is not None else split_candidates(hardware, work, options, devices)
     best: tuple[tuple[float, int, float], Plan] | None = None
-    for trainer, generator, sync_s in found:
-        plan = _joined(hardware, work, trainer, generator, sync_s, devices, max_staleness)
+    for trainer, generators, sync_s in found:
+        plan = _joined(hardware, work, trainer, generators, sync_s, devices, max_staleness)
         # Among equals: whole batches before partial rollouts, which add staleness, and as many prompts for every replica. Steps
         # that agree to three digits are equal, and then fewer devices are better.
+        generator = plan.generator
         plainer = (1.02 if generator.demand.partial else 1.0) * (1.0 if generator.is_even else 1.02)
         rank = (float(f"{plan.step_s * plainer:.3g}"), plan.used, plan.step_s)
         if best is None or rank < best[0]:
@@ -471,20 +492,21 @@ def _joined(
     hardware: Hardware,
     work: Workload,
     trainer: TrainerChoice,
-    generator: GeneratorChoice,
+    generators: tuple[GeneratorChoice, ...],
     sync_s: float,
     devices: int,
     max_staleness: int,
 ) -> Plan:
     """The plan of roles on devices of their own; its step is the maximum cycle mean of the job's graph."""
+    slowest = max(generators, key=lambda choice: choice.time_s)
     if hardware.is_cpu:
-        cores = _cores_of(generator.hardware, hardware)
-        longer = on_left_cores_s(trainer.time.total_s, generator.time_s + sync_s, held=cores, cores=devices)
+        cores = sum(_cores_of(choice.hardware, hardware) for choice in generators)
+        longer = on_left_cores_s(trainer.time.total_s, slowest.time_s + sync_s, held=cores, cores=devices)
         factor = longer / trainer.time.total_s
         time = TrainerTime(**{name: seconds * factor for name, seconds in vars(trainer.time).items()})
         trainer = replace(trainer, time=time)
     durations, edges = reinforcement_learning_graph(
-        generator_s=generator.time_s + sync_s,
+        generator_s=slowest.time_s + sync_s,
         reward_s=work.reward_s,
         trainer_s=trainer.time.total_s,
         sync_s=0.0,
@@ -498,10 +520,10 @@ def _joined(
         max_staleness=max_staleness,
         devices=devices,
         trainer=trainer,
-        generator=generator,
+        generators=generators,
         sync_s=sync_s,
         step_s=period.period_s,
-        binds=_binds(role, trainer.time, generator),
+        binds=_binds(role, trainer.time, slowest),
         tokens_per_s=work.tokens / period.period_s,
     )
 
@@ -556,7 +578,7 @@ def synchronous(hardware: Hardware, work: Workload, options: Options, devices: i
         max_staleness=0,
         devices=devices,
         trainer=trainer,
-        generator=generator,
+        generators=(generator,),
         sync_s=sync_s,
         step_s=step_s,
         binds="the sum of both turns",
@@ -574,7 +596,7 @@ def _pairs_in_turns(
         of_generator, count = hardware, devices
     generators = list(generator_choices(of_generator, work, options, count, partial=False))
     for trainer, generator in product(trainers, generators):
-        state = sum(trainer.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
+        state = sum(trainer.memory.get(name, 0.0) for name in ("parameters", "optimizer", "reference"))
         replicas = [(generator.replicas, generator.layout)]
         direct = weight_sync_s(hardware, work.model, trainer_devices=count, replicas=replicas)
         yield trainer, generator, turns_s(hardware, work.model, generator.layout, state, direct)
@@ -618,15 +640,104 @@ def recommend(plans: Sequence[Plan], tolerance: float = 0.02) -> Plan:
 
 def step_under(plan: Plan, work: Workload, hardware: Hardware) -> float:
     """The step of a plan's own layouts under other constants, in seconds."""
-    own, choice = plan.hardware, plan.generator
-    of_generator = replace(choice.hardware, efficiency=hardware.efficiency) if own.is_cpu else hardware
-    generator = replace(choice, time_s=generator_tick_s(of_generator, work.model, choice.layout, choice.demand))
+    own = plan.hardware
+
+    def changed(choice: GeneratorChoice) -> Hardware:
+        return replace(choice.hardware, efficiency=hardware.efficiency) if choice.hardware != own else hardware
+
+    generators = tuple(
+        replace(choice, time_s=generator_tick_s(changed(choice), work.model, choice.layout, choice.demand))
+        for choice in plan.generators
+    )
     of_trainer = hardware.joined(plan.devices) if own.is_cpu else hardware
     time = trainer_tick(of_trainer, work.model, plan.trainer.layout, trainer_demand(work))
     trainer = replace(plan.trainer, time=time)
     if plan.colocated:
-        return time.total_s + generator.time_s + plan.sync_s + work.reward_s
-    return _joined(hardware, work, trainer, generator, plan.sync_s, plan.devices, plan.max_staleness).step_s
+        return time.total_s + max(g.time_s for g in generators) + plan.sync_s + work.reward_s
+    return _joined(hardware, work, trainer, generators, plan.sync_s, plan.devices, plan.max_staleness).step_s
+
+
+# -- several kinds of devices -----------------------------------------------------------------------------------------
+
+
+def over_kinds(
+    pools: Sequence[tuple[Hardware, int]], work: Workload, options: Options, staleness: Sequence[int]
+) -> list[Plan]:
+    """Plans for devices of several kinds: all of them together, and the fastest kind alone.
+
+    The kind of the highest rate trains; what it leaves generates beside the others. Each kind gets
+    prompts by the tokens a second that it makes of its part, replicas of one kind as many as each
+    other.
+
+    Raises:
+        PlanError: None fits.
+    """
+    fast, count = max(pools, key=lambda pool: pool[0].matmul_rate(pool[0].device.train_precision))
+    others = [pool for pool in pools if pool[0] is not fast]
+    slowest_link = min(hardware.device.inter_node_bytes_per_s for hardware, _ in pools)
+    linked = replace(fast, device=replace(fast.device, inter_node_bytes_per_s=slowest_link))
+    node, total = fast.device.devices_per_node, sum(devices for _, devices in pools)
+    step = node * max(1, count // node // 32)
+    candidates: list[Candidate] = []
+    for most in sorted({n for n in (1, 2, 4, *range(step, count, step), count) if n <= count}):
+        for trainer in _trainers(fast, work, options, most)[:1]:
+            left = count - trainer.layout.devices
+            parts = [(fast, left), *others] if left else others
+            for partial in (False, True) if options.max_segments > 1 else (False,):
+                if found := _dealt(parts, work, options, partial=partial):
+                    replicas = [(choice.replicas, choice.layout) for choice in found]
+                    sync = weight_sync_s(linked, work.model, trainer_devices=trainer.layout.devices, replicas=replicas)
+                    candidates.append((trainer, found, sync))
+    plans: list[Plan] = []
+    for level in staleness:
+        if level and candidates:
+            plans.append(asynchronous(fast, work, options, total, level, candidates))
+        with contextlib.suppress(PlanError):  # together they may fit
+            plans += search_all(fast, work, options, count, [level])
+    if not plans:
+        raise PlanError(_nothing_fits(fast, work, options, count))
+    return plans
+
+
+def _dealt(
+    parts: Sequence[tuple[Hardware, int]], work: Workload, options: Options, *, partial: bool
+) -> tuple[GeneratorChoice, ...]:
+    """The best generator on each part for its prompts; () where none fits on any. Kinds that get no
+    prompt are left out.
+
+    Prompts are dealt by memory rate first, then by the tokens a second that each part makes of those.
+    """
+    rates = [hardware.memory_rate * devices for hardware, devices in parts]
+    found: list[GeneratorChoice | None] = []
+    for _ in range(3):
+        prompts = _shares(work.prompts_per_step, rates)
+        found = [
+            min(
+                generator_choices(
+                    hardware, replace(work, prompts_per_step=own), options, devices, partial=partial, total=work.sequences
+                ),
+                key=lambda choice: choice.time_s,
+                default=None,
+            )
+            if own
+            else None
+            for (hardware, devices), own in zip(parts, prompts, strict=True)
+        ]  # fmt: skip
+        rates = [choice.prompts / choice.time_s if choice else 0.0 for choice in found]
+        if not any(rates):
+            return ()
+    kept = tuple(choice for choice in found if choice)
+    return kept if sum(choice.prompts for choice in kept) == work.prompts_per_step else ()
+
+
+def _shares(prompts: int, rates: Sequence[float]) -> list[int]:
+    """Whole prompts in the ratios of ``rates``: the largest remainders get what is left."""
+    exact = [prompts * rate / sum(rates) for rate in rates]
+    whole = [math.floor(share) for share in exact]
+    order = sorted(range(len(rates)), key=lambda place: whole[place] - exact[place])
+    for place in order[: prompts - sum(whole)]:
+        whole[place] += 1
+    return whole
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------

@@ -344,6 +344,8 @@ class TrainerDemand:
     sequences: int
     group_size: int = 1
     """Responses to one prompt: they stay on one data rank, and their prompt may be computed once."""
+    reference_forward: bool = False
+    """One more forward pass, for log-probs of a reference model held by the trainer."""
     muon: bool = False
     """Of the matrices in layers the optimizer keeps one moment, not two."""
 
@@ -499,18 +501,18 @@ def _exchanges_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, to
     return seconds
 
 
-def _gathers_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout) -> float:
+def _gathers_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, forwards: float) -> float:
     """Sharding traffic of a layer and micro-batch: parameters before each pass, gradients back in float32."""
     if layout.shards == 1:
         return 0.0
     width, stride = hardware.device.activation_bytes, layout.tp * layout.pp
     experts = model.routed_params / model.layers / layout.tp if layout.ep > 1 else 0.0
     whole = model.layer_params / layout.tp - experts
-    seconds = 2.0 * gather_s(hardware, whole * width, layout.shards, stride)
+    seconds = forwards * gather_s(hardware, whole * width, layout.shards, stride)
     seconds += gather_s(hardware, whole * 4.0, layout.shards, stride)
     if experts:  # of a rank's own, over the ranks that have the same
         same, own = layout.shards // layout.ep, experts / layout.ep
-        seconds += 2.0 * gather_s(hardware, own * width, same, stride * layout.ep)
+        seconds += forwards * gather_s(hardware, own * width, same, stride * layout.ep)
         seconds += gather_s(hardware, own * 4.0, same, stride * layout.ep)
     return seconds
 
@@ -523,14 +525,15 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     tokens = per_micro * (demand.mean_tokens if rows is None else rows.prompt_tokens + demand.lengths.mean) / layout.cp
     attention_s = per_micro * _attention_s(hardware, model, layout, demand)
     forward = _forward_layer_s(hardware, model, layout.tp, layout.ep, tokens, attention_s)
-    passes = 3.0 + (1.0 if layout.recompute else 0.0)
+    reference = 1.0 if demand.reference_forward else 0.0
+    passes = 3.0 + (1.0 if layout.recompute else 0.0) + reference
     scored, vocabulary = per_micro * demand.lengths.mean / layout.cp, model.vocab / layout.tp
     head = matmul_s(hardware, scored, model.hidden, vocabulary)
     head += scored * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
     head *= passes if layout.recompute else 3.0
     host = e.train_layer_overhead_s * passes
     messages = _exchanges_s(hardware, model, layout, tokens)
-    traffic = _gathers_s(hardware, model, layout)
+    traffic = _gathers_s(hardware, model, layout, 2.0 + reference)
 
     def of_stage(layers: int, has_head: bool) -> tuple[float, float, float]:
         """Compute, messages, and traffic that is not hidden, of a micro-batch there and back."""

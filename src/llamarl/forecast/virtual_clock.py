@@ -12,14 +12,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from llamarl.errors import DeadlineExceeded
+from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorContext
 from llamarl.import_path import resolve
 from llamarl.runtime.base import JobStart, News, Order, Report, SetupReport
 
-__all__ = ["TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+__all__ = ["Snapshots", "TimedStep", "VirtualClockRuntime", "VirtualExecutor"]
+
+Snapshots = dict[tuple[Path, str], Any]
+"""(folder, executor) -> state. A virtual checkpoint lies in memory; its folder is only a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class TimedStep:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     """One payload a channel that leaves the executor."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """(label, start, end), seconds after the start of the tick."""
 
 
 class VirtualExecutor(Protocol):
@@ -38,6 +44,12 @@ class VirtualExecutor(Protocol):
     def initial_token(self, channel: str, source_tick: int) -> Any: ...
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep: ...
+
+    def save(self) -> Any:
+        """State after the last step; later steps must not change what was returned."""
+        ...
+
+    def load(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -67,11 +79,23 @@ class VirtualClockRuntime:
 
     Args:
         latency_s: Channel -> seconds that a token is on the way; 0 where not named.
+        start_s: Where the clock stands at first.
+        fail_at_s: The job dies at this moment, as if a process of it did.
+        snapshots: Where virtual checkpoints lie; hand the same one to the runtime that resumes.
     """
 
-    def __init__(self, *, latency_s: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        latency_s: Mapping[str, float] | None = None,
+        start_s: float = 0.0,
+        fail_at_s: float = float("inf"),
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self._latency_s = dict(latency_s or {})
-        self._clock = 0.0
+        self._clock = start_s
+        self._fail_at_s = fail_at_s
+        self._snapshots: Snapshots = {} if snapshots is None else snapshots
         self._executors: dict[str, VirtualExecutor] = {}
         self._out: list[tuple[float, int, _Firing]] = []
         self._fired = 0
@@ -85,6 +109,8 @@ class VirtualClockRuntime:
                 name=spec.name, rank=0, num_ranks=spec.num_ranks, device=spec.device, run_dir=job.run_dir, seed=job.seed
             )
             executor = self._executors[spec.name] = resolve(spec.factory)(spec.config, context)
+            if job.load_from is not None:
+                executor.load(self._snapshots[job.load_from, spec.name])
             initial = {
                 c.name: {
                     tick: (_Token(executor.initial_token(c.name, tick), self._clock),)
@@ -107,6 +133,8 @@ class VirtualClockRuntime:
         executor = self._executors[order.executor]
         step = executor.step(order.tick, {name: token.payload for name, token in tokens.items()})
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
+        if order.save_to is not None:
+            self._snapshots[order.save_to, order.executor] = executor.save()
         self._push(_Firing(order, step, self._clock, start), self._fired)
         self._fired += 1
 
@@ -121,9 +149,11 @@ class VirtualClockRuntime:
         assert self._out, "wait without an order out: it could never end"
         finish, _, firing = self._out[0]
         order, step = firing.order, firing.step
-        until = min(one.fired_s for *_, one in self._out) + limit_s
+        until = min(self._fail_at_s, min(one.fired_s for *_, one in self._out) + limit_s)
         if finish > until:
             self._clock = max(self._clock, until)
+            if until == self._fail_at_s:
+                raise ExecutorFailed(f"a simulated failure at {until:g} s, while {self._describe_out()}")
             raise DeadlineExceeded(
                 f"an order has been out for {limit_s:g} virtual seconds; out: {self._describe_out()}"
             )
@@ -139,6 +169,7 @@ class VirtualClockRuntime:
             metrics=step.metrics,
             started_s=firing.started_s,
             finished_s=finish,
+            spans=tuple((label, firing.started_s + a, firing.started_s + b) for label, a, b in step.spans),
         )
 
     def now(self) -> float:

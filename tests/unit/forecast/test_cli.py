@@ -1,6 +1,7 @@
 """``llamarl plan`` and ``llamarl simulate`` as a user meets them: tables, JSON, recipes, and every nonsense input."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def test_the_70b_plan_names_the_unmeasured_constant_behind_its_pace(capsys: pyte
     out = capsys.readouterr().out
     assert "unused     8 of 256 devices" in out
     assert "rests on   eager_layer_overhead_s = 300 us, which nobody measured" in out
+    assert "with captured graphs on every rank this job would use 1024 of 1024 devices" in out
 
 
 def test_json_has_every_plan_and_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +66,7 @@ def test_json_has_every_plan_and_what_is_estimated(capsys: pytest.CaptureFixture
         ("plan", "no model"),
         ("plan --model Llama-3.1-8B --hardware h100", "--devices N"),
         (f"plan {JOB.replace('--devices 8', '--devices 0')}", "at least 1"),
-        ("plan --model Llama-3.1-8B --devices 8:h100", "a number of at least 1"),
+        ("plan --model Llama-3.1-8B --devices 8:h100,4", "numbers of kinds"),
         (f"plan {JOB.replace('h100', 'h1000')}", "nearest is 'h100-sxm'"),
         (f"plan {JOB.replace('Llama-3.1-8B', 'Lama-3.1-8B')}", "nearest bundled shape is 'Llama-3.1-8B'"),
         (f"plan {JOB.replace('Llama-3.1-8B', 'Llama-3.1-405B')}", "does not fit on 8 "),
@@ -122,14 +124,19 @@ def test_a_written_recipe_passes_the_dry_run_and_keeps_the_rest(staleness: int, 
     assert "# placement" in plan_run(written)
 
 
+def test_several_kinds_get_a_recipe_of_replicas_whose_shares_are_their_prompts(tmp_path: Path) -> None:
+    out = tmp_path / "kinds.toml"
+    job = "--model Llama-3.1-8B --max-segments 1 --response-tokens 2048 --staleness 1"
+    assert plan(f"{job} --devices 8:a100-80gb,8:h100-sxm --recipe {out}") == 0
+    config = load_config(out)
+    assert len(config.generator.replicas) == 2 and config.schedule.prompts_per_step == 128
+    prompts = [kind.dp * kind.share for kind in config.generator.replicas]
+    of_first = 128 * prompts[0] / math.fsum(prompts)
+    assert of_first == pytest.approx(round(of_first)) and "generator_1 on a100-sxm" in out.read_text()
+
+
 def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 100,
-    }
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for source in (tmp_path, tmp_path / "config.json"):
         assert plan(f"{source} --devices 2 --hardware a100 --response-tokens 50") == 0
@@ -145,18 +152,23 @@ def test_durations_reach_the_theory(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(one["estimated"] for one in found)
 
 
-def test_a_written_plan_is_simulated_near_its_forecast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_written_plan_is_simulated_near_its_forecast_and_failures_cost_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = tmp_path / "plan.toml"
     assert plan(f"{JOB} --staleness 2 --max-segments 1 --recipe {out} --json") == 0
     planned = json.loads(capsys.readouterr().out)["plans"][0]["step_s"]
     job = f"{out} --model Llama-3.1-8B --hardware h100 --response-tokens 300:lognormal --prompt-tokens 256 --ticks 40"
     (calm,) = simulations(capsys, job)
     assert calm["step_s"] == pytest.approx(planned, rel=0.15)
+    (broken,) = simulations(capsys, f"{job} --mtbf-hours 0.05 --restart-s 30 --checkpoint-every 4")
+    assert broken["num_failures"] > 0 and broken["step_s"] > calm["step_s"]
 
 
-def test_a_recipe_and_changes_of_it_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
-    job = f"{RECIPE} --hardware h100 --generator.max_segments 1 --generator.oversubscription 1.0 --ticks 20"
+def test_a_recipe_and_changes_of_it_are_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = f"{RECIPE} --hardware h100 --max-segments 1 --ticks 20 --trace {tmp_path / 't.json'}"
     (one,) = simulations(capsys, job)
     (two,) = simulations(capsys, f"{job} --generator.dp 2")
     assert (one["replicas"], two["replicas"]) == (1, 2)
     assert two["role_s"]["generator"] < one["role_s"]["generator"]
+    assert (tmp_path / "t.json").stat().st_size > 1000

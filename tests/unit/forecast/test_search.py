@@ -18,8 +18,10 @@ from llamarl.forecast.search import (
     Options,
     Workload,
     _generator_choice,
+    _shares,
     asynchronous,
     on_left_cores_s,
+    over_kinds,
     recommend,
     search_all,
     split_candidates,
@@ -189,6 +191,28 @@ def test_a_step_on_shared_cores_takes_at_least_the_work_of_both() -> None:
     assert plan.generator_devices == plan.trainer_devices == 1 and turns.trainer_devices == 2
     assert plan.step_s >= alone / 2 * 0.999
     assert plan.step_s < turns.step_s
+
+
+# -- several kinds ----------------------------------------------------------------------------------------------------
+
+
+def test_the_faster_kind_trains_and_prompts_follow_the_tokens_a_second() -> None:
+    pools = [(find_hardware("a100"), 16), (H100, 16)]
+    work = replace(_work(prompts=128), response=constant(2048), group_size=16)
+    plans = over_kinds(pools, work, Options(max_segments=1), [1])
+    together, alone = plans
+    assert together.hardware.device.name == alone.hardware.device.name == "h100-sxm"
+    assert [g.hardware.device.name for g in together.generators] == ["h100-sxm", "a100-sxm"]
+    assert sum(g.prompts for g in together.generators) == 128 and together.used <= 32
+    slow, fast = sorted(g.time_s for g in together.generators)
+    assert fast < 1.25 * slow  # both are done at about the same time
+    assert together.step_s < alone.step_s and recommend(plans) is together
+
+
+def test_prompts_are_dealt_whole_in_the_ratio_of_rates() -> None:
+    assert _shares(10, [3.0, 1.0]) == [8, 2]  # 7.5 and 2.5: of equal remainders, to the first
+    assert _shares(7, [1.0, 1.0, 1.0]) == [3, 2, 2]
+    assert _shares(4, [1.0, 0.0]) == [4, 0]
 
 
 # -- constants --------------------------------------------------------------------------------------------------------

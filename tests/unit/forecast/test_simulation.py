@@ -13,8 +13,8 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
 from llamarl.forecast.lengths import constant, empirical, lognormal
-from llamarl.forecast.scenario import Scenario, TrainerCost, Variation, durations_scenario
-from llamarl.forecast.simulate import simulate
+from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation, durations_scenario
+from llamarl.forecast.simulate import SimulationResult, simulate
 from llamarl.forecast.step_time import closed_form_period
 from llamarl.forecast.virtual_clock import VirtualClockRuntime
 from llamarl.tick_schedule import constant_batches, select_due, slot_starts
@@ -166,6 +166,29 @@ def test_the_same_scenario_gives_the_same_reports() -> None:
     scenario = small(variation=Variation(generator_jitter=0.3, trainer_jitter=0.2, slow_fraction=0.5, slow_factor=2.0))
     assert simulate(scenario).reports == simulate(scenario).reports
     assert simulate(scenario).step_s != simulate(dataclasses.replace(scenario, seed=1)).step_s
+
+
+def test_a_run_that_fails_and_resumes_trains_on_the_same_tokens() -> None:
+    scenario = small(max_segments=2, oversubscription=1.5, num_ticks=40)
+    undisturbed = simulate(scenario)
+    hours = undisturbed.total_s / 3600.0 / 3.0 * scenario.devices  # about three failures
+    broken = simulate(
+        dataclasses.replace(scenario, failures=Failures(device_mtbf_hours=hours, restart_s=11.0, checkpoint_every=4))
+    )
+    assert broken.num_failures >= 1 and broken.total_s > undisturbed.total_s
+
+    def trained(result: SimulationResult) -> dict[int, float]:
+        return {r.tick: r.metrics["tokens/trained"] for r in result.reports if r.executor == "trainer"}
+
+    assert trained(broken) == trained(undisturbed)
+    assert broken.staleness == undisturbed.staleness
+    assert broken.total_s - undisturbed.total_s == pytest.approx(broken.lost_share * broken.total_s, rel=0.25)
+
+
+def test_a_job_that_dies_before_every_checkpoint_is_refused() -> None:
+    failures = Failures(device_mtbf_hours=1e-3, restart_s=1.0, checkpoint_every=10)
+    with pytest.raises(PlanError, match="take checkpoints more often than every 10 ticks"):
+        simulate(small(failures=failures))
 
 
 def test_slow_replicas_hold_up_a_tick_and_the_others_wait() -> None:
