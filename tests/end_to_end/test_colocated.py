@@ -11,6 +11,7 @@ from conftest import REPOSITORY, CommandLine, arguments, rows
 from llamarl.config import load_config
 from llamarl.controller.resume import resume_run
 from llamarl.controller.run import start_run
+from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.engine.engine import NativeEngine
 from llamarl.executors import generator as generator_module
 from llamarl.executors import trainer as trainer_module
@@ -58,7 +59,7 @@ def test_co_located_run_has_the_bits_of_the_synchronous_one(synchronous: Path, t
     table = rows(together)
     assert max(row["rollout/carried"] for row in table) > 0  # responses were cut, without a cache to go on from
     # what the engine holds: its cache, and packed linear layers of 2,233,856 bytes; on a CPU the trainer moves nothing
-    blocks = load_config(RECIPE).generator.engine.kv_cache_bytes // 1536  # of 2 tokens, 768 bytes each
+    blocks = CPU_CACHE_BYTES // 1536  # of 2 tokens, 768 bytes each
     assert {row["memory/generator_parked_bytes"] for row in table} == {blocks * 1536 + 2_233_856}
     assert {row["memory/trainer_parked_bytes"] for row in table} == {0}
     assert all(row["time/park_s"] > 0 for row in table)

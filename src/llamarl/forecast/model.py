@@ -10,7 +10,6 @@ import difflib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,7 +19,7 @@ from typing import Any
 from llamarl.errors import FileError, ModelError, PlanError
 from llamarl.models.folders import is_hub_id, read_model_config
 from llamarl.models.sizes import fitting_sizes, layers_of_stages, whole_experts
-from llamarl.models.support import is_known, text_part, why_unsupported
+from llamarl.models.support import FAMILIES, is_known, text_part, why_unsupported
 from llamarl.reading import read_object
 
 __all__ = [
@@ -35,45 +34,16 @@ __all__ = [
 ]
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
-_UNGATED = {
-    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gptj",
-    "jais2", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2",
-}  # fmt: skip
-_QKV_BIAS = {"qwen2", "qwen2_moe"}
+_UNGATED = {"gpt2", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"}
+_QKV_BIAS = {"qwen2"}
 _QK_NORM = {"qwen3", "qwen3_moe"}
-_RECURRENT = {
-    "mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "qwen3_next", "recurrent_gemma", "zamba2", "bamba", "xlstm",
-}  # fmt: skip
-_OTHER = {"hrm_text", "jetmoe", "moshi", "phi4_multimodal"}
-"""Kinds with parameters that their config names with the keys of a plain decoder: mixtures of
-attention heads, nested or repeated stacks, adapters of other modalities."""
 _ALIASES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd",),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
     "num_experts": ("num_local_experts", "n_routed_experts"),
-    "num_experts_per_tok": ("moe_top_k", "moe_topk", "top_k_experts", "experts_per_token"),
-    "n_shared_experts": ("num_shared_experts",),
-    "shared_expert_intermediate_size": ("shared_intermediate_size",),
-    "first_k_dense_replace": ("num_dense_layers",),
-    "max_position_embeddings": ("n_positions", "max_seq_len"),
+    "max_position_embeddings": ("n_positions",),
 }
-_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
-_SUSPECT = re.compile(
-    r"expert|(^|_)moe(_|$)|mamba|^ssm_|conv(_|1d)|(^|_)conv$|^linear_(num|key|value|head|attn|conv)|hybrid|^lru_|^rwkv|recurrent"
-    r"|^(ffn|attn|linear_attn)_config$|^block_(configs|types)$|^layers_block_type$|^hidden_size_per_layer_input$"
-)
-"""Keys of experts, of layers that are not attention, and of nested shapes: read below, harmless, or
-the reader must refuse."""
-_READ = {
-    "num_experts", "num_experts_per_tok", "n_shared_experts", "shared_expert_intermediate_size", "moe_intermediate_size",
-    "is_moe", "enable_moe_block",
-}  # fmt: skip
-_HARMLESS = re.compile(
-    r"_?experts_implementation|moe_(router|aux|routed_scaling|renorm|norm_min|jitter|z_loss|apply_router)\w*|num_expert_groups?"
-    r"|(use|moe)_expert_bias|expert_selection_fn|\w*expert_(overlap|combination_strategy|parallel\w*)|enable_moe_fp32_combine"
-)
-"""Of the suspect keys, those that change how tokens are routed or computed, not what a layer holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,52 +198,18 @@ class ModelSpec:
         return 4.0 * context * self.heads * self.head_dim
 
 
-def _refuse_unread(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a config with layers that the reader would silently take for dense attention layers.
-
-    Raises:
-        PlanError: Names the keys.
-    """
-    read = _READ.union(*(_ALIASES.get(key, ()) for key in _READ))
-    unread = [
-        f"{key} = {value!r}" if isinstance(value, bool | int | float | str) else key
-        for key, value in sorted(config.items())
-        if value  # absent, None, False, 0 and empty say that there is no such thing
-        and _SUSPECT.search(key)
-        and key not in read
-        and not _HARMLESS.fullmatch(key)
-        and not (key == "moe_layer_freq" and value == 1)  # every layer, as without it
-    ]
-    for key, known in (("layer_types", _ATTENTION_LAYERS), ("mlp_layer_types", {"dense", "sparse"})):
-        kinds = config.get(key)
-        if isinstance(kinds, list | tuple) and (strange := sorted({str(kind) for kind in kinds} - known)):
-            unread.append(f"{key} with {', '.join(strange)}")
-    if unread:
-        raise PlanError(
-            f"model {name}: config.json has {'; '.join(unread)}, which a forecast does not interpret: its memory and times "
-            "would be wrong; plan with dense or mixture-of-experts attention layers whose keys are those of Llama, Qwen, Mixtral "
-            "or DeepSeek"
-        )
-
-
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """Shape from the dictionary of a ``config.json``.
 
     Raises:
-        PlanError: A recurrent or unknown layer kind, keys of experts or other layers that are not
-            interpreted, or a key is missing or not a positive number.
+        PlanError: It is of no family in ``models/support.py``, so nobody knows how its layers count;
+            or a key is missing or not a positive number.
     """
-    whole = config
-    if isinstance(config.get("text_config"), Mapping):
-        config = {**config["text_config"], "model_type": config["text_config"].get("model_type", "")}
+    whole, config = config, text_part(config)
     kind = str(config.get("model_type", ""))
-    if kind in _RECURRENT:
-        raise PlanError(
-            f"model {name}: {kind} has recurrent layers, whose cost is not modelled; plan with a transformer"
-        )
-    if kind in _OTHER:
-        raise PlanError(f"model {name}: a forecast does not count the layers of {kind}; plan with a plain transformer")
-    _refuse_unread(config, name)
+    if not is_known(whole):
+        why = why_unsupported(whole, "generate") or f"the layers of {kind!r} are not known"
+        raise PlanError(f"model {name}: {why}; a forecast counts the families in docs/models.md: {', '.join(FAMILIES)}")
     read = partial(_read_size, config, name)
     hidden, heads = read("hidden_size"), read("num_attention_heads")
     layers, vocab = read("num_hidden_layers"), read("vocab_size")
@@ -306,7 +242,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
         rotary_by_length=_follows_length(config),
         shares_prompts=_attends_to_all(config, kind),
-        unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or _undecided(whole),
+        unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or "",
     )
 
 
@@ -331,8 +267,7 @@ def _expert_sizes(
     config: Mapping[str, Any], read: Callable[..., int], *, layers: int, intermediate: int
 ) -> dict[str, int]:
     """The fields of ``ModelSpec`` that say what experts a model has; empty for one that has none."""
-    off = any(config.get(key) is False for key in ("is_moe", "enable_moe_block"))
-    experts = 0 if off else read("num_experts", 0)
+    experts = read("num_experts", 0)
     if not experts:
         return {}
     width = read("moe_intermediate_size", intermediate)
@@ -371,13 +306,6 @@ def _attends_to_all(config: Mapping[str, Any], kind: str) -> bool:
     if isinstance(kinds, list | tuple):
         return all(one == "full_attention" for one in kinds)
     return not (config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen")))
-
-
-def _undecided(config: Mapping[str, Any]) -> str:
-    if is_known(config):
-        return ""
-    kind = text_part(config).get("model_type")
-    return f"whether it computes {kind!r}, the check before a run finds out: llamarl train RECIPE --dry-run"
 
 
 @lru_cache(maxsize=1)

@@ -144,7 +144,11 @@ def test_pipeline_stages_that_the_model_does_not_have_are_refused(tmp_path: Path
     ("section", "sizes", "words"),
     [
         ("critic", ("fsdp", "tp"), "set algorithm.advantage to 'gae', 'turn_gae' or 'two_level_gae'"),
-        ("reference", ("fsdp", "tp"), "set algorithm.kl_coef above 0 or reference.enabled to true"),
+        (
+            "reference",
+            ("fsdp", "tp"),
+            "set algorithm.kl_coef above 0 or algorithm.advantage to 'distillation' or reference.enabled to true",
+        ),
         ("reward_model", ("fsdp", "tp"), "set reward_model.path to its folder"),
     ],
 )

@@ -297,7 +297,7 @@ NO_CODE = {
     # folders, files and addresses that are read as data
     "model.path", "critic.path", "judge.path", "reference.path", "reward_model.path", "run.dir", "task.data", "task.eval_data",
     "task.train_file", "task.eval_file", "task.mixture.*.data", "task.mixture.*.eval_data", "task.mixture.*.train_file",
-    "task.mixture.*.eval_file",
+    "task.mixture.*.eval_file", "task.rollouts",
     # names, words and patterns
     "judge.name", "judge.model", "reward_model.name", "task.rewards.*.name", "task.mixture.*.rewards.*.name",
     "task.mixture.*.label", "judge.rubric", "judge.score_pattern", "hosts.on.*", "hosts.on.*.*",

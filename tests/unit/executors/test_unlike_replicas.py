@@ -170,15 +170,21 @@ def test_auto_is_settled_kind_by_kind() -> None:
     settled = resolve_precision(config, "x86_64 a processor without such products")
     assert [kind.dtype for kind in settled.generator.replicas] == ["float32", "float32"]
     assert settled.generator.engine.dtype == "float32"
-    untouched = recipe({"dtype": "bfloat16"}, {})
-    assert resolve_precision(untouched) is untouched or resolve_precision(untouched) == untouched
+    settled = resolve_precision(recipe({"dtype": "bfloat16"}, {}))
+    assert [kind.dtype for kind in settled.generator.replicas] == ["bfloat16", "float32"]
+    assert settled.generator.engine.dtype == "float32" and resolve_precision(settled) == settled
 
 
 # -- what a recipe may say --------------------------------------------------------------------------------------------
 
 
 def test_a_kind_takes_what_it_does_not_say_from_the_section() -> None:
-    config = recipe({"tp": 2, "max_sequences": 16}, {"quantization": "int8", "dtype": "bfloat16"}, quantization="none")
+    config = recipe(
+        {"tp": 2, "max_sequences": 16},
+        {"quantization": "int8", "dtype": "bfloat16"},
+        quantization="none",
+        engine={"kv_cache_bytes": 1 << 21, "dtype": "float32"},
+    )
     first, second = config.generator.as_of_kind(0), config.generator.as_of_kind(1)
     assert (first.tp, first.engine.max_sequences, first.engine.dtype, first.quantization) == (2, 16, "float32", "none")
     assert (second.tp, second.engine.max_sequences, second.engine.dtype) == (1, 256, "bfloat16")
@@ -237,7 +243,10 @@ def changed(had: RunConfig, asked: RunConfig) -> list[tuple[str, Effect]]:
 def test_other_words_for_the_same_replicas_are_no_difference() -> None:
     assert not changed(recipe({"dp": 2}), recipe({}, {}))
     assert not changed(recipe(dp=2), recipe({"dp": 2, "tp": 1}))
-    assert not changed(recipe({"share": 6}, {"share": 3}), recipe({"share": 2}, {"dtype": "float32"}))
+    engine = {"dtype": "float32"}
+    assert not changed(
+        recipe({"share": 6}, {"share": 3}, engine=engine), recipe({"share": 2}, {"dtype": "float32"}, engine=engine)
+    )
 
 
 def test_another_share_or_number_is_in_the_states_and_another_precision_changes_bits() -> None:

@@ -135,7 +135,13 @@ def test_several_kinds_get_a_recipe_of_replicas_whose_shares_are_their_prompts(t
 
 
 def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     for source in (tmp_path, tmp_path / "config.json"):
         assert plan(f"{source} --devices 2 --hardware a100 --response-tokens 50") == 0

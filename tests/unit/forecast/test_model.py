@@ -10,6 +10,7 @@ import pytest
 from llamarl.errors import PlanError
 from llamarl.forecast import model as models
 from llamarl.forecast.model import find_model, spec_from_config
+from llamarl.models.support import FAMILIES
 
 PUBLISHED = {  # from the model cards' safetensors metadata
     "Llama-3.1-8B": 8_030_261_248,
@@ -83,10 +84,31 @@ def test_names_are_forgiving_and_folders_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_size": 8}, "num_attention_heads"),
-        ({"hidden_size": 0, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 4}, "at least 1"),
-        ({"hidden_size": "x", "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 4}, "number"),
+        ({"hidden_size": 8}, "names no model_type"),
+        ({"model_type": "llama", "hidden_size": 8}, "num_attention_heads"),
+        (
+            {
+                "model_type": "llama",
+                "hidden_size": 0,
+                "num_attention_heads": 1,
+                "num_hidden_layers": 1,
+                "vocab_size": 4,
+            },
+            "at least 1",
+        ),
+        (
+            {
+                "model_type": "llama",
+                "hidden_size": "x",
+                "num_attention_heads": 1,
+                "num_hidden_layers": 1,
+                "vocab_size": 4,
+            },
+            "number",
+        ),
         ({"model_type": "mamba2", "hidden_size": 8}, "recurrent"),
+        ({"model_type": "dbrx", "hidden_size": 8}, "the layers of 'dbrx' are not known"),
+        ({"model_type": "outer", "text_config": {"hidden_size": 8}}, "the layers of 'outer_text' are not known"),
     ],
 )
 def test_an_unusable_config_says_what_is_wrong(config: dict[str, Any], message: str) -> None:
@@ -94,90 +116,29 @@ def test_an_unusable_config_says_what_is_wrong(config: dict[str, Any], message: 
         spec_from_config(config, "broken")
 
 
-_BASE: dict[str, Any] = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=97,
-)
+def test_layers_of_a_sparse_model_that_are_dense_are_counted_by_their_kinds() -> None:
+    moe = {**TINY["deepseek_v3"], "model_type": "deepseek_v3"}
+    assert spec_from_config(moe, "x").sparse_layers == 2
+    kinds = ["dense", "dense", "sparse"]
+    assert spec_from_config({**moe, "first_k_dense_replace": 0, "mlp_layer_types": kinds}, "x").sparse_layers == 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (dict(model_type="ernie4_5_moe", moe_num_experts=64, moe_k=6), "moe_k = 6; moe_num_experts = 64"),
-        (dict(model_type="dbrx", ffn_config=dict(moe_num_experts=16, moe_top_k=4)), "ffn_config"),
-        (dict(model_type="llama4_text", num_local_experts=16, num_experts_per_tok=1, interleave_moe_layer_step=1),
-         "interleave_moe_layer_step = 1"),
-        (dict(model_type="nemotron_h", mamba_num_heads=128, hybrid_override_pattern="M-M*"),
-         "hybrid_override_pattern = 'M-M\\*'; mamba_num_heads = 128"),
-        (dict(model_type="lfm2", conv_L_cache=3, layer_types=["conv", "full_attention"]),
-         "conv_L_cache = 3; layer_types with conv"),
-        (dict(model_type="new", layer_types=["full_attention", "linear_attention"]), "layer_types with linear_attention"),
-        (dict(model_type="new", num_experts=8, num_experts_per_tok=2, mlp_layer_types=["hash_moe"]),
-         "mlp_layer_types with hash_moe"),
-        (dict(model_type="deepseek_v2", n_routed_experts=8, num_experts_per_tok=2, moe_layer_freq=2), "moe_layer_freq = 2"),
-        (dict(model_type="new", num_experts=8), "no num_experts_per_tok"),
-        (dict(model_type="gemma3n_text", hidden_size_per_layer_input=256), "hidden_size_per_layer_input"),
-    ],
-)  # fmt: skip
-def test_layers_that_are_not_interpreted_are_refused_by_their_keys(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        spec_from_config({**_BASE, **extra}, "strange")
-    with pytest.raises(PlanError, match=message):  # as the language part of a larger model
-        spec_from_config({"model_type": "outer", "text_config": {**_BASE, **extra}}, "strange")
+def test_windows_keep_prompts_from_being_shared() -> None:
+    plain = {**TINY["llama"], "model_type": "llama"}
+    windowed = {**plain, "layer_types": ["full_attention", "sliding_attention"]}
+    assert spec_from_config(windowed, "x") == replace(spec_from_config(plain, "x"), shares_prompts=False)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        dict(conv_bias=False, num_experts=None, moe_intermediate_size=0, mamba_heads=None, layer_types=None),
-        dict(is_moe=False, num_experts=64, num_experts_per_tok=2),
-        dict(layer_types=["full_attention", "sliding_attention"]),
-    ],
-)
-def test_keys_that_say_nothing_leave_a_dense_model(extra: dict[str, Any]) -> None:
-    found = spec_from_config({**_BASE, **extra}, "x")
-    windows = "sliding_attention" in (extra.get("layer_types") or ())
-    assert found == replace(spec_from_config(_BASE, "x"), shares_prompts=not windows)
-
-
-def test_keys_of_routing_alone_are_no_obstacle_and_dense_layers_are_counted() -> None:
-    moe = dict(model_type="deepseek_v3", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-    plain = spec_from_config({**_BASE, **moe}, "x")
-    routing = dict(moe_layer_freq=1, moe_router_dtype="float32", use_expert_bias=True, experts_implementation="eager")
-    assert spec_from_config({**_BASE, **moe, **routing}, "x") == plain
-    kinds = ["dense", "dense", "sparse", "sparse"]
-    assert spec_from_config({**_BASE, **moe, "mlp_layer_types": kinds}, "x").sparse_layers == 2
-
-
-SPARSE_KINDS = (
-    "cohere2_moe", "deepseek_v3", "exaone_moe", "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared",
-    "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
-STRANGE_KINDS = (
-    "bamba", "dbrx", "ernie4_5_moe", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "llama4_text", "longcat_flash",
-    "mamba2", "minimax", "nemotron_h", "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", [*SPARSE_KINDS, *STRANGE_KINDS])
-def test_default_configs_of_transformers_are_counted_right_or_refused(kind: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("nemotron", "gpt2", "opt")])
+def test_default_configs_of_every_family_are_counted_right(kind: str) -> None:
+    """But for positions that are learned (gpt2, opt), and a family without a usable default."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    if kind not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {kind}")
     config = transformers.AutoConfig.for_model(kind)
-    if kind in STRANGE_KINDS:
-        with pytest.raises(PlanError, match="not interpret|recurrent"):
-            spec_from_config(config.to_dict(), kind)
-        return
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config)
     count = sum({id(p): p.numel() for p in module.parameters()}.values())
-    assert spec_from_config(config.to_dict(), kind).total_params == pytest.approx(count, rel=5e-3)
+    assert spec_from_config(config.to_dict(), kind).total_params == pytest.approx(count, rel=5e-4)
 
 
 def test_an_unknown_name_gets_the_nearest(tmp_path: Path) -> None:
