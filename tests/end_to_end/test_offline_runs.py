@@ -50,7 +50,8 @@ def test_the_best_samples_alone_are_imitated_each_once_an_epoch(
     llamarl: CommandLine, recorded: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    llamarl.run(imitation(recorded, run_dir))
+    inline = {"run__runtime": '"inline"'}
+    llamarl.run(imitation(recorded, run_dir, **inline))
     samples = list(read_rollouts(recorded))
     best = {
         (s.prompt_tokens.tobytes(), s.response.tokens.tobytes()): int(s.response.loss_mask.sum())
@@ -64,7 +65,7 @@ def test_the_best_samples_alone_are_imitated_each_once_an_epoch(
     all_rows = tmp_path / "all"  # one tick of all rows, none held out: as many tokens as the best samples have
     llamarl.run(
         [
-            *imitation(recorded, all_rows, task__eval_fraction=0, evaluation__every=0),
+            *imitation(recorded, all_rows, task__eval_fraction=0, evaluation__every=0, **inline),
             "--epochs",
             "1",
             "--batch",
@@ -97,15 +98,16 @@ def test_it_repeats_and_a_run_that_was_killed_ends_with_the_same_bits(
         if kind == "imitation":
             return imitation(recorded, run_dir, run__num_ticks=8)
         done = {"run.num_ticks": 8, "evaluation.every": 0, "checkpoint.every": 2, "task.options": "{ max_terms = 9 }"}
-        given = {"run.dir": json.dumps(str(run_dir)), "observability.console": '"plain"', **offline(recorded, **done)}
+        done |= {"trainer.threads": 1, "observability.console": '"plain"'}
+        given = {"run.dir": json.dumps(str(run_dir)), **offline(recorded, **done)}
         return ["train", "tiny", "--schedule.prompts_per_step=4", *(f"--{key}={value}" for key, value in given.items())]
 
-    llamarl.run(words(tmp_path / "whole"))
+    llamarl.run([*words(tmp_path / "whole"), '--run.runtime="inline"'])
     run = Started(words(tmp_path / "killed"), together=True)
     wait_until(lambda: run.poll() is not None or len(rows(tmp_path / "killed")) >= 3, limit_s=120, what="three ticks")
     run.send_signal(signal.SIGKILL)
     run.wait(60)
-    llamarl.run(["train", "--resume", str(tmp_path / "killed")])
+    llamarl.run(["train", "--resume", str(tmp_path / "killed"), '--run.runtime="inline"'])
     assert_same(tmp_path / "killed", tmp_path / "whole")
 
 
@@ -126,7 +128,7 @@ def test_samples_without_log_probs_are_refused_by_a_loss_that_weighs_by_them_and
     bare = altered(recorded, tmp_path / "bare", lambda sample: sample.pop("behavior_logprobs"))
     done = llamarl.train(tmp_path / "run", offline(bare), status=2)
     assert "task.rollouts: sample" in done.stderr and "has no log-probs of what sampled it" in done.stderr
-    llamarl.run(imitation(bare, tmp_path / "imitated", run__num_ticks=2))
+    llamarl.run(imitation(bare, tmp_path / "imitated", run__num_ticks=2, run__runtime='"inline"'))
     assert len(rows(tmp_path / "imitated")) == 2
 
 
