@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import CommandLine, rows, wait_for_rows
 from same_run import assert_same_run
-from test_survival import kill
+from test_survival import INLINE, kill
 
 from llamarl.models.folders import resolve_model_path
 
@@ -27,14 +27,14 @@ SETTINGS: dict[str, Any] = {
 def teacher(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, some ticks of reinforcement learning on."""
     run_dir = tmp_path_factory.mktemp("teacher") / "run"
-    llamarl.train(run_dir, {"evaluation.every": 0, "optimizer.lr": 1e-3})
+    llamarl.train(run_dir, {"evaluation.every": 0, "optimizer.lr": 1e-3} | INLINE)
     return run_dir / "model"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(llamarl: CommandLine, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    llamarl.train(run_dir, {**SETTINGS, "reference.path": json.dumps(str(teacher))})
+    llamarl.train(run_dir, {**SETTINGS, **INLINE, "reference.path": json.dumps(str(teacher))})
     return run_dir
 
 

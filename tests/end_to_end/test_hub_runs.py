@@ -77,7 +77,10 @@ def test_a_run_of_a_hub_model_records_its_commit_and_goes_on_offline_after_the_b
         assert ended.returncode == 0, ended.stderr
         recorded = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["model"]
         assert recorded["path"] == f"lab/tiny@{commit}"
-        same = run_llamarl(["train", "tiny", "--run.dir", "plain", *SMALL, "--run.num_ticks", "2"], cwd=tmp_path)
+        same = run_llamarl(
+            ["train", "tiny", "--run.dir", "plain", *SMALL, "--run.runtime=inline", "--run.num_ticks", "2"],
+            cwd=tmp_path,
+        )
         assert same.returncode == 0, same.stderr
         losses = [
             [json.loads(row)["loss/policy"] for row in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]

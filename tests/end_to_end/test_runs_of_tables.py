@@ -22,6 +22,7 @@ def test_a_data_set_of_the_hub_is_trained_on_and_its_commit_is_recorded(tmp_path
         """
         [run]
         dir = "run"
+        runtime = "inline"
         num_ticks = 1
         [task]
         name = "function"

@@ -29,6 +29,8 @@ SETTINGS: dict[str, Any] = {
 }
 TINY = resolve_model_path("bundled:tiny")
 EPOCHS = ("--epochs", "4", "--batch", "8")
+INLINE = '--run.runtime="inline"'
+"""In one process, to the same bits as in several."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def words(data: Path, run_dir: Path, **more: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(llamarl: CommandLine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    llamarl.run(words(data, run_dir))
+    llamarl.run([*words(data, run_dir), INLINE])
     return run_dir
 
 
@@ -74,7 +76,7 @@ def test_it_repeats_and_a_run_that_was_killed_twice_ends_with_the_same_bits(
     run.send_signal(signal.SIGKILL)
     run.wait(60)
     assert len(rows(run_dir)) < len(rows(undisturbed)), "it was killed in its middle"
-    llamarl.run(["train", "--resume", str(run_dir)])
+    llamarl.run(["train", "--resume", str(run_dir), INLINE])
     assert_same(run_dir, undisturbed)
 
 
@@ -89,7 +91,7 @@ def overfitting(data: Path, run_dir: Path, **more: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def ended_early(llamarl: CommandLine, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("early") / "run"
-    done = llamarl.run(overfitting(data, run_dir))
+    done = llamarl.run([*overfitting(data, run_dir), INLINE])
     assert "held-out loss has not fallen for 2 evaluations (evaluation.patience)" in done.stderr + done.stdout
     return run_dir
 
@@ -120,12 +122,12 @@ def test_a_run_that_ends_early_ends_with_the_same_bits_where_it_is_killed(
     run.send_signal(signal.SIGKILL)
     run.wait(60)
     assert len(rows(run_dir)) < len(rows(ended_early)), "it was killed in its middle"
-    llamarl.run(["train", "--resume", str(run_dir)])
+    llamarl.run(["train", "--resume", str(run_dir), INLINE])
     assert_same(run_dir, ended_early)
-    done = llamarl.run(["train", "--resume", str(run_dir)])
+    done = llamarl.run(["train", "--resume", str(run_dir), INLINE])
     assert f"complete at {len(rows(ended_early))} ticks" in done.stdout
     shutil.rmtree(run_dir / "model")
-    llamarl.run(["train", "--resume", str(run_dir)])
+    llamarl.run(["train", "--resume", str(run_dir), INLINE])
     assert contents(run_dir / "model") == contents(ended_early / "model")
 
 
@@ -133,7 +135,7 @@ def test_adapters_alone_learn_the_rows_and_the_rest_of_the_model_stays(
     llamarl: CommandLine, data: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "lora"
-    llamarl.run(words(data, run_dir, lora__rank=8, optimizer__lr=1e-2))
+    llamarl.run([*words(data, run_dir, lora__rank=8, optimizer__lr=1e-2), INLINE])
     losses = [row["eval/loss"] for row in rows(run_dir) if "eval/loss" in row]
     assert losses[-1] < losses[0] / 2, losses
     assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
@@ -159,6 +161,7 @@ def test_the_model_is_where_reinforcement_learning_begins(
     llamarl.train(
         tmp_path / "rl",
         {"model.path": json.dumps(str(undisturbed / "model")), "run.num_ticks": 2, "evaluation.every": 0},
+        INLINE,
     )
     assert len(rows(tmp_path / "rl")) == 2
 

@@ -27,6 +27,8 @@ SETTINGS = {
     "checkpoint.every": 2,
     "evaluation.every": 4,
 }
+INLINE = {"run.runtime": '"inline"'}
+"""For runs that nobody disturbs: in one process, to the same bits."""
 
 
 def checkpoints(run_dir: Path) -> dict[str, bytes]:
@@ -49,7 +51,7 @@ def kill(run: Started, *executors: str, number: int = signal.SIGKILL) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    CommandLine().train(folder, SETTINGS)
+    CommandLine().train(folder, SETTINGS | INLINE)
     return folder
 
 
@@ -77,7 +79,7 @@ CRITIC = {**SETTINGS, "algorithm.advantage": '"gae"', "run.num_ticks": 9, "check
 @pytest.fixture(scope="module")
 def undisturbed_with_critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed_with_critic") / "run"
-    CommandLine().train(folder, CRITIC)
+    CommandLine().train(folder, CRITIC | INLINE)
     return folder
 
 
