@@ -31,19 +31,20 @@ EPISODES = {
     "optimizer.schedule": '"constant"',
     "observability.rollouts": "true",
 }
+INLINE = {"run.runtime": '"inline"'}
 
 
 @pytest.fixture(scope="module")
 def never_killed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("never_killed") / "run"
-    llamarl.train(run_dir, EPISODES)
+    llamarl.train(run_dir, EPISODES | INLINE)
     return run_dir
 
 
 def test_late_replies_cost_time_and_change_no_bit(llamarl: CommandLine, tmp_path: Path, never_killed: Path) -> None:
     """A tool that takes up to 0.1 s, another time for each call, against an instant one."""
     slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.1, delays = "any" }'}
-    llamarl.train(tmp_path / "run", EPISODES | slow)
+    llamarl.train(tmp_path / "run", EPISODES | slow | INLINE)
     assert not differences(tmp_path / "run", never_killed)
     assert sum(row["time/environment_wait_s"] for row in rows(tmp_path / "run")) > 0.1
 
@@ -85,7 +86,7 @@ def test_replies_that_joined_on_arrival_are_repeated_from_the_log(llamarl: Comma
     """Under ``latest``, with a tool that takes another time for each call, in the replay too."""
     run, again = tmp_path / "run", tmp_path / "again"
     slow = {"task.environment_options": '{ turns = 5, fewest = 1, delay_s = 0.02, delays = "any" }'}
-    latest = {"schedule.weights": '"latest"', "run.runtime": '"inline"', "evaluation.every": 0}
+    latest = {"schedule.weights": '"latest"', "evaluation.every": 0, **INLINE}
     llamarl.train(run, EPISODES | slow | latest)
     events = read_events(run / "events.jsonl", num_ticks=4)
     joins = [join for event in events.values() for join in event.joins]
