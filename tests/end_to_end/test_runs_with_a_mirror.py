@@ -19,7 +19,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def undisturbed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    llamarl.train(run, SETTINGS)
+    llamarl.train(run, {**SETTINGS, "run.runtime": '"inline"'})
     return run
 
 
@@ -40,7 +40,7 @@ def test_a_run_whose_machine_is_lost_goes_on_from_its_mirror_to_the_same_bits(
     assert not back.exists()
     llamarl.run(["train", "--resume", url, "--run.dir", str(back)])
     assert_same_run(undisturbed, back)
-    again = llamarl.run(["train", "--resume", url, "--run.dir", str(tmp_path / "copy")])
+    again = llamarl.run(["train", "--resume", url, "--run.dir", str(tmp_path / "copy"), "--run.runtime=inline"])
     assert "is complete at 8 ticks" in again.stdout, again.stderr
     assert_same_run(undisturbed, tmp_path / "copy")
 
