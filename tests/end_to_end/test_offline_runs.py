@@ -148,5 +148,9 @@ def test_samples_of_another_tokenizer_or_temperature_and_rewards_that_nobody_ear
     assert "has a reward of 2 or more (the highest is 1): lower it" in done.stderr
     done = llamarl.train(tmp_path / "run", offline(tmp_path / "nowhere"), status=2)
     assert "holds no rollouts" in done.stderr
+    (tmp_path / "empty" / "rollouts").mkdir(parents=True)
+    (tmp_path / "empty" / "rollouts" / "tick_000000.jsonl").touch()
+    done = llamarl.train(tmp_path / "run", offline(tmp_path / "empty"), status=2)
+    assert "are empty files: no sample was recorded" in done.stderr
     done = llamarl.train(tmp_path / "run", offline(recorded, **{"dynamic_sampling.enabled": "true"}), status=2)
     assert "with task.rollouts nothing is sampled and nothing judged" in done.stderr

@@ -60,6 +60,8 @@ class RecordedStream:
         recorded = [
             list(group) for _, group in groupby(read_rollouts(run), key=lambda r: (r.tick, r.response.prompt_index))
         ]
+        if not recorded:
+            raise DataError.at("task.rollouts", f": the rollouts of {run} are empty files: no sample was recorded")
         _check_tokenizer(run, [group[0] for group in recorded], tokenizer)
         if imitate:
             groups = _to_imitate(run, [sample for group in recorded for sample in group], least_reward)
