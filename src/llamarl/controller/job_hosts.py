@@ -31,12 +31,11 @@ from llamarl.runtime.host_placement import (
     Machine,
     layouts,
     spread,
-    stand_in,
     unlike,
     what_changed,
     why_no_room,
 )
-from llamarl.runtime.placement import ColocatedGroup, Placement, place, share_of
+from llamarl.runtime.placement import ColocatedGroup, Placement, place, share_of, stand_in
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
@@ -58,7 +57,7 @@ class HostPlaces:
     Args:
         where: Executor -> the host of each rank. Changed in place, as ``files`` and ``launcher`` have it too.
         hosts: Of the cluster, in the order of their numbers.
-        on_gpus: Executors on GPUs.
+        placement: Of the executors.
         take: Takes on one host what the ranks of another have there; why it could not, empty: it did.
         allow_unlike: Whether the other host may differ in what decides bits.
         told_s: How long it may take to hear that a host is gone.
@@ -68,7 +67,7 @@ class HostPlaces:
         self,
         where: dict[str, tuple[int, ...]],
         hosts: Sequence[Machine],
-        on_gpus: Collection[str],
+        placement: Placement,
         launcher: RayLauncher,
         files: JobFiles | None,
         network: Callable[[int], Network],
@@ -77,7 +76,7 @@ class HostPlaces:
         allow_unlike: bool,
         told_s: float = 0.0,
     ) -> None:
-        self._where, self._hosts, self._on_gpus = where, hosts, on_gpus
+        self._where, self._hosts, self._placement = where, hosts, placement
         self._launcher, self._files, self._network = launcher, files, network
         self._take, self._allow_unlike, self._told_s = take, allow_unlike, told_s
         self._stand_ins: dict[int, int] = {}
@@ -137,10 +136,10 @@ class HostPlaces:
         while True:
             other = stand_in(
                 host,
+                self._placement,
                 self._hosts,
                 self._where,
                 gone=self._launcher.lost | self._full,
-                on_gpus=self._on_gpus,
                 allow_unlike=self._allow_unlike,
             )
             if other is None or not self._take(other, host):
@@ -178,8 +177,6 @@ class JobHosts:
     """Once :meth:`runtime` has been called."""
     machines: Sequence[Machine] = ()
     """The hosts, once :meth:`place` has been called."""
-    on_gpus: Collection[str] = ()
-    """Executors on GPUs, likewise."""
     placement: Placement | None = None
     """Of its executors, likewise."""
     places: HostPlaces | None = None
@@ -265,7 +262,6 @@ class JobHosts:
             )
         placement = place(executors, hosts, self.where, colocated=colocated)
         self.machines, self.placement = hosts, placement
-        self.on_gpus = [spec.name for spec in placement.executors if spec.device.startswith("cuda")]
         return placement
 
     def take(self, where: Mapping[str, Sequence[int]], within_s: float) -> str:
@@ -365,13 +361,13 @@ class JobHosts:
         """
         from llamarl.runtime.ray.launcher import RayLauncher
 
+        assert self.placement is not None, "placed before its ranks run"
         on_lost = files.lose if files is not None else lambda host: None
-        specs = self.placement.executors if self.placement is not None else ()
-        self.launcher = launcher = RayLauncher(self.cluster, self.where, on_lost, specs=specs)
+        self.launcher = launcher = RayLauncher(self.cluster, self.where, on_lost, specs=self.placement.executors)
         self.places = HostPlaces(
             self.where,
             self.machines,
-            self.on_gpus,
+            self.placement,
             launcher,
             files,
             self.network,

@@ -7,7 +7,7 @@ where they can, ranks with neighbouring numbers too, since these talk most. One 
 goes whole to the host that has fewest ranks so far. Unlike replicas may be given hosts kind by
 kind: ``generator_0`` are those of the first kind.
 
-While the job goes on a host may be gone: another takes its place (``stand_in``), and everyone else stays.
+While the job goes on a host may be gone: another takes its place (``placement.stand_in``), and everyone else stays.
 
 When a run goes on and nodes that it was given are not in the cluster any more, ranks go elsewhere
 (``layouts``): where they are changes no bit.
@@ -16,7 +16,7 @@ When a run goes on and nodes that it was given are not in the cluster any more, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.errors import ConfigError
@@ -27,7 +27,6 @@ __all__ = [
     "Units",
     "layouts",
     "spread",
-    "stand_in",
     "unlike",
     "what_changed",
     "why_no_room",
@@ -139,37 +138,6 @@ def _fill_kinds(
             found += [hosts[(2 * done + size) * len(hosts) // (2 * total)]] * size
             done += size
     return tuple(found)
-
-
-def stand_in(
-    lost: int,
-    hosts: Sequence[Machine],
-    where: Mapping[str, Sequence[int]],
-    *,
-    gone: Collection[int],
-    on_gpus: Collection[str] = (),
-    allow_unlike: bool = False,
-) -> int | None:
-    """The host that takes the place of one that is gone, with all its ranks, each on the device
-    with the same number: alike in what decides bits, with fewest ranks, the first of those.
-
-    Args:
-        where: As :func:`spread` gives it.
-        gone: Hosts that are not there.
-        on_gpus: Executors on GPUs: they go where no other such executor is and at least as many GPUs are.
-
-    Returns:
-        None: there is none.
-    """
-    used = Counter(host for ranks in where.values() for host in ranks)
-    with_gpus = {host for name in on_gpus for host in where.get(name, ())}
-
-    def fits(host: int) -> bool:
-        if host in gone or unlike([hosts[lost], hosts[host]], allow=allow_unlike):
-            return False
-        return lost not in with_gpus or (host not in with_gpus and hosts[host].cuda_devices >= hosts[lost].cuda_devices)
-
-    return min((host for host in range(len(hosts)) if fits(host)), key=lambda host: (used[host], host), default=None)
 
 
 def unlike(machines: Sequence[Machine], *, allow: bool) -> list[str]:

@@ -14,6 +14,9 @@ spin in their collectives there, and its memory would have to hold both.
 Executors that take turns (``ColocatedGroup``) count as one among the cores: each that asks for
 threads gets all that the others leave. Those of them that give their memory back while they wait
 share devices, from cuda:0 on.
+
+A host that takes the place of one that is gone (``stand_in``) is one on which the job, as it was
+settled, can be placed with that host's ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.host_placement import Machine
+from llamarl.runtime.host_placement import Machine, unlike
 from llamarl.trainer.config import MOST_AT_ONCE
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "memory_of_gpus",
     "place",
     "share_of",
+    "stand_in",
 ]
 
 _MOST_S = 120.0
@@ -253,6 +257,42 @@ def place(
         hosts={name: tuple(machines[host].name for host in ranks) for name, ranks in where.items()} if named else {},
         cores_of={machines[host].name: machines[host].cores for host in used} if named else {},
     )
+
+
+def stand_in(
+    lost: int,
+    placement: Placement,
+    machines: Sequence[Machine],
+    where: Mapping[str, Sequence[int]],
+    *,
+    gone: Collection[int],
+    allow_unlike: bool = False,
+) -> int | None:
+    """The machine that takes the place of one that is gone, with all its ranks, each on the device with the same number.
+
+    Alike in what decides bits, with fewest ranks, the first of those on which :func:`place` finds
+    room for them; ranks on GPUs go where no other rank is on one. None: there is none.
+
+    Args:
+        placement: Of the job, so that threads and devices are given.
+        where: Executor -> the machine of each of its ranks, as they are now.
+        gone: Machines that take nobody.
+    """
+    used = Counter(host for ranks in where.values() for host in ranks)
+
+    def fits(host: int) -> bool:
+        if host in gone or unlike([machines[lost], machines[host]], allow=allow_unlike):
+            return False
+        if all(share_of(at, placement.executors, where, machines[at])[1] for at in (lost, host)):
+            return False
+        moved = {name: [host if at == lost else at for at in ranks] for name, ranks in where.items()}
+        try:
+            place(placement.executors, machines, moved, colocated=placement.colocated)
+        except ConfigError:
+            return False
+        return True
+
+    return min(filter(fits, range(len(machines))), key=lambda host: (used[host], host), default=None)
 
 
 def share_of(

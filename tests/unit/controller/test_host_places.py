@@ -9,7 +9,9 @@ from other_space import place
 
 from llamarl.controller.job_hosts import HostPlaces
 from llamarl.errors import TransferError
+from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import Machine
+from llamarl.runtime.placement import place as settle
 
 
 class Launcher:
@@ -41,11 +43,15 @@ def places(
 ) -> HostPlaces:
     full = full or {}
     hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
+    specs = [
+        ExecutorSpec(name=name, factory="m:f", num_ranks=len(ranks), device="cpu", threads=1)
+        for name, ranks in where.items()
+    ]
     unchecked: Any = (launcher, files)
     return HostPlaces(
         where,
         hosts,
-        (),
+        settle(specs, hosts, where),
         *unchecked,
         lambda host: place(("a", "b", "c")[host]),
         lambda other, lost: full.get(other, ""),

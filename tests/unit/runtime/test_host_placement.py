@@ -11,10 +11,9 @@ from llamarl.runtime.config import host_settings, hosts_named
 from llamarl.runtime.host_placement import (
     Machine,
     spread,
-    stand_in,
     unlike,
 )
-from llamarl.runtime.placement import ColocatedGroup, place, share_of
+from llamarl.runtime.placement import ColocatedGroup, place, share_of, stand_in
 
 FACTS = {"llamarl": "1", "python": "3.11.7", "torch": "2.13", "processor": "x86 avx2"}
 
@@ -176,29 +175,53 @@ def test_a_mistake_in_the_hosts_names_its_key(given: dict[str, object], key: str
     assert key in [mistake.key for mistake in caught.value.mistakes]
 
 
-def test_the_place_of_a_host_that_is_gone_is_taken_by_the_one_with_fewest_ranks() -> None:
-    hosts = [machine(name) for name in "abcd"]
-    where = {"g": (0, 1), "t": (1,), "r": (2,), "e": (5,)}
-    assert stand_in(1, hosts, where, gone={1}) == 3, "d has none"
-    assert stand_in(1, hosts, where, gone={1, 3}) == 0, "a and c have one each"
-    assert stand_in(1, hosts, where, gone={0, 1, 3}) == 2
-    assert stand_in(1, hosts, where, gone={0, 1, 2, 3}) is None
+FOUR = [machine(name) for name in "abcd"]
+BUSY = [spec("g", 2), spec("t"), spec("r")], {"g": (0, 1), "t": (1,), "r": (2,)}
+OTHER = [machine("a"), machine("b", processor="arm"), machine("c")]
+APART = [spec("g"), spec("t")], {"g": (0,), "t": (2,)}
+GPUS = [machine("a", cuda_devices=4), machine("b", cuda_devices=2), machine("c", cuda_devices=4), machine("d")]
+ON_GPUS = [spec("g", 2, "cuda:1,cuda:2"), spec("t", 1, "cuda:0"), spec("r")], {"g": (0, 0), "t": (1,), "r": (3,)}
+LOW = [spec("g", 2, "cuda:0,cuda:1"), spec("t"), spec("r")], {"g": (0, 0), "t": (1,), "r": (3,)}
 
 
-def test_a_host_that_would_give_other_bits_takes_no_place() -> None:
-    hosts = [machine("a"), machine("b", processor="arm"), machine("c")]
-    where = {"g": (0,), "t": (2,)}
-    assert stand_in(0, hosts, where, gone={0}) == 2, "b has no ranks, but another processor"
-    assert stand_in(0, hosts, where, gone={0}, allow_unlike=True) == 1
-    assert stand_in(0, hosts, where, gone={0, 2}) is None
+@pytest.mark.parametrize(
+    ("why", "hosts", "job", "lost", "gone", "taken"),
+    [
+        ("d has no rank", FOUR, BUSY, 1, {1}, 3),
+        ("a and c have one each", FOUR, BUSY, 1, {1, 3}, 0),
+        ("c is left", FOUR, BUSY, 1, {0, 1, 3}, 2),
+        ("none is left", FOUR, BUSY, 1, {0, 1, 2, 3}, None),
+        ("b has no rank, but another processor", OTHER, APART, 0, {0}, 2),
+        ("b has another processor", OTHER, APART, 0, {0, 2}, None),
+        ("b has too few GPUs and another executor's rank on one, and d has none", GPUS, ON_GPUS, 0, {0}, 2),
+        ("as before, and c is gone", GPUS, ON_GPUS, 0, {0, 2}, None),
+        ("ranks without a GPU go anywhere", GPUS, ON_GPUS, 3, {3}, 2),
+        ("b has the two devices that are in use, and nobody on them", GPUS, LOW, 0, {0, 2}, 1),
+    ],
+)
+def test_the_place_of_a_host_that_is_gone_is_taken_by_a_like_one_with_room_and_fewest_ranks(
+    why: str,
+    hosts: list[Machine],
+    job: tuple[list[ExecutorSpec], dict[str, tuple[int, ...]]],
+    lost: int,
+    gone: set[int],
+    taken: int | None,
+) -> None:
+    executors, where = job
+    assert stand_in(lost, place(executors, hosts, where), hosts, where, gone=gone) == taken, why
 
 
-def test_ranks_on_gpus_go_where_as_many_are_free() -> None:
-    hosts = [machine("a", cuda_devices=4), machine("b", cuda_devices=2), machine("c", cuda_devices=4), machine("d")]
-    where = {"g": (0, 0), "t": (1,), "r": (3,)}
-    assert stand_in(0, hosts, where, gone={0}, on_gpus=["g", "t"]) == 2
-    assert stand_in(0, hosts, where, gone={0, 2}, on_gpus=["g", "t"]) is None, "b has too few, and d none"
-    assert stand_in(3, hosts, where, gone={3}, on_gpus=["g", "t"]) == 2, "ranks without a GPU go anywhere"
+def test_a_host_that_may_differ_takes_the_place_of_another() -> None:
+    executors, where = APART
+    assert stand_in(0, place(executors, OTHER, where), OTHER, where, gone={0}, allow_unlike=True) == 1
+
+
+def test_executors_that_take_turns_on_one_device_move_together() -> None:
+    hosts = [machine(name, cuda_devices=2) for name in "ab"]
+    executors = [spec("g", 2, "cuda:0,cuda:1"), spec("t", 2, "cuda:0,cuda:1")]
+    where, both = {"g": (0, 0), "t": (0, 0)}, ("g", "t")
+    turns = place(executors, hosts, where, colocated=ColocatedGroup(both, both))
+    assert stand_in(0, turns, hosts, where, gone={0}) == 1
 
 
 def test_a_crowd_on_one_device_is_told_with_its_host() -> None:
