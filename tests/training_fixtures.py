@@ -9,6 +9,7 @@ import torch
 from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from llamarl.trainer.policy import TokenScores
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 VOCABULARY = 61
@@ -48,6 +49,15 @@ def write_model(
                 parameter.normal_(0.0, 0.5 if wide else 0.15)
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def token_scores(logprobs: torch.Tensor) -> TokenScores:
+    """As a policy says them: these log-probs [T], entropy 0, no logits."""
+
+    def refused() -> torch.Tensor:
+        raise AssertionError("nobody asked for logits")
+
+    return TokenScores(logprobs, torch.zeros_like(logprobs.detach()), refused)
 
 
 def make_response(

@@ -41,7 +41,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             device=torch.device("cpu"), checkpoint_every=2,
         )  # fmt: skip
         policy = built.module
-        logprobs, _ = policy(make_microbatch(sequences(), [1.0] * len(PROMPTS), torch.device("cpu")))
+        logprobs, *_ = policy(make_microbatch(sequences(), [1.0] * len(PROMPTS), torch.device("cpu")))
         (logprobs * torch.linspace(-1.0, 1.0, len(logprobs)) / fsdp).sum().backward()  # ranks of data add up
         parameters = policy.parameters_by_name()
         shards = parameter_shards(parameters, built.cuts, layout, "float32")

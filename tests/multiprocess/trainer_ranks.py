@@ -29,6 +29,7 @@ from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, Re
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.parking import Parking
+from llamarl.trainer.policy import TokenScores
 from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
@@ -196,11 +197,9 @@ def _refusals(folder: Path, family: str, named: str, out: Path) -> dict[str, Any
     before = {key: value.clone() for key, value in trainer.weights.state().items()}
     right = trainer.policy.forward
 
-    def with_a_token_of_probability_0(
-        microbatch: Microbatch, received: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = right(microbatch, received)
-        return logprobs.masked_fill(microbatch.sequence_ids == 0, -math.inf), entropy
+    def with_a_token_of_probability_0(microbatch: Microbatch, received: torch.Tensor | None = None) -> TokenScores:
+        scores = right(microbatch, received)
+        return scores._replace(logprobs=scores.logprobs.masked_fill(microbatch.sequence_ids == 0, -math.inf))
 
     if last and trainer.layout.is_last_stage:
         trainer.policy.forward = with_a_token_of_probability_0  # type: ignore[method-assign]

@@ -62,6 +62,12 @@ class TokenBatch:
     group_ids: Tensor | None = None
     """Of each response, [S] int64: those with one number answer one prompt. A group may lie in several micro-batches,
     of which a loss sees one at a time: what needs the whole group is an advantage (``algorithm.advantage``)."""
+    tokens: Tensor | None = None
+    """Of the vocabulary, [T] int64: what was sampled. None with ``trainer.cp`` above 1."""
+    logits: Callable[[], Tensor] | None = None
+    """Computes the logits that the policy samples from, [T, V] with grad, after softcap and temperature. Nothing else
+    of a step holds [T, V] at once: fewer ``trainer.max_tokens_per_microbatch`` bound its memory. One that has only
+    its part of them (``trainer.tp`` or ``cp`` above 1) raises ConfigError when it is called."""
 
     @property
     def log_ratio(self) -> Tensor:

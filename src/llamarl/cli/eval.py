@@ -38,8 +38,8 @@ A response is right when its reward is at least 1. pass@1 is the mean over promp
 that one of k is right (unbiased, from n responses), majority@n whether the most frequent answer is, best_of@n whether the one is
 that a reward model (--best-of) rates highest; each with its 95 % interval over prompts (Wilson). greedy_pass@1 is at temperature 0.
 answered is the share of responses in which an answer is found: format apart from answers, with the parts of the reward.
-accuracy is the share of scored samples with reward >= 1, accuracy_error its standard error over prompts, accuracy_before that
-of the model with which the run began, where it was asked the same.
+accuracy is the share of scored samples with reward >= 1, accuracy_error its standard error over prompts (of two or more),
+accuracy_before that of the model with which the run began, where it was asked the same.
 A sample whose judge failed is counted as failed and enters neither. Exit code 1 if every sample failed."""
 
 
@@ -176,7 +176,7 @@ def _evaluate(
         "samples": len(prompts) * samples,
         "temperature": config.evaluation.temperature,
         "accuracy": scores["accuracy"],
-        "accuracy_error": standard_error(groups),
+        **({"accuracy_error": error} if (error := standard_error(groups)) == error else {}),
         **_before(named, config),
         **{key: one.value for key, one in found.items()},
         "intervals": {key: [one.low, one.high] for key, one in found.items() if one.low == one.low},

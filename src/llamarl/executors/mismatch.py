@@ -239,7 +239,7 @@ def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -
         batch = make_microbatch(
             [items[i] for i in members], [1.0] * len(members), torch.device(device), share_prompts=share, replay=replay
         )
-        parts = policy(batch)[0].float().cpu().split([len(items[i].targets) for i in members])
+        parts = policy(batch).logprobs.float().cpu().split([len(items[i].targets) for i in members])
         for i, part in zip(members, parts, strict=True):
             found[i] = part.numpy()
     return found

@@ -258,7 +258,7 @@ def _check_trainer(folder: Path, model: PreTrainedModel, sequences: Sequence[Tok
             torch.device("cpu"),
             share_prompts=share,
         )
-        logprobs, _ = policy(batch)
+        logprobs = policy(batch).logprobs
         true = torch.cat([_true_logprobs(model, s) for s in sequences])
         gap, at = (logprobs - true).abs().detach().max(dim=0)
         owner = int(batch.sequence_ids[at])

@@ -55,6 +55,12 @@ class LogitTransform:
         """Whether the gradient by x depends on the logits."""
         return self.softcap is not None
 
+    def forward(self, x: Tensor) -> Tensor:
+        """x -> logits, with grad."""
+        if self.softcap is None:
+            return x * (self.scale / self.temperature)
+        return torch.tanh(x * (self.scale / self.softcap)) * (self.softcap / self.temperature)
+
     def forward_(self, x: Tensor) -> Tensor:
         """x -> logits, in place."""
         if self.softcap is None:

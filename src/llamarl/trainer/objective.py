@@ -22,6 +22,7 @@ from llamarl.algorithms.distillation import distillation_advantages
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.kl import unbiased
 from llamarl.trainer.batch import Microbatch
+from llamarl.trainer.policy import TokenScores
 from llamarl.trainer.statistics import WEIGHT_SUMS
 
 __all__ = ["microbatch_loss", "ratio_keep_mask", "top_entropy_mask"]
@@ -29,8 +30,7 @@ __all__ = ["microbatch_loss", "ratio_keep_mask", "top_entropy_mask"]
 
 def microbatch_loss(
     loss_of: LossFunction,
-    policy_logprobs: Tensor,
-    entropy: Tensor,
+    scores: TokenScores,
     microbatch: Microbatch,
     algorithm: AlgorithmConfig,
     *,
@@ -41,14 +41,14 @@ def microbatch_loss(
 
     Args:
         loss_of: The ``rl`` term of tokens that have one.
-        policy_logprobs: log pi of the trained tokens, nats, [T], with grad.
-        entropy: Of pi at each position, nats, [T].
+        scores: What the policy says of the trained tokens, with grad.
         has_reference: The samples carry reference log-probs.
 
     Raises:
         ValueError: They are needed and are not there.
     """
-    batch = _tokens(policy_logprobs, entropy, microbatch, algorithm)
+    policy_logprobs, entropy, _ = scores
+    batch = _tokens(scores, microbatch, algorithm)
     losses = torch.zeros_like(policy_logprobs)
     keep = clipped = torch.zeros_like(policy_logprobs, dtype=torch.bool)
     masked = algorithm.ratio_mask != "none" or algorithm.top_entropy < 1.0
@@ -79,20 +79,22 @@ def microbatch_loss(
     return (losses * microbatch.weights).sum(), sums, clipped
 
 
-def _tokens(policy_logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, algorithm: AlgorithmConfig) -> TokenBatch:
+def _tokens(scores: TokenScores, microbatch: Microbatch, algorithm: AlgorithmConfig) -> TokenBatch:
     """The T tokens as a loss sees them."""
     advantages = microbatch.advantages
     if algorithm.distills:
         assert microbatch.reference_logprobs is not None, "sequences are made with a teacher's log-probs or not at all"
-        advantages = distillation_advantages(policy_logprobs, microbatch.reference_logprobs)
+        advantages = distillation_advantages(scores.logprobs, microbatch.reference_logprobs)
     return TokenBatch(
-        policy_logprobs=policy_logprobs,
+        policy_logprobs=scores.logprobs,
         behavior_logprobs=microbatch.behavior_logprobs,
         advantages=advantages,
         sequence_ids=microbatch.sequence_ids,
         num_sequences=microbatch.num_sequences,
         proximal_logprobs=microbatch.proximal_logprobs,
-        entropy=entropy,
+        entropy=scores.entropy,
+        tokens=microbatch.targets if microbatch.own is None else None,
+        logits=scores.logits,
         reference_logprobs=microbatch.reference_logprobs,
         rewards=microbatch.rewards,
         group_ids=microbatch.group_ids,

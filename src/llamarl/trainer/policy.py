@@ -9,14 +9,14 @@ file makes of it, and [tokens, vocabulary] never exists.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from llamarl.errors import ModelError
+from llamarl.errors import ConfigError, ModelError
 from llamarl.models.attention import PackedSequences, attending, current_packing
 from llamarl.models.decoder import decoder_layers
 from llamarl.models.experts import Routing, current_routing, num_experts, watch_experts, watching
@@ -26,7 +26,19 @@ from llamarl.models.vocabulary import vocabulary_part
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
 
-__all__ = ["Policy", "ValueModel", "check_output_layer"]
+__all__ = ["Policy", "TokenScores", "ValueModel", "check_output_layer"]
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of the T trained tokens of a micro-batch."""
+
+    logprobs: Tensor
+    """Nats, [T], of the whole row where several ranks share it. On another pipeline stage than the last: hidden states
+    for the next one, [1, N, H]."""
+    entropy: Tensor
+    """Nats, [T]; empty on another stage than the last."""
+    logits: Callable[[], Tensor]
+    """Computes the logits sampled from, [T, V], with grad (``Policy.logits``)."""
 
 
 class Policy(nn.Module):
@@ -67,10 +79,8 @@ class Policy(nn.Module):
         """Trainable parameters by their Hugging Face names, tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def forward(self, batch: Microbatch, received: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each trained token of the micro-batch, nats, [T] each, of the
-        whole row where several ranks share it. On another stage than the last, hidden states for
-        the next one, [1, N, H], and an empty tensor.
+    def forward(self, batch: Microbatch, received: Tensor | None = None) -> TokenScores:
+        """Log-prob and entropy of each trained token of the micro-batch.
 
         Args:
             received: [1, N, H] of the stage before; None on the first.
@@ -82,20 +92,34 @@ class Policy(nn.Module):
         with attending(batch.packed), watching(routing):
             states = self.stage.hidden_states(self.model, batch.input_ids, batch.position_ids, received)
         if not self.stage.is_last:
-            return states, states.new_empty(0)
-        hidden = states[0]
+            return TokenScores(states, states.new_empty(0), self._no_logits)
+        hidden = states[0].index_select(0, batch.positions)
         head = self.model.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)  # as FSDP2 has gathered them now
+        part = vocabulary_part(self.model)
         logprobs, entropy = token_logprobs(
-            hidden.index_select(0, batch.positions),
-            head.weight,
-            getattr(head, "bias", None),
+            hidden,
+            weight,
+            bias,
             batch.targets,
             self.transform,
             chunk_tokens=self.chunk_tokens,
             entropy_needs_grad=self.entropy_needs_grad,
-            part=vocabulary_part(self.model),
+            part=part,
         )
-        return (logprobs, entropy) if batch.own is None else (batch.own.whole(logprobs), batch.own.whole(entropy))
+        if part is not None or batch.own is not None:
+            whole = batch.own.whole if batch.own is not None else lambda values: values
+            return TokenScores(whole(logprobs), whole(entropy), self._no_logits)
+
+        def logits() -> Tensor:
+            product = nn.functional.linear(hidden, weight, bias)
+            return self.transform.forward(product.float() if product.dtype != torch.float64 else product)
+
+        return TokenScores(logprobs, entropy, logits)
+
+    @staticmethod
+    def _no_logits() -> Tensor:
+        raise ConfigError("the loss asks for logits, of which a rank has a part: set trainer.tp and trainer.cp to 1")
 
     def checkpoint_activations(self, every: int) -> None:
         """Recompute every ``every``-th layer in the backward pass instead of keeping its activations."""

@@ -136,5 +136,5 @@ class FrozenScorer:
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains."""
         laid = lay_out(groups, self.algorithm, self.computes)
-        rows = [logprobs for logprobs, _ in self.computes.outputs(laid.packed)]
+        rows = [scores.logprobs for scores in self.computes.outputs(laid.packed)]
         return laid.annotate(groups, rows, "reference_logprobs")

@@ -44,7 +44,7 @@ from llamarl.trainer.computes import Computes, Staged, Threaded
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
-from llamarl.trainer.policy import Policy
+from llamarl.trainer.policy import Policy, TokenScores
 from llamarl.trainer.sharded_model import ShardedModel
 from llamarl.trainer.shared_prompts import can_share_prompts
 from llamarl.trainer.staleness import check_token_versions
@@ -214,7 +214,7 @@ class Trainer(ShardedModel[Policy]):
         """
         sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
         packed = self.computes.pack(sequences)
-        rows = [logprobs for logprobs, _ in self.computes.outputs(packed)]
+        rows = [scores.logprobs for scores in self.computes.outputs(packed)]
 
         def mean() -> float:
             own = [float(-row.double().sum()) for row, one in zip(rows, packed, strict=True) if one.items]
@@ -247,7 +247,7 @@ class Trainer(ShardedModel[Policy]):
         if self.on_tokens is not None and len(worth) < len(sequences):
             self.on_tokens([s for s in sequences if not s.has_signal], torch.zeros(0), torch.zeros(0, dtype=torch.bool))
         packed = self.computes.pack(worth, [self._token_weight(s, statistics) for s in worth])
-        found = self.computes.losses(packed, lambda i, output: self._loss_of(packed[i].microbatch, *output))
+        found = self.computes.losses(packed, lambda i, scores: self._loss_of(packed[i].microbatch, scores))
         taken: list[int] = []
         watch("training", "micro-batch", len(packed), lambda: len(taken))
         for number, (one, computed) in enumerate(zip(packed, found, strict=True)):
@@ -263,11 +263,11 @@ class Trainer(ShardedModel[Policy]):
             loss += computed.loss
         return loss
 
-    def _loss_of(self, microbatch: Microbatch, policy_logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+    def _loss_of(self, microbatch: Microbatch, scores: TokenScores) -> tuple[Tensor, Any]:
         loss, sums, clipped = microbatch_loss(
-            self.loss, policy_logprobs, entropy, microbatch, self.algorithm, has_reference=self.has_reference
+            self.loss, scores, microbatch, self.algorithm, has_reference=self.has_reference
         )
-        return loss, (sums, clipped, policy_logprobs.detach())
+        return loss, (sums, clipped, scores.logprobs.detach())
 
     def _token_weight(self, sequence: TrainingSequence, statistics: StepStatistics) -> float:
         return token_weight(
@@ -320,8 +320,8 @@ class Trainer(ShardedModel[Policy]):
         same as they were."""
         found = list(sequences)
         packed = self.computes.pack(sequences)
-        for one, (row, _) in zip(packed, self.computes.outputs(packed), strict=self.layout.is_last_stage):
-            logprobs = row.float().cpu().numpy()
+        for one, scores in zip(packed, self.computes.outputs(packed), strict=self.layout.is_last_stage):
+            logprobs = scores.logprobs.float().cpu().numpy()
             ends = np.cumsum([len(sequences[i].targets) for i in one.items])
             for i, values in zip(one.items, np.split(logprobs, ends[:-1]), strict=False):
                 found[i] = dataclasses.replace(sequences[i], proximal_logprobs=values)

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_response
+from training_fixtures import make_response, token_scores
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
@@ -86,8 +86,7 @@ def test_a_loss_sees_reward_and_group_of_each_response() -> None:
         seen.append(batch)
         return TokenLosses(losses=batch.policy_logprobs, clipped=torch.zeros(4, dtype=torch.bool))
 
-    zeros = torch.zeros(4)
-    microbatch_loss(loss, zeros, zeros, microbatch, AlgorithmConfig(), has_reference=False)
+    microbatch_loss(loss, token_scores(torch.zeros(4)), microbatch, AlgorithmConfig(), has_reference=False)
     (batch,) = seen
     assert batch.rewards is not None and batch.group_ids is not None
     assert batch.rewards.tolist() == [1.0, 0.5, 3.0]  # the first is as long as may be, and fined 1

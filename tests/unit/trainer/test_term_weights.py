@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_groups, with_reference, write_model
+from training_fixtures import make_groups, token_scores, with_reference, write_model
 
 from llamarl.algorithms.aipo import aipo
 from llamarl.algorithms.config import AlgorithmConfig, TermWeights
@@ -43,7 +43,7 @@ def test_tokens_of_one_micro_batch_have_terms_of_their_own() -> None:
     weights = [0.1, 0.2, 0.3, 0.4]
     batch = make_microbatch(sequences, weights, torch.device("cpu"))
     pi = (batch.behavior_logprobs + torch.linspace(-0.5, 0.5, len(batch.weights))).requires_grad_()
-    loss, _, _ = microbatch_loss(aipo, pi, torch.zeros_like(pi), batch, KL, has_reference=True)
+    loss, _, _ = microbatch_loss(aipo, token_scores(pi), batch, KL, has_reference=True)
     loss.backward()
     assert pi.grad is not None
     expected, place = np.zeros(len(batch.weights)), 0
@@ -68,7 +68,7 @@ def test_a_term_that_no_token_has_is_not_computed() -> None:
     sft = AlgorithmConfig(name="sft")
     batch = make_microbatch(make_sequences(groups, sft), [1.0] * 11, torch.device("cpu"))
     pi = torch.zeros(batch.num_trained, requires_grad=True)
-    _, sums, clipped = microbatch_loss(refused, pi, pi.detach(), batch, sft, has_reference=False)  # type: ignore[arg-type]
+    _, sums, clipped = microbatch_loss(refused, token_scores(pi), batch, sft, has_reference=False)  # type: ignore[arg-type]
     assert set(sums) == {"loss/policy", "entropy"} and not clipped.any()
 
 
@@ -79,7 +79,7 @@ def test_a_rank_without_a_sequence_has_a_loss_of_no_tokens_and_the_same_statisti
             sequences = make_sequences(groups, config)
             batch = make_microbatch(sequences, [1.0] * len(sequences), torch.device("cpu"))
             pi = torch.zeros(batch.num_trained, requires_grad=True)
-            loss, sums, _ = microbatch_loss(aipo, pi, pi.detach(), batch, config, has_reference=config.kl_coef > 0)
+            loss, sums, _ = microbatch_loss(aipo, token_scores(pi), batch, config, has_reference=config.kl_coef > 0)
             loss.backward()
             keys.append(set(sums))
         assert keys[0] == keys[1]

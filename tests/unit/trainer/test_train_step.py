@@ -9,12 +9,14 @@ import torch
 from training_fixtures import make_groups, make_response, with_reference, write_model
 from transformers import AutoModelForCausalLM
 
+from llamarl.algorithms.base import TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, ModelError, TrainingDiverged
 from llamarl.executors.trainer import TokenLog
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.policy import TokenScores
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
@@ -77,6 +79,27 @@ def test_three_steps_equal_the_written_objective_response_by_response(family: st
     assert set(got) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_loss_that_asks_for_logits_has_their_distribution_and_gradient(tmp_path: Path) -> None:
+    """What AIPO computes from log-probs, computed from logits after soft cap and temperature."""
+    folder = write_model(tmp_path / "model", "gemma2")
+    plain, asking = (_trainer(folder, lr=1e-3, temperature=0.8, max_tokens_per_microbatch=40) for _ in range(2))
+    aipo = asking.loss
+
+    def from_logits(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+        assert batch.logits is not None and batch.tokens is not None
+        log_pi = torch.log_softmax(batch.logits(), dim=-1)
+        chosen = log_pi.gather(1, batch.tokens[:, None])[:, 0]
+        torch.testing.assert_close(-(log_pi.exp() * log_pi).sum(dim=1), batch.entropy)
+        return aipo(dataclasses.replace(batch, policy_logprobs=chosen), config)
+
+    asking.loss = from_logits
+    for k in range(2):
+        ours, theirs = asking.train(make_groups(seed=k), k), plain.train(make_groups(seed=k), k)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    for name, tensor in plain.parameters_for_sync().items():
+        torch.testing.assert_close(asking.parameters_for_sync()[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -163,10 +186,10 @@ def _with_a_token_of_probability_0(trainer: Trainer) -> None:
     """From now on the first token of each micro-batch has log-prob -inf, and no gradient."""
     right = trainer.policy.forward
 
-    def forward(microbatch: Microbatch, received: None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = right(microbatch, received)
-        first = torch.arange(len(logprobs)) == 0
-        return torch.where(first, -math.inf, logprobs), entropy
+    def forward(microbatch: Microbatch, received: None = None) -> TokenScores:
+        scores = right(microbatch, received)
+        first = torch.arange(len(scores.logprobs)) == 0
+        return scores._replace(logprobs=torch.where(first, -math.inf, scores.logprobs))
 
     trainer.policy.forward = forward  # type: ignore[method-assign]
 
