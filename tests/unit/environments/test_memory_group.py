@@ -13,16 +13,21 @@ from llamarl.environments.sandbox.memory_group import MemoryGroup, make_memory_g
 from llamarl.environments.sandbox.run import run_in_box, why_no_box
 
 HELD = """
-import os, time
+import os, signal, time
 children = []
 for _ in range(4):
-    if not os.fork():
+    child = os.fork()
+    if not child:
         kept = bytearray(40 << 20)
         time.sleep(20)
         os._exit(0)
+    children.append(child)
     time.sleep(0.1)
-_, status = os.wait()
+killed, status = os.wait()
 print("one was killed", status)
+for child in children:
+    if child != killed:
+        os.kill(child, signal.SIGKILL)
 """
 
 
