@@ -226,17 +226,13 @@ class Reducer(_Fake):
         )
 
 
-class PairReducer(_Fake):
-    """The same over its pair of four ranks, in a group of these; a metric tells how long this group waits."""
+class MeshReducer(_Fake):
+    """The same over its pair of four ranks, an axis of a mesh; a metric tells how long this group waits."""
 
     def setup(self) -> None:
-        self.group = self.pair()
+        from torch.distributed.device_mesh import init_device_mesh
 
-    def pair(self) -> Any:
-        import torch.distributed as dist
-
-        first = self.context.rank // 2 * 2
-        return dist.new_group([first, first + 1], use_local_synchronization=True)
+        self.group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "along")).get_group("along")
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         import torch
@@ -246,12 +242,3 @@ class PairReducer(_Fake):
         torch.distributed.all_reduce(number, group=self.group)
         limit = self.group._get_backend(torch.device("cpu")).options._timeout
         return StepResult(metrics={f"sum_{self.context.rank}": number.item(), "limit_s": limit.total_seconds()})
-
-
-class MeshReducer(PairReducer):
-    """The same over an axis of a mesh."""
-
-    def pair(self) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "along")).get_group("along")

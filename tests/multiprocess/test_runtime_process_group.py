@@ -66,25 +66,24 @@ def test_ranks_meet_in_a_private_folder_where_there_is_no_memfd_and_leave_none(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("factory", ["PairReducer", "MeshReducer"])
-def test_a_rank_that_hangs_in_a_group_of_some_ranks_is_named_at_the_deadline_of_the_tick(factory: str) -> None:
+def test_a_rank_that_hangs_in_a_group_of_some_ranks_is_named_at_the_deadline_of_the_tick() -> None:
     """Ranks 0 and 1 are such a pair, 2 and 3 another: of the first, one hangs and one waits for it; the second reports."""
-    run_ranks(hang_in_a_group_of_some, [(factory,)], limit_s=180)
+    run_ranks(hang_in_a_group_of_some, [()], limit_s=180)
 
 
-def hang_in_a_group_of_some(factory: str) -> None:
+def hang_in_a_group_of_some() -> None:
     """In a process that has imported torch, of which the ranks are forks."""
     config = Config("hang", trouble_tick=1, trouble_rank=1)
-    let_ranks_be_forks([reducer(4, config, factory, threads=1)])
+    let_ranks_be_forks([reducer(4, config, "MeshReducer", threads=1)])
     local = make_runtime("local", channel_factory=str(HERE), collective_timeout_s=60.0)
     try:
-        _hang_in_a_group_of_some(local, config, factory)
+        _hang_in_a_group_of_some(local, config)
     finally:
         local.close()
 
 
-def _hang_in_a_group_of_some(local: Runtime, config: Config, factory: str) -> None:
-    start(local, 4, config, factory=factory, threads=1)
+def _hang_in_a_group_of_some(local: Runtime, config: Config) -> None:
+    start(local, 4, config, factory="MeshReducer", threads=1)
     sums = {"sum_0": 3.0, "sum_1": 3.0, "sum_2": 7.0, "sum_3": 7.0}
     assert reduce_at(local, 0).metrics == {**sums, "limit_s": 60.0}, "these groups wait as long as that of all ranks"
     local.fire(Order(executor="reducer", tick=1))
