@@ -124,9 +124,10 @@ def test_a_token_keeps_the_experts_under_which_the_next_one_was_sampled(tmp_path
     carried = engine.suspend()
     before = [len(s.tokens) for s in asked]
     assert carried and any(before)
+    weights = load_model(new, dtype=torch.float32).state_dict()
     with torch.no_grad():
         for name, parameter in engine.parameters_for_sync().items():
-            parameter.copy_(load_model(new, dtype=torch.float32).state_dict()[name])
+            parameter.copy_(weights[name])
     engine.weights_updated(1)
     state = json.loads(json.dumps([s.experts.to_plain() if s.experts else None for s in asked]))
     for sequence, saved in zip(asked, state, strict=True):  # as a checkpoint holds them

@@ -49,7 +49,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_samples_follow_the_filtered_distribution(filters: dict[str, float]) -> None:
-    params, logits, n = _params(**filters), _logits(), 40_000
+    params, logits, n = _params(**filters), _logits(), 20_000
     draws = sample(logits.expand(n, V), [params] * n, [11] * n, range(n))  # type: ignore[arg-type]
     expected = _reference(logits, params) * n
     counts = torch.bincount(torch.tensor(draws.tokens), minlength=V).double()
