@@ -12,7 +12,7 @@ import torch
 from engine_runs import make_sequences, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import KINDS, tiny_config, tiny_model
+from tiny_models import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
@@ -115,7 +115,7 @@ def _count_padded(engine: NativeEngine) -> list[Bucket]:
     return seen
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "qwen3_moe"])
 def test_padded_steps_give_the_tokens_of_exact_ones(family: str, tmp_path: Path) -> None:
     tiny_model(family, "eager").save_pretrained(tmp_path)
     exact = run(_engine(tmp_path, "off"), make_sequences())

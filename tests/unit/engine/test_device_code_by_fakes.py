@@ -71,15 +71,16 @@ def _decode_plan() -> StepPlan:
     return StepPlan(fresh=[20], chunks=chunks, samples=[_member(0, 0), _member(1, 1)])
 
 
-@pytest.mark.parametrize("cuda_graphs", ["off", "padded"])
 @pytest.mark.parametrize(
-    ("family", "dtype", "quantization"),
+    ("family", "dtype", "quantization", "cuda_graphs"),
     [
         *(
-            (family, "bfloat16", "none") for family in FAMILIES if family not in SPARSE
+            (family, "bfloat16", "none", "padded") for family in FAMILIES if family not in SPARSE
         ),  # these count tokens on the host
-        ("llama", "float32", "none"),
-        ("qwen2", "bfloat16", "fp8"),
+        ("qwen2", "bfloat16", "fp8", "padded"),
+        ("llama", "float32", "none", "off"),
+        ("gemma2", "bfloat16", "none", "off"),
+        ("qwen2", "bfloat16", "fp8", "off"),
     ],
 )
 def test_a_step_stays_on_the_device_until_the_draws_are_read(
