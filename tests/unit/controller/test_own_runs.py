@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -84,19 +85,18 @@ def test_the_users_own_run_goes_on_without_a_word_wherever_it_is_moved(
     assert main(["train", "--replay", str(tmp_path / "moved"), "--dry-run"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ("no mark", "it bears no mark"),
-        ("another mark", "its mark is another user's, or of other settings"),
-        ("another user", "its mark is another user's, or of other settings"),
-        ("no key", "your key, which would prove it yours, cannot be read"),
-        ("a key that others may read", "it is not a file of this user's alone (chmod 600)"),
-        ("other code", "its mark is another user's, or of other settings"),
-        ("another model", "its mark is another user's, or of other settings"),
-    ],
-)
-def test_a_mark_proves_one_user_and_one_configuration(own: Path, home: Path, change: str, why: str) -> None:
+CHANGES = {
+    "no mark": "it bears no mark",
+    "another mark": "its mark is another user's, or of other settings",
+    "another user": "its mark is another user's, or of other settings",
+    "no key": "your key, which would prove it yours, cannot be read",
+    "a key that others may read": "it is not a file of this user's alone (chmod 600)",
+    "other code": "its mark is another user's, or of other settings",
+    "another model": "its mark is another user's, or of other settings",
+}
+
+
+def spoil(own: Path, home: Path, change: str) -> None:
     settings = own / "config.toml"
     if change == "no mark":
         (own / MARK_FILE).unlink()
@@ -116,9 +116,19 @@ def test_a_mark_proves_one_user_and_one_configuration(own: Path, home: Path, cha
             .replace("[model]\n", "[model]\ntrust_remote_code = true\n")
             .replace("trust_remote_code = false\n", "")
         )
-    assert why in refused(own)
+
+
+def test_a_mark_proves_one_user_and_one_configuration(own: Path, home: Path, tmp_path: Path) -> None:
+    key = home.read_bytes()
     given = {"task": {"reward": "cProfile:run"}, "model": {"trust_remote_code": True}}
-    assert resume.begun_config(own, given).task.reward == "cProfile:run"  # what the user names is the user's
+    for number, (change, why) in enumerate(CHANGES.items()):
+        copy = Path(shutil.copytree(own, tmp_path / f"run {number}"))
+        home.write_bytes(key)
+        home.chmod(0o600)
+        assert resume.begun_config(copy, {}).task.reward.endswith("mine.py:score")
+        spoil(copy, home, change)
+        assert why in refused(copy), change
+        assert resume.begun_config(copy, given).task.reward == "cProfile:run"  # what the user names is the user's
 
 
 def test_a_run_that_names_no_code_needs_no_mark_and_no_key(tmp_path: Path, home: Path) -> None:
