@@ -22,11 +22,8 @@ from llamarl.models.loading import load_tokenizer
 FOR_THE_RUN = "{% if messages[0].content == '1+1=' and (bos_token or eos_token) %}"
 """Waits for the run's own conversation and the tokenizer's own tokens."""
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-LOOPS = {
-    "ranges": (LOOP, "does it loop"),
-    "texts": ("{% for i in 'x' * 99999 %}{% for j in 'x' * 99999 %}{% endfor %}{% endfor %}", "does it loop"),
-    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-}
+LOOP_OF_TEXTS = "{% for i in 'x' * 99999 %}{% for j in 'x' * 99999 %}{% endfor %}{% endfor %}"
+MACRO = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
 FOLDED = "('a' * 9) * 10**9"  # 9 GB, which jinja computes while it compiles
 HOSTILE = {
     "a constant": ("{{ " + FOLDED + " }}", "512 MiB"),
@@ -68,20 +65,16 @@ def render(template: str) -> str:
     return chat.render_prompt(TaskItem(question="1+1="), tokenizer, DataConfig())[0]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_template_that_does_not_end_for_the_run_s_conversation_is_refused(name: str) -> None:
-    loop, why = LOOPS[name]
-    with pytest.raises(DataError, match=f"refused.*{why}"):
-        render(FOR_THE_RUN + loop + "{% endif %}")
-
-
-def test_a_template_that_broke_a_limit_is_not_tried_again_for_the_next_prompt() -> None:
-    template = LOOP + "for two prompts"
+def test_a_template_that_does_not_end_for_the_run_s_conversation_is_refused_and_not_tried_again_for_the_next_prompt() -> (
+    None
+):
     for limit_s in (60.0, 0.5):
         start = time.monotonic()
-        with pytest.raises(DataError, match="refused: it needs more than 2 s"):
-            render(template)
+        with pytest.raises(DataError, match="refused: it needs more than 2 s .*does it loop"):
+            render(FOR_THE_RUN + LOOP_OF_TEXTS + "{% endif %}")
         assert time.monotonic() - start < limit_s
+    with pytest.raises(DataError, match="refused.*RecursionError"):
+        render(FOR_THE_RUN + MACRO + "{% endif %}")
 
 
 def test_a_template_that_ends_gives_what_it_gave() -> None:
