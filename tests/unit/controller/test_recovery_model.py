@@ -380,8 +380,6 @@ FOLLOWED = "a reader of a version is brought up again"
     [
         ("reward", 0, 2, 2, (), "", 1_000, {REPEATED, REMADE, FOLLOWED}),
         ("reward", 1, 3, 1, (0,), "", 1_000, {REPEATED}),
-        ("critic", 0, 2, 2, (), "", 1_000, {REPEATED, REMADE, FOLLOWED}),
-        ("critic", 0, 2, 2, (0,), "", 1_000, {REPEATED}),
         ("reward", 0, 2, 2, (), "trainer", 1_000, {REPEATED, REMADE, FOLLOWED, BEFORE}),
         ("reward", 1, 3, 1, (0,), "trainer", 1_000, {REPEATED, REMADE, FOLLOWED, BEFORE}),
         ("critic", 0, 2, 2, (0,), "trainer", 1_000, {REPEATED, REMADE, FOLLOWED, BEFORE}),

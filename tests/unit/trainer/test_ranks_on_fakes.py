@@ -28,7 +28,7 @@ from llamarl.trainer import pipeline
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
-MESHES = ["fsdp 8", "fsdp 4 x tp 2", "fsdp 2 x cp 2 x tp 2", "pp 2 x tp 2", "pp 2 x fsdp 2"]
+MESHES = ["fsdp 2 x cp 2 x tp 2", "pp 2 x fsdp 2"]
 
 
 class Call(NamedTuple):
@@ -207,8 +207,8 @@ def test_every_rank_calls_what_its_neighbours_wait_for(mesh: str, model: Path) -
 
 def test_a_micro_batch_gathers_and_reduces_each_unit_once(model: Path) -> None:
     """A layer is a unit, the rest is one: gathered for the forward pass, a layer again for the backward one."""
-    programs, begun = walk(model, "fsdp 8")
-    names = [call.name for call in programs[3][begun[3] :]]
+    programs, begun = walk(model, "fsdp 2")
+    names = [call.name for call in programs[1][begun[1] :]]
     num_microbatches = 3
     gathers = sum(name.startswith("all_gather") for name in names)
     reductions = sum(name.startswith("reduce_scatter") for name in names)
