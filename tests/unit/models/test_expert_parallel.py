@@ -6,52 +6,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from llamarl.errors import ModelError
 from llamarl.models import expert_parallel
-from llamarl.models.expert_parallel import cut_experts, senders
-from llamarl.models.experts import expert_layers, num_experts
+from llamarl.models.expert_parallel import senders
 from llamarl.models.sizes import check_tensor_parallel_size, fitting_sizes, whole_experts
-
-
-def unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-def experts_of(implementation: str) -> nn.Module:
-    model = tiny_model("mixtral", "eager")
-    model.set_experts_implementation(implementation)
-    return expert_layers(model)[0]
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_and_their_gradients_add_up_to_the_whole(implementation: str, ranks: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 32, generator=generator)
-    index = torch.tensor([[0, 1], [1, 0], [2, 3], [0, 3], [1, 2], [0, 1], [1, 0]])
-    weights = torch.rand(7, 2, generator=generator)
-    direction = torch.randn(7, 32, generator=generator)
-
-    def passed(experts: nn.Module) -> list[Tensor]:
-        given = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
-        out = experts(given[0], index, given[1])
-        own = [p for p in experts.parameters() if p.ndim == 3]
-        return [out.detach(), *torch.autograd.grad((out * direction).sum(), [*given, *own])]
-
-    whole = passed(experts_of(implementation))
-    parts = []
-    for rank in range(ranks):
-        module = experts_of(implementation)
-        names = cut_experts(module, ranks=ranks, rank=rank, copied=unchanged, summed=unchanged)
-        assert sorted(names) == ["down_proj", "gate_up_proj"]
-        assert num_experts(module) == 4 and all(len(p) == 4 // ranks for p in module.parameters())
-        parts.append(passed(module))
-    for place in range(3):  # output, and gradients of hidden states and weights
-        torch.testing.assert_close(sum(part[place] for part in parts), whole[place], atol=1e-5, rtol=1e-5)
-    for place in (3, 4):  # each expert's gradient is on its rank
-        torch.testing.assert_close(torch.cat([part[place] for part in parts]), whole[place], atol=1e-5, rtol=1e-5)
 
 
 def test_sizes_leave_each_rank_as_many_whole_experts(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError
-from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
 from llamarl.models.reward_model import load_reward_model, reward_skeleton
@@ -23,24 +22,6 @@ from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
-def test_a_skeleton_with_its_parts_read_is_the_loaded_model(family: str, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", family)
-    loaded = load_model(folder, dtype=torch.float32, attention="llamarl_packed")
-    model = make_skeleton(folder, attention="llamarl_packed")
-    assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
-    assert where_stored(folder, model) is not None
-    give_storage(model, torch.device("cpu"))
-    parameters = dict(model.named_parameters())
-    read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"))
-    assert set(parameters) == {name for name, _ in loaded.named_parameters()}  # ties survive
-    packed = PackedSequences.of([0, 4])
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "position_ids": packed.position_ids("cpu")}
-    with torch.no_grad():
-        got, expected = (m(**inputs, packed_sequences=packed).logits for m in (model, loaded))
-    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("family", SPARSE)
