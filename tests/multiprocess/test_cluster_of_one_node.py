@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from forked_command import run_llamarl
 from same_run import assert_same_run
 
 pytest.importorskip("ray", reason="needs Ray (pip install 'llamarl[cluster]')")
@@ -29,9 +31,14 @@ class Cluster:
 
     def train(self, run_dir: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """``llamarl train tiny`` by a user of the cluster, whose environment may differ."""
-        command = [sys.executable, "-m", "llamarl.cli.main", "train", "tiny", *SMALL, "--run.dir", str(run_dir), *words]
         given = {key: value for key, value in {**self.environment, **environment}.items() if value}
-        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=240)
+        with mock.patch.dict(os.environ, given, clear=True):
+            return run_llamarl(["train", "tiny", *SMALL, "--run.dir", str(run_dir), *words])
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address, until = f"127.0.0.1:{port}", time.monotonic() + 90.0
+        while not answers(port):
+            assert process.poll() is None and time.monotonic() < until, "no cluster"
+            time.sleep(0.2)
         status = [*ray, "status", "--address", address]
         while subprocess.run(status, env=environment, capture_output=True).returncode:
             assert process.poll() is None and time.monotonic() < until, "no cluster"
