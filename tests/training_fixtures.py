@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from made_responses import made_response
 from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -73,17 +74,10 @@ def make_response(
     n = len(tokens)
     keep = np.array(mask if mask is not None else [True] * n, dtype=bool)
     behavior = np.array(logprobs if logprobs is not None else [-2.0] * n, dtype=np.float32)
-    return Response(
-        prompt_index=prompt_index,
-        sample_index=sample_index,
-        tokens=np.array(tokens, dtype=np.int32),
-        behavior_logprobs=np.where(keep, behavior, np.nan).astype(np.float32),
-        policy_versions=np.where(keep, versions if versions is not None else [0] * n, -1).astype(np.int32),
-        loss_mask=keep,
-        text="",
-        finish_reason="stop",
-        outcome=outcome,
-    )
+    return made_response(
+        sample_index, index=prompt_index, tokens=tokens, logprobs=np.where(keep, behavior, np.nan),
+        versions=np.where(keep, versions if versions is not None else [0] * n, -1), mask=keep, outcome=outcome,
+    )  # fmt: skip
 
 
 def make_groups(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_responses import made_response
 from torch import Tensor
 
 from llamarl.algorithms.advantages import compute_advantages, max_rl, shaping
@@ -17,7 +18,7 @@ from llamarl.algorithms.kl import k3, unbiased
 from llamarl.algorithms.registry import LOSSES
 from llamarl.trainer.credit import reward_parts
 from llamarl.trainer.objective import ratio_keep_mask, top_entropy_mask
-from llamarl.types import Failure, Response, Score
+from llamarl.types import Failure, Score
 
 
 def _batch(
@@ -118,18 +119,12 @@ def test_max_rl_divides_by_the_rate_of_success() -> None:
     assert max_rl(np.array([0.0, 0.0, np.nan])).tolist() == [0.0, 0.0, 0.0]
 
 
-def _response(sample: int, outcome: Score | Failure) -> Response:
-    return Response(
-        prompt_index=0, sample_index=sample, tokens=np.array([1], np.int32), text="a",
-        behavior_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.int32), loss_mask=np.ones(1, bool),
-        finish_reason="stop", outcome=outcome,
-    )  # fmt: skip
-
-
 def test_gdpo_normalises_each_reward_apart_so_that_a_small_one_counts_as_much() -> None:
     """Answer right 1, 0, 0, 1 and format, worth a tenth, 0.1, 0.1, 0, 0: added up, format would hardly count."""
     parts = [(1.0, 0.1), (0.0, 0.1), (0.0, 0.0), (1.0, 0.0)]
-    responses = [_response(i, Score(value=a + f, parts={"answer": a, "format": f})) for i, (a, f) in enumerate(parts)]
+    responses = [
+        made_response(i, outcome=Score(value=a + f, parts={"answer": a, "format": f})) for i, (a, f) in enumerate(parts)
+    ]
     table = reward_parts(responses)
     assert table.tolist() == [list(row) for row in parts]
     rewards = np.array([a + f for a, f in parts])
@@ -140,9 +135,9 @@ def test_gdpo_normalises_each_reward_apart_so_that_a_small_one_counts_as_much() 
 
 def test_gdpo_of_one_reward_is_the_group_mean_over_the_deviation_of_the_step_and_a_failure_counts_nowhere() -> None:
     responses = [
-        _response(0, Score(value=1.0)),
-        _response(1, Score(value=0.0)),
-        _response(2, Failure(kind="exception", detail="x")),
+        made_response(0, outcome=Score(value=1.0)),
+        made_response(1, outcome=Score(value=0.0)),
+        made_response(2, outcome=Failure(kind="exception", detail="x")),
     ]
     table = reward_parts(responses)
     assert np.isnan(table[2, 0]) and table[:2, 0].tolist() == [1.0, 0.0]

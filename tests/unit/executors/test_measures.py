@@ -3,27 +3,21 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.executors.measures import answered, best_of, majority, mean_of, measures, pass_at_k
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Response, Score
 
 
 def _response(sample: int, text: str, reward: float | None) -> Response:
     outcome = Failure(kind="exception", detail="x") if reward is None else Score(value=reward)
-    return Response(
-        prompt_index=0, sample_index=sample, tokens=np.array([1], np.int32), text=text,
-        behavior_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.int32), loss_mask=np.ones(1, bool),
-        finish_reason="stop", outcome=outcome,
-    )  # fmt: skip
+    return made_response(sample, text=text, outcome=outcome)
 
 
 def _group(*responses: tuple[str, float | None], answer: str = "4") -> Group:
-    prompt = Prompt(
-        index=0, tokens=np.array([1], np.int32), text="?", question="?", answer=answer, task="t", metadata={}
-    )
-    return Group(prompt=prompt, responses=tuple(_response(i, *one) for i, one in enumerate(responses)))
+    made = (_response(i, *one) for i, one in enumerate(responses))
+    return made_group(made, text="?", question="?", answer=answer, task="t")
 
 
 @pytest.mark.parametrize(("n", "right"), [(5, 0), (5, 2), (6, 1), (4, 4)])

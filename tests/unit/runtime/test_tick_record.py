@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
@@ -26,25 +27,17 @@ from llamarl.runtime.tick_record import Record, parse_record, read_state, write_
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import Segment
 from llamarl.transports.slots import HEADER_BYTES
-from llamarl.types import Group, Prompt, Response, Score, Turn
+from llamarl.types import Group, Score, Turn
 
 CHANNEL = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1, kept=True)
 
 
 def group(index: int) -> Group:
-    prompt = Prompt(index=index, tokens=np.arange(3, dtype=np.int32), text="1 + 1 =", metadata={"level": 2})
-    response = Response(
-        prompt_index=index,
-        sample_index=0,
-        tokens=np.array([7, 8], np.int32),
-        behavior_logprobs=np.array([-0.5, np.nan], np.float32),
-        policy_versions=np.array([index, -1], np.int32),
-        loss_mask=np.array([True, False]),
-        text="2",
-        finish_reason="stop",
+    response = made_response(
+        index=index, tokens=[7, 8], logprobs=[-0.5, np.nan], versions=[index, -1], mask=[True, False], text="2",
         outcome=Score(value=1.0, parts={"correct": 1.0}),
-    )
-    return Group(prompt=prompt, responses=(response,))
+    )  # fmt: skip
+    return made_group([response], index=index, tokens=range(3), text="1 + 1 =", metadata={"level": 2})
 
 
 def log_in(run_dir: Path, run_id: str = "mine", tell: Callable[[str], None] = print) -> TickLog:

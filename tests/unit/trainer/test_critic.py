@@ -21,11 +21,6 @@ from llamarl.types import Group, Score
 GAE = AlgorithmConfig(advantage="gae", gae_gamma=0.9, gae_lambda=0.8)
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def _critic(folder: Path, *, lr: float = 1e-2, algorithm: AlgorithmConfig = GAE, **config: Any) -> Critic:
     own = {name: config.pop(name) for name in ("updates_per_tick", "value_clip", "warmup_ticks") if name in config}
     return Critic(folder, CriticConfig(lr=lr, **own), algorithm, TrainerConfig(**config), OptimizerConfig())

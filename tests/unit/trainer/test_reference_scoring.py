@@ -16,11 +16,6 @@ from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Score
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def _score(folder: Path, groups: list[Group], *, dtype: Any = "float32", **packing: Any) -> list[Group]:
     reference, trainer = ReferenceConfig(dtype=dtype), TrainerConfig(**packing)
     scorer = FrozenScorer(folder, reference, AlgorithmConfig(), trainer, temperature=0.7)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_responses import made_group, made_response
 from tiny_models import tiny_config
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -18,7 +19,7 @@ from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.small_copy import small_model
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import Group, Response, Score
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,8 @@ def groups(folder: Path) -> list[Group]:
     while engine.has_work:
         engine.step()
     return [
-        Group(
-            prompt=Prompt(index=p, tokens=np.array(prompts[p], np.int32), text=""),
-            responses=tuple(response(s) for s in group),
+        dataclasses.replace(
+            made_group(map(response, group), index=p, tokens=prompts[p]),
             prompt_experts=of_group(s.experts for s in group),
         )
         for p, group in enumerate(asked)
@@ -69,20 +69,12 @@ def groups(folder: Path) -> list[Group]:
 
 
 def response(sequence: Sequence) -> Response:
-    n = len(sequence.tokens)
     assert sequence.experts is not None
-    return Response(
-        prompt_index=sequence.prompt_index,
-        sample_index=sequence.sample_index,
-        tokens=np.array(sequence.tokens, np.int32),
-        behavior_logprobs=np.array(sequence.logprobs, np.float32),
-        policy_versions=np.zeros(n, np.int32),
-        loss_mask=np.ones(n, np.bool_),
-        text="",
-        finish_reason="length",
-        outcome=Score(value=float(sum(sequence.tokens) % 7)),
-        routed_experts=sequence.experts.rows(n),
-    )
+    return made_response(
+        sequence.sample_index, index=sequence.prompt_index, tokens=sequence.tokens, logprobs=sequence.logprobs,
+        finish_reason="length", outcome=Score(value=float(sum(sequence.tokens) % 7)),
+        routed_experts=sequence.experts.rows(len(sequence.tokens)),
+    )  # fmt: skip
 
 
 def trained(folder: Path, groups: list[Group], **settings: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_groups, write_model
+from training_fixtures import make_groups
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -15,11 +15,6 @@ from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Score
 
 SFT = AlgorithmConfig(name="sft")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def demonstrations(seed: int) -> list[Group]:

@@ -23,11 +23,6 @@ from llamarl.trainer.step import Trainer
 from llamarl.types import Failure, Group, Prompt, Score
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 def _trainer(
     folder: Path, *, lr: float = 1e-2, temperature: float = 1.0, num_ticks: int | None = None, **kwargs: Any
 ) -> Trainer:
