@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, canonical_json, checksum_file
+from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, canonical_json
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.checkpoint.written import files_below, record_files
 from llamarl.config import validate
@@ -56,14 +56,6 @@ def test_what_was_finished_is_loaded_with_its_files_and_its_account_of_the_run(s
         ("trainer/rank_0/state.bin", 1500),
     ]
     assert checkpoint.manifest.platform["llamarl"]
-
-
-def test_the_manifest_checksum_is_xxh3_of_the_empty_string_for_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    assert checksum_file(tmp_path / "empty") == (
-        0,
-        "99aa06d3014798d86001c324468d497f",
-    )  # xxHash's published test vector
 
 
 def test_an_unfinished_checkpoint_is_never_offered(store: CheckpointStore) -> None:
@@ -317,28 +309,18 @@ def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_
     assert not failed and at > 8
 
 
-def _full_disk_in_fsync(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
-    def fsync(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-
-
-def _full_disk_at_the_manifest(monkeypatch: pytest.MonkeyPatch, partial: Path) -> None:
-    (partial / MANIFEST).symlink_to("/dev/full")  # every write there fails as on a full disk, and reads never end
-    monkeypatch.setattr("llamarl.checkpoint.storage.files_below", lambda folder: iter([folder / "state.bin"]))
-
-
-@pytest.mark.parametrize("fail", [_full_disk_in_fsync, _full_disk_at_the_manifest])
-def test_a_full_disk_names_the_place_and_leaves_earlier_checkpoints(store: CheckpointStore, fail) -> None:
+def test_a_full_disk_names_the_place_and_leaves_earlier_checkpoints(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _write(store, 1)
     partial = store.begin(2)
     (partial / "state.bin").write_text("x")
     written = _all_below(partial)
-    with pytest.MonkeyPatch.context() as patch:
-        fail(patch, partial)
-        with pytest.raises(CheckpointError) as caught:
-            store.finish(2, written)
+    (partial / MANIFEST).symlink_to("/dev/full")  # every write there fails as on a full disk, and reads never end
+    monkeypatch.setattr("llamarl.checkpoint.storage.files_below", lambda folder: iter([folder / "state.bin"]))
+    with pytest.raises(CheckpointError) as caught:
+        store.finish(2, written)
+    monkeypatch.undo()
     message = str(caught.value)
     assert "cannot finish checkpoint tick_000002" in message
     assert str(partial) in message
@@ -399,12 +381,6 @@ def test_a_copy_of_a_checkpoint_elsewhere_is_proved_too(store: CheckpointStore, 
 
 
 # Manifests and settings.
-
-
-def test_what_was_written_to_a_manifest_is_equal_after_reading() -> None:
-    described = {"config": {"run": {"seed": 1}, "trainer": {"lr": 0.001, "betas": [0.9, 0.95]}}}
-    manifest = Manifest(tick=3, files=(FileRecord(path="a/b", num_bytes=2, xxh3_128="00"),), run=described)
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
 def test_a_manifest_of_another_format_is_refused() -> None:

@@ -12,7 +12,7 @@ from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import record_files, writer_name
 from llamarl.errors import CheckpointError
-from llamarl.files.host_folders import FarFolder, HostFolders, files_for_ranks, is_transient, where_to_put
+from llamarl.files.host_folders import FarFolder, HostFolders, files_for_ranks
 
 WHERE = {"generator": (0, 1), "trainer": (0, 1), "reward": (-1,)}
 
@@ -135,14 +135,6 @@ def test_a_state_that_was_altered_since_is_not_taken_by_the_host(two: Two) -> No
         two.far.send_state(checkpoint.path, checkpoint.manifest.files)
 
 
-def test_reported_files_come_under_their_names(two: Two) -> None:
-    model = two.write(1, "model/model.safetensors", b"w" * 3_000_000)
-    rows = two.write(0, "rollouts/tick_000000.jsonl", b"{}\n")
-    two.far.fetch({"trainer rank 1": [model], "generator rank 0": [rows], "reward rank 0": []}, two.run_dir)
-    assert (two.run_dir / "model/model.safetensors").read_bytes() == b"w" * 3_000_000
-    assert (two.run_dir / "rollouts/tick_000000.jsonl").read_bytes() == b"{}\n"
-
-
 def test_a_sweep_brings_what_nobody_told_of_once_and_again_when_it_has_grown(two: Two) -> None:
     told = two.write(0, "rollouts/tick_000000.jsonl", b"{}\n")
     two.far.fetch({"generator rank 0": [told]}, two.run_dir)
@@ -203,16 +195,6 @@ def test_ranks_that_are_another_number_now_need_the_files_of_all_that_there_were
     files = _records("generator/rank_0/g", "generator/rank_1/g", "trainer/rank_0/b", "trainer/rank_1/b")
     needed = files_for_ranks(files, [("generator", 2), ("trainer", 1)], {"generator": 3, "trainer": 2})
     assert [record.path for record in needed] == ["generator/rank_0/g", "generator/rank_1/g", "trainer/rank_1/b"]
-
-
-@pytest.mark.parametrize(("path", "transient"), [("a.partial", True), ("model.partial/x", True), ("a/partial", False)])
-def test_what_gets_another_name_when_it_is_whole_is_not_brought_before(path: str, transient: bool) -> None:
-    assert is_transient(path) == transient
-
-
-def test_a_name_that_is_taken_gets_a_place_of_its_host() -> None:
-    assert where_to_put("a/b", "c", taken=False) == "a/b"
-    assert where_to_put("a/b", "c", taken=True) == "hosts/c/a/b"
 
 
 def test_what_came_before_its_report_counted_is_not_asked_for_again_and_a_host_that_is_gone_is_passed_over(

@@ -12,7 +12,7 @@ from tools.metric_keys import PAGE, page
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability.keys import KEYS, is_timing_key, key_order
 from llamarl.observability.metrics import MetricsLog, TickJoin, merge_metrics, read_metrics, row_to_line, strip_timing
-from llamarl.observability.writing import append_all, replace_file
+from llamarl.observability.writing import replace_file
 
 
 def test_ticks_leave_in_order_when_the_last_executor_has_reported() -> None:
@@ -122,27 +122,6 @@ def test_reading_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
 def full(data: bytes) -> int:
     with open("/dev/full", "wb", buffering=0) as file:
         return file.write(data)
-
-
-def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = MetricsLog(tmp_path)
-    monkeypatch.setattr(os, "write", lambda fd, data: full(bytes(data)))
-    with pytest.raises(LlamaRLError, match=r"cannot write .*metrics.jsonl: No space left on device.*then resume"):
-        log.write({"step": 0})
-
-
-def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file where the folder should be")
-    with pytest.raises(LlamaRLError, match="cannot write .*run/metrics.jsonl"):
-        MetricsLog(tmp_path / "run")
-
-
-def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:3]))
-    with open(tmp_path / "f", "wb", buffering=0) as file:
-        append_all(file.fileno(), b"0123456789")
-    assert (tmp_path / "f").read_bytes() == b"0123456789"
 
 
 @pytest.mark.parametrize(
