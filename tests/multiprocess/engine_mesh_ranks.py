@@ -33,7 +33,7 @@ from llamarl.weight_sync.model_layouts import adapter_parameters, model_paramete
 NUM_KV_TOKENS = 74
 """Room that all sequences together do not have: some are preempted."""
 ALONE = (1, 1)
-FURTHER = {(2, 1): "gemma2", (2, 2): "qwen3_moe"}
+FURTHER = {(2, 2): "qwen3_moe"}
 """Which family of a mesh also gets adapters alone, and keeps its cache."""
 
 

@@ -14,8 +14,7 @@ MESHES = {
     (2, 1): ("gemma2",),  # dense, and both ends are one tensor
     (3, 1): ("qwen3_moe",),  # whose second layer has no experts, whose ends are two tensors
     (2, 2): ("qwen3_moe",),
-    (1, 2): ("gemma3_text",),
-    (1, 4): ("llama-wide",),  # two ranks hold the same key-value head
+    (1, 4): ("gemma3_text-wide",),  # two ranks hold the same key-value head
     (1, 8): ("qwen3-wide", "gemma2-wide"),  # four do
 }
 """Stages and tensor-parallel ranks -> models of three layers."""
