@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_processes import join_group
 from safetensors.torch import save_file
-from trainer_ranks import LENGTHS_DIFFER, NUM_TICKS, share
+from trainer_ranks import LENGTHS_DIFFER, NUM_TICKS, join_mesh, share
 from training_fixtures import make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.trainer import building
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
@@ -47,10 +45,6 @@ def make_trainer(folder: Path, family: str, named: str, hand_over: str, dtype: s
     )  # fmt: skip
 
 
-def _refuse_whole_model(*args: object, **kwargs: object) -> None:
-    raise AssertionError("a rank of a mesh asked for the whole model")
-
-
 def _keep(trainer: Trainer, out: Path, what: str) -> None:
     """What this rank hands over, and which part of each tensor that is."""
     rank = trainer.layout.rank
@@ -63,9 +57,7 @@ def _keep(trainer: Trainer, out: Path, what: str) -> None:
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
-        join_group(rank, world, f"{folder}/rendezvous{world}")
-        assert callable(building.load_model)  # so that this replaces what is called
-        building.load_model = _refuse_whole_model  # type: ignore[assignment]
+        join_mesh(rank, world, folder)
     for case in cases:
         family, named, dtype = case.split(":")
         out = folder / f"{family}-{named}-{dtype}"

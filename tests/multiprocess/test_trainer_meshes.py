@@ -33,46 +33,43 @@ TRAITS: dict[str, dict[str, object]] = {
     ONE_HEAD: {"num_key_value_heads": 1, "attention_bias": True},
 }
 SHORT = {  # pp x fsdp x cp x tp x ep; there are 4 query heads and 2 key-value heads
-    "llama": ("1x1x1x4x1",),  # on fsdp x tp it is ``gemma2``
-    "deep": ("2x2x1x2x1",),
-    "qwen3": ("1x1x4x1x1",),  # on fsdp x tp it is ``one_head``
-    "gemma2": ("1x2x1x2x1", "1x2x2x1x1", "3x1x1x1x1"),  # tied ends, also on three stages
-    "qwen3_moe": ("2x1x1x2x1", "1x4x1x1x2", "1x2x1x2x2"),
+    "gemma2": ("2x2x1x2x1", "1x2x2x1x1", "3x1x1x1x1"),  # tied ends, also on three stages
+    "qwen3_moe": ("1x2x1x2x2",),  # other meshes train it by Muon
     ONE_HEAD: ("1x2x1x2x1",),
 }
 LONG = {
     "llama": (
         *("1x2x1x1x1", "1x1x1x2x1", "1x2x2x1x1", "1x1x2x2x1", "1x1x4x1x1", "1x2x2x2x1", "1x4x2x1x1", "1x2x4x1x1"),
-        "1x2x1x4x1",
+        *("1x2x1x4x1", "1x1x1x4x1"),
     ),
     "deep": (
         *("2x1x1x1x1", "3x1x1x1x1", "4x1x1x1x1", "2x2x1x1x1", "2x1x1x2x1", "4x2x1x1x1", "4x1x1x2x1", "2x4x1x1x1"),
-        *("2x1x2x1x1", "2x2x2x1x1", "2x1x2x2x1", "3x2x1x1x1"),
+        *("2x1x2x1x1", "2x2x2x1x1", "2x1x2x2x1", "3x2x1x1x1", "2x2x1x2x1"),
     ),
-    "qwen3": ("1x1x1x4x1", "1x1x2x2x1", "2x2x1x2x1", "2x2x2x1x1", "1x4x1x2x1", "2x1x1x4x1"),
-    "gemma2": ("1x1x1x4x1", "1x1x2x2x1", "1x1x4x1x1", "2x2x1x2x1", "1x2x2x2x1"),
+    "qwen3": ("1x1x1x4x1", "1x1x2x2x1", "2x2x1x2x1", "2x2x2x1x1", "1x4x1x2x1", "2x1x1x4x1", "1x1x4x1x1"),
+    "gemma2": ("1x1x1x4x1", "1x1x2x2x1", "1x1x4x1x1", "1x2x2x2x1", "1x2x1x2x1"),
     "qwen3_moe": (
         *("1x2x1x2x1", "1x1x1x4x1", "1x2x2x1x1", "1x1x4x1x1", "3x1x1x1x1", "2x2x1x2x1", "1x2x1x1x2", "1x4x1x1x4"),
         *("2x2x1x1x2", "1x2x2x1x2", "1x2x2x1x4", "1x1x2x1x2", "2x2x1x2x2", "1x2x2x2x2", "2x4x1x1x2"),
+        *("2x1x1x2x1", "1x4x1x1x2"),
     ),
     ONE_HEAD: (),
 }
-CASES = [pytest.param(family, sizes) for family in FAMILIES for sizes in SHORT[family]] + [
+CASES = [pytest.param(family, sizes) for family in FAMILIES for sizes in SHORT.get(family, ())] + [
     pytest.param(family, sizes, marks=pytest.mark.long) for family in FAMILIES for sizes in LONG[family]
 ]
 OTHERWISE = {
-    "passes": ("llama:1x2x1x2x1", "llama:2x1x1x2x1"),
-    "sequences": ("llama:1x1x2x1x1",),
-    "lora": ("qwen3:1x1x2x1x1",),
+    "passes": ("llama:2x2x1x1x1",),
+    "sequences": ("llama:1x1x4x1x1",),
     "replay": ("qwen3_moe:1x1x2x1x1", "qwen3_moe:2x2x1x1x1"),
 }
 """What else is trained -> by whom, in which layouts."""
-MUON = ("qwen3_moe:1x4x1x1x2", "qwen3_moe:2x1x1x2x1", f"{ONE_HEAD}:1x2x1x2x1", "qwen3:1x2x1x2x1")
+MUON = ("qwen3_moe:1x4x1x1x2", "qwen3_moe:2x1x1x2x1", f"{ONE_HEAD}:1x2x1x2x1")
 REFUSING = ("1x2x2x1x1", "2x2x1x1x1")
 VALUING = "1x2x1x2x1"
 SCORING = (("llama_classifier", "1x1x1x2x1"), ("gemma2_classifier", "1x2x1x2x1"))
 PARKED = (("parked", "1x1x1x2x1"), ("parked_rounded", "1x2x1x1x1"))
-ROUNDED = ("qwen3:1x2x1x2x1", "llama:2x2x1x1x1")
+ROUNDED = (f"{ONE_HEAD}:1x2x1x2x1", f"{ONE_HEAD}:2x2x1x1x1")
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -196,8 +193,8 @@ def test_one_process_goes_on_from_what_all_ranks_have_saved(runs: Path, family: 
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("gemma2", "1x2x1x2x1"), ("llama", "1x1x1x4x1")])
-def test_ranks_hold_a_share_not_the_model(runs: Path, family: str, sizes: str) -> None:
+def test_ranks_hold_a_share_not_the_model(runs: Path) -> None:
+    family, sizes = ONE_HEAD, "1x2x1x2x1"
     fsdp, tp = sizes_of(sizes)["fsdp"], sizes_of(sizes)["tp"]
     _, (whole,) = _read(runs, family, ALONE)
     _, parts = _read(runs, family, sizes)
@@ -209,14 +206,12 @@ def test_ranks_hold_a_share_not_the_model(runs: Path, family: str, sizes: str) -
     uncut = sum(t.numel() for n, t in whole.items() if "norm" in n)
     assert cut + heads + vocabulary + uncut == sum(t.numel() for t in whole.values())
     most = max(sum(t.numel() for t in p.values()) for p in parts)
-    held = cut / tp + heads / min(tp, 2) + vocabulary / tp + uncut
+    held = cut / tp + heads + vocabulary / tp + uncut
     assert most <= held / fsdp + 64  # rows that do not divide evenly
 
 
 @pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in OTHERWISE.items() for case in cases])
-def test_other_losses_passes_adapters_and_replayed_experts_are_those_of_one_process(
-    runs: Path, kind: str, case: str
-) -> None:
+def test_other_losses_passes_and_replayed_experts_are_those_of_one_process(runs: Path, kind: str, case: str) -> None:
     """Also where one rank holds one group: what a step trains on, and the proximal policy, do not depend on the mesh."""
     family, sizes = case.split(":")
     (alone,) = _reports(runs, family, ALONE, kind)
@@ -231,7 +226,7 @@ def test_other_losses_passes_adapters_and_replayed_experts_are_those_of_one_proc
 @pytest.mark.parametrize("what", ["through", "from_one"])
 @pytest.mark.parametrize("case", MUON)
 def test_muon_gathers_what_is_cut_and_makes_the_weights_of_one_process(runs: Path, case: str, what: str) -> None:
-    """Also from what one process has saved; ``qwen3`` trains adapters. A step of 1e-3 moves a weight by 2e-4 on average."""
+    """Also from what one process has saved; ``one_head`` trains adapters. A step of 1e-3 moves a weight by 2e-4 on average."""
     family, sizes = case.split(":")
     (alone,), (expected,) = _read(runs, family, ALONE, kind="muon")
     reports, parts = _read(runs, family, sizes, what, kind="muon")

@@ -85,12 +85,10 @@ def make_trainer(folder: Path, family: str, named: str, dtype: str = "float32", 
     )  # fmt: skip
 
 
-def _other_trainer(
-    folder: Path, family: str, named: str, algorithm: AlgorithmConfig, *, lora: LoraConfig | None = None, **more: Any
-) -> Trainer:
+def _other_trainer(folder: Path, family: str, named: str, algorithm: AlgorithmConfig, **more: Any) -> Trainer:
     config = TrainerConfig(**sizes_of(named), max_tokens_per_microbatch=48, **more)
     optimizer = OptimizerConfig(lr=1e-3)
-    return Trainer(folder / family, config, optimizer, algorithm, temperature=0.9, seed=1, lora=lora)
+    return Trainer(folder / family, config, optimizer, algorithm, temperature=0.9, seed=1)
 
 
 @functools.cache
@@ -100,14 +98,19 @@ def _scorer(model: Path, fsdp: int, tp: int) -> FrozenScorer:
 
 
 def train(trainer: Trainer, folder: Path, family: str, tick: int) -> dict[str, float]:
-    """One tick. Log-probs of the reference are a frozen scorer's on the same mesh where it has only axes that a scorer has,
+    """One tick."""
+    layout = trainer.layout
+    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    return trainer.train(_groups_with_reference(folder / family, sizes, layout.fsdp_rank, tick), tick)
+
+
+@functools.cache
+def _groups_with_reference(model: Path, sizes: tuple[int, ...], fsdp_rank: int, tick: int) -> list[Group]:
+    """What a rank trains on. Log-probs of the reference are a frozen scorer's on the same mesh where it has only axes that a scorer has,
     elsewhere those of transformers' own forward."""
-    sizes, groups = trainer.layout, _own(trainer, tick)
-    if sizes.pp == sizes.cp == sizes.ep == 1:
-        groups = _scorer(folder / family, sizes.fsdp, sizes.tp).score(groups)
-    else:
-        groups = with_reference(groups, folder / family)
-    return trainer.train(groups, tick)
+    pp, fsdp, cp, tp, ep = sizes
+    groups = share(make_groups(seed=tick, **LENGTHS_DIFFER), fsdp, fsdp_rank)
+    return _scorer(model, fsdp, tp).score(groups) if pp == cp == ep == 1 else with_reference(groups, model)
 
 
 @functools.cache
@@ -252,11 +255,6 @@ def _sequences(folder: Path, family: str, named: str, out: Path) -> list[dict[st
     return _two_ticks(_other_trainer(folder, family, named, AlgorithmConfig(name="gspo", normalization="sequence")))
 
 
-def _lora(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
-    lora = LoraConfig(rank=3, targets=("q_proj", "v_proj", "down_proj"))
-    return _two_ticks(_other_trainer(folder, family, named, AlgorithmConfig(), lora=lora))
-
-
 def _replay(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
     """A sparse model whose routers choose what the samples say: other experts than they would."""
     trainer = _other_trainer(folder, family, named, AlgorithmConfig(), router="replay")
@@ -318,7 +316,7 @@ def _parked_rounded(folder: Path, family: str, named: str, out: Path) -> dict[st
 def _muon(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
     """As ``_train``, by Muon: this rank's parts and what its optimizer keeps, saved and gone on with, here and elsewhere."""
     optimizer, lora = OptimizerConfig(name="muon", lr=1e-3, weight_decay=0.01, eps=1e-6), None
-    if family == "qwen3":  # adapters are matrices too, cut as what they stand beside
+    if family == "one_head":  # adapters are matrices too, cut as what they stand beside
         lora = LoraConfig(rank=3, targets=("q_proj", "v_proj", "down_proj"), hand_over="adapter")
 
     def make() -> Trainer:
@@ -351,7 +349,6 @@ KINDS = {
     "row_parts": _row_parts,
     "passes": _passes,
     "sequences": _sequences,
-    "lora": _lora,
     "replay": _replay,
     "bfloat16": _bfloat16,
 }
@@ -362,14 +359,19 @@ def _refuse_whole_model(*args: object, **kwargs: object) -> None:
     raise AssertionError("a rank of a mesh asked for the whole model")
 
 
+def join_mesh(rank: int, world: int, folder: Path) -> None:
+    """Meet the other ranks of a mesh, of which none may ask for the whole model."""
+    join_group(rank, world, f"{folder}/rendezvous{world}")
+    for loader in ("load_model", "load_value_model", "load_reward_model"):
+        assert callable(getattr(building, loader))  # so that these replace what is called
+        setattr(building, loader, _refuse_whole_model)
+
+
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message="Slicing a flattened dim")
     if world > 1:
-        join_group(rank, world, f"{folder}/rendezvous{world}")
-        for loader in ("load_model", "load_value_model", "load_reward_model"):
-            assert callable(getattr(building, loader))  # so that these replace what is called
-        building.load_model = building.load_value_model = building.load_reward_model = _refuse_whole_model  # type: ignore[assignment]
+        join_mesh(rank, world, folder)
     for case in cases:
         family, named, kind = case.split(":")
         out = folder / f"{family}-{named}-{kind}"
