@@ -18,6 +18,13 @@ from llamarl.errors import DataError
 from llamarl.types import Failure
 
 ENVIRONMENTS = Path(__file__).parents[1] / "small_environments.py"
+EPISODES = [0]
+"""Number of the first episode of a test; each has its own, for most share a pool."""
+
+
+@pytest.fixture(autouse=True)
+def own_episodes() -> None:
+    EPISODES[0] += 10
 
 
 def config(name: str, num_workers: int = 1, **options: object) -> TaskConfig:
@@ -33,7 +40,7 @@ def ask(*replies: str, key: int = 0, digests: tuple[str, ...] = (), **plan: str)
     item = TaskItem(
         question="q", metadata={name.removeprefix("turn_").replace("_", " "): do for name, do in plan.items()}
     )
-    return Ask(key=(key, 0), play=Play(task="", item=item, seed=7), replies=replies, digests=digests)
+    return Ask(key=(EPISODES[0] + key, 0), play=Play(task="", item=item, seed=7), replies=replies, digests=digests)
 
 
 def failure(answer: Answer) -> Failure:
@@ -47,12 +54,12 @@ def step(answer: Answer) -> Step:
     return answer
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "calls"
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "calls"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(log: Path) -> Iterator[EpisodePool]:
     with EpisodePool(config("Awkward", log=str(log)), timeout_s=2.0) as made:
         yield made
@@ -83,20 +90,22 @@ def test_an_episode_that_lost_its_worker_is_played_again(pool: EpisodePool, log:
 
 def test_a_question_whose_worker_died_is_put_again(pool: EpisodePool, log: Path) -> None:
     log.write_text("")
+    replaced = pool.num_replaced
     assert step(pool.wait(ask("a", turn_1="die once"))) == Step(text="1 a", reward=0.5)
     assert [call for call in calls(log) if call != "close"] == ["0", "1", "0", "1"]
-    assert pool.num_replaced == 1
+    assert pool.num_replaced == replaced + 1
 
 
 def test_a_replacement_that_is_killed_while_it_starts_is_replaced_too(pool: EpisodePool) -> None:
+    replaced = pool.num_replaced
     os.kill(pool.worker_pids[0], signal.SIGKILL)
     pool.ask(ask("a"))
     end = time.monotonic() + 20
-    while pool.num_replaced < 1 and time.monotonic() < end:
+    while pool.num_replaced == replaced and time.monotonic() < end:
         pool.poll()
     pool._workers[0].guard.kill()  # the kernel ends the worker with it
     assert step(pool.wait(ask("a"))).text == "1 a"
-    assert pool.num_replaced == 2
+    assert pool.num_replaced == replaced + 2
 
 
 def test_a_pool_that_never_heard_of_an_episode_plays_it_from_its_replies() -> None:
@@ -126,7 +135,7 @@ def test_a_reset_that_raises_is_a_failure_too(pool: EpisodePool) -> None:
 
 def test_an_environment_that_does_not_repeat_is_found_out_when_it_is_played_again(pool: EpisodePool) -> None:
     first = step(pool.wait(ask("a", turn_1="drift")))
-    pool.release((0, 0))
+    pool.release(ask().key)
     os.kill(pool.worker_pids[0], signal.SIGKILL)
     again = pool.wait(ask("a", "b", digests=(digest_of(first),), turn_1="drift"))
     assert "turn 1 was answered otherwise when it was played again" in failure(again).detail
