@@ -5,7 +5,10 @@ its own. Tests of signals, of import-time variables, of a terminal or of the int
 """
 
 import atexit
+import importlib
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -16,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.runtime.determinism import environment
-from llamarl.runtime.fork_server import read_on_import
+from llamarl.runtime.fork_server import allow_fork_of_this_process, read_on_import
 
-__all__ = ["ENVIRONMENT", "SERVER", "Started", "run_llamarl"]
+__all__ = ["ENVIRONMENT", "SERVER", "Started", "as_python", "forking_here", "run_llamarl"]
 
 ENVIRONMENT = read_on_import(environment(1))
 
@@ -53,15 +56,27 @@ _PRELOADED += ["preloaded"]  # the last
 SERVER.set_forkserver_preload(_PRELOADED)
 
 
+def forking_here() -> Any:
+    """For a program that does nothing but start commands: forks of itself, which has imported what the server would."""
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    return multiprocessing.get_context("fork")
+
+
 def run_llamarl(
-    words: Sequence[str], *, cwd: Path | None = None, limit_s: float = 240, stdin: str | None = None
+    words: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    limit_s: float = 240,
+    stdin: str | None = None,
+    context: Any = SERVER,
 ) -> subprocess.CompletedProcess[str]:
     """Run one command to its end.
 
     Raises:
         subprocess.TimeoutExpired: It took longer; it is killed, and its ranks with it.
     """
-    started = Started(words, cwd=cwd, stdin=stdin)
+    started = Started(words, cwd=cwd, stdin=stdin, context=context)
     try:
         code = started.wait(limit_s)
     finally:
@@ -75,6 +90,7 @@ class Started:
     Args:
         together: What it says on stderr goes where stdout does.
         program: Called in place of ``llamarl``'s own; says the exit status.
+        context: Whose process it is a fork of.
     """
 
     def __init__(
@@ -85,13 +101,14 @@ class Started:
         stdin: str | None = None,
         together: bool = False,
         program: Callable[[], int] | None = None,
+        context: Any = SERVER,
     ) -> None:
         self.args = ["llamarl", *words]
         self._keeping = tempfile.TemporaryDirectory(prefix="forked-command-")
         self._folder = Path(self._keeping.name)
         (self._folder / "in").write_text(stdin or "")
         given = (self._folder, list(words), str(cwd or Path.cwd()), {**os.environ, **ENVIRONMENT}, together, program)
-        self._child = SERVER.Process(target=_main, args=given)
+        self._child = context.Process(target=_main, args=given)
         self._child.start()
         assert self._child.pid is not None
         self.pid = self._child.pid
@@ -132,6 +149,20 @@ class Started:
     def _said(self, stream: str) -> str:
         file = self._folder / stream
         return file.read_text(errors="replace") if file.exists() else ""
+
+
+def as_python() -> int:
+    """Do what ``python`` does with these words, ``SCRIPT ..`` or ``-m MODULE ..``: a ``program`` of :class:`Started`."""
+    words = sys.argv[1:]
+    allow_fork_of_this_process()
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 def _main(

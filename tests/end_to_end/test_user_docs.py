@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_command import Started
+from forked_command import Started, as_python
 from markdown_blocks import Block, blocks_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -93,11 +93,10 @@ def test_every_marked_block_of_the_page_does_what_the_page_says(page: Path, tmp_
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
         elif block.mark == "run":
-            one = _one_command(block)
-            if one is not None and importable(block):
-                done = Started(one, cwd=folder, together=True)
-                assert done.wait(600) == int(block.word("exit") or 0), f"{block}: {done.out}"
-                printed = done.out
+            started = _fork(block, folder) if importable(block) else None
+            if started is not None:
+                assert started.wait(600) == int(block.word("exit") or 0), f"{block}: {started.out}"
+                printed = started.out
             else:
                 printed = _run(block, folder, environment)
         elif block.mark == "output" and printed is not None:
@@ -111,6 +110,21 @@ def importable(block: Block) -> bool:
     """Whether what it needs is there."""
     module = block.word("needs")
     return not module or importlib.util.find_spec(module) is not None
+
+
+def _fork(block: Block, folder: Path) -> Started | None:
+    """Start what needs no shell and no Python of its own. README's script has one, as its reader's has."""
+    if (words := _one_command(block)) is not None:
+        return Started(words, cwd=folder, together=True)
+    if block.language == "python" and block.page.stem in FIRST_PAGES - {"README"}:
+        return Started([str(_script_of(block, folder))], cwd=folder, together=True, program=as_python)
+    return None
+
+
+def _script_of(block: Block, folder: Path) -> Path:
+    script = folder / f"script_{block.line}.py"
+    script.write_text(block.text)
+    return script
 
 
 def _one_command(block: Block) -> list[str] | None:
@@ -127,9 +141,7 @@ def _run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
     if not importable(block):
         return None
     if block.language == "python":
-        script = folder / f"script_{block.line}.py"
-        script.write_text(block.text)
-        command = [sys.executable, str(script)]
+        command = [sys.executable, str(_script_of(block, folder))]
     else:
         command = ["bash", "-euo", "pipefail", "-c", block.text]
     done = subprocess.run(
