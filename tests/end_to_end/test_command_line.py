@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, CommandLine, rows
+from forked_command import Started, as_python
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +83,11 @@ def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers(llam
 
 def test_the_example_graph_runs_and_shows_its_delay() -> None:
     script = REPOSITORY / "examples" / "own_graph.py"
-    done = subprocess.run([sys.executable, str(script), "inline"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    totals = [line for line in done.stdout.splitlines() if "collector" in line and "total" in line]
+    done = Started([str(script), "inline"], program=as_python)
+    assert done.wait(120) == 0, done.err
+    totals = [line for line in done.out.splitlines() if "collector" in line and "total" in line]
     assert [line.split("'total': ")[1] for line in totals] == ["6.0}", "66.0}", "126.0}", "186.0}", "246.0}"]
-    fed_back = [line for line in done.stdout.splitlines() if "source" in line and "'feedback'" in line]
+    fed_back = [line for line in done.out.splitlines() if "source" in line and "'feedback'" in line]
     assert [line.split("'feedback': ")[1] for line in fed_back] == ["0.0}", "0.0}", "6.0}", "66.0}", "126.0}"]
 
 

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from forked_command import SERVER, Started, as_python
 
 from llamarl.cli.gpu_checks import CHECKS
 from llamarl.cli.main import main
@@ -24,7 +26,8 @@ def _script() -> ModuleType:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[name for name, _, _ in CHECKS])
-def test_each_check_of_a_gpu_holds_on_a_cpu(check: tuple[str, str, object]) -> None:
+def test_each_check_of_a_gpu_holds_on_a_cpu(check: tuple[str, str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SERVER)  # the other process has torch already
     assert check[2](torch.device("cpu"))  # type: ignore[operator]
 
 
@@ -41,6 +44,8 @@ def test_a_day_leaves_what_it_has_after_each_section(tmp_path: Path) -> None:
         "second": (60.0, [sys.executable, "-c", "raise SystemExit(3)"]),
         "third": (0.5, [sys.executable, "-c", "import time; time.sleep(60)"]),
     }
+    assert script.main(["first", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "results.json").read_text()).keys() == {"first"}
     assert script.main(["--out", str(tmp_path)]) == 1
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name: (r["held"], r["status"]) for name, r in results.items()} == {
@@ -53,7 +58,13 @@ def test_a_day_leaves_what_it_has_after_each_section(tmp_path: Path) -> None:
 
 def test_the_sections_of_a_day_are_commands_that_run(tmp_path: Path) -> None:
     """Tests and benchmark as far as their flags; the checks and a job are run elsewhere in the suite."""
-    assert _script().main(["tests", "generation", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert "tests collected" in (tmp_path / "tests.txt").read_text()
-    on_a_card = {name: limit for name, (limit, _) in _script().sections("cuda", tmp_path).items()}
-    assert sum(on_a_card.values()) <= 600
+    script = _script()
+    said = {}
+    for name in ("tests", "generation"):
+        limit_s, (python, *words) = script.sections("cpu", tmp_path)[name]
+        assert python == sys.executable
+        ran = Started(words, cwd=script.ROOT, together=True, program=as_python)
+        assert ran.wait(limit_s) == 0, ran.out
+        said[name] = ran.out
+    assert "tests collected" in said["tests"]
+    assert sum(limit for limit, _ in script.sections("cuda", tmp_path).values()) <= 600

@@ -6,9 +6,6 @@ In this process, and before any model is loaded; ``tests/end_to_end`` has the sa
 import argparse
 import io
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -237,15 +234,15 @@ def test_json_that_cannot_be_read_or_written_is_refused_by_its_line(
     assert "in.jsonl:1: " in told and words in told
 
 
-def test_bytes_that_are_no_text_are_refused_whatever_the_locale() -> None:
-    """Lines of the standard input, then a flag."""
-    asked = '["generate", "bundled:tiny", "--max-new-tokens", "1", *flags]'
-    code = f"import sys\nfrom llamarl.cli.main import main\nprint([main({asked}) for flags in ([], sys.argv[1:])])"
-    command = [sys.executable, "-c", code, "--prompt", b"a\xff"]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, input=b"a\xff b\n", capture_output=True, timeout=120, env=environment)
-    told = done.stderr.decode()
-    assert done.stdout == b"[2, 2]\n" and told.count("not UTF-8 text") == 2 and "Traceback" not in told
+@pytest.mark.parametrize(("encoding", "errors"), [("ascii", "surrogateescape"), ("utf-8", "strict")])
+def test_bytes_that_are_no_text_are_refused_whatever_the_locale(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
+) -> None:
+    """Lines of the standard input, then a flag, as Python hands them over under C and under a UTF-8 locale."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff b\n"), encoding, errors))
+    for flags in ([], ["--prompt", b"a\xff".decode(encoding, "surrogateescape")]):
+        (line,) = refused(capsys, "generate", "bundled:tiny", "--max-new-tokens", "1", *flags)
+        assert "not UTF-8 text" in line
 
 
 def test_a_verb_that_is_nearly_one_is_told_which(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reasoning_gym
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_number
@@ -183,6 +182,8 @@ def test_a_question_that_a_dataset_cannot_make_is_told_in_a_sentence() -> None:
 
 
 def test_reasoning_gym_evaluates_answers_nowhere_else() -> None:
+    import reasoning_gym  # which takes half a second, and every process of tests has this module
+
     folder = Path(reasoning_gym.__file__).parent
     evaluates = {
         path.stem
