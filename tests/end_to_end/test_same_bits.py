@@ -99,16 +99,19 @@ RANK_0_ONLY = frozenset({"meshes"})
 
 
 _RUN_ALL = """\
+import one_thread
 import json, sys
-from forked_command import run_llamarl
+from forked_command import forking_here, run_llamarl
 from test_same_bits import write_scorer
 
-if __name__ == "__main__":
-    write_scorer(sys.argv[2])
-    for words in json.loads(sys.argv[1]):
-        done = run_llamarl(words)
-        if done.returncode:
-            sys.exit(done.stdout + done.stderr)
+here = forking_here()
+scorer = here.Process(target=write_scorer, args=[sys.argv[2]])
+scorer.start()
+scorer.join()
+for words in json.loads(sys.argv[1]):
+    done = run_llamarl(words, context=here)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
 """
 
 
