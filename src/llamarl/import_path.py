@@ -21,16 +21,18 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from llamarl.errors import ConfigError, DataError, FileError
+from llamarl.errors import ConfigError, DataError, FileError, LlamaRLError
 from llamarl.reading import read_bytes, user_path
 
 __all__ = [
     "absolute_import_path",
+    "call",
     "check",
     "import_user",
     "is_import_path",
@@ -88,6 +90,27 @@ def resolve(import_path: str) -> Callable[..., Any]:
     return found
 
 
+def call(import_path: str, key: str, *arguments: Any) -> Any:
+    """What a function of the user's answers.
+
+    Args:
+        key: Of the recipe, for errors.
+
+    Raises:
+        ConfigError: It cannot be imported, or raised something: with the line of the user's file at which it did.
+    """
+    function = resolve(import_path)
+    try:
+        return function(*arguments)
+    except LlamaRLError:
+        raise
+    except Exception as error:
+        file = getattr(getattr(function, "__code__", None), "co_filename", "")
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f" at {file}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        raise ConfigError(f"{key} {import_path!r} raised {type(error).__name__}: {error}{place}") from error
+
+
 def import_user(import_path: str, key: str) -> Callable[..., Any]:
     """``resolve``, with every failure a mistake of the user's.
 
@@ -112,14 +135,16 @@ def import_user(import_path: str, key: str) -> Callable[..., Any]:
         raise DataError.at(key, f"{import_path!r}: cannot import {where}: {type(error).__name__}: {error}") from error
 
 
-def check(import_path: str, key: str) -> None:
+def check(import_path: str, key: str, arguments: Sequence[str] = ()) -> None:
     """Refuse what cannot be imported, as far as the source shows: nothing is executed.
 
     Args:
         key: Of the recipe, for errors.
+        arguments: With which the function is called, by position; empty: it is not known here.
 
     Raises:
-        DataError: No such module or file, not Python, or no such name at its top level.
+        DataError: No such module or file, not Python, no such name at its top level, or a function that takes other
+            arguments.
     """
     source = source_file(import_path, key)
     if source is None:
@@ -137,6 +162,19 @@ def check(import_path: str, key: str) -> None:
     if attribute.partition(".")[0] not in names and "*" not in names and not used & _DYNAMIC:
         public = sorted(name for name in names if not name.startswith("_"))
         raise DataError.at(key, f"{import_path!r}: {where} has no {attribute!r}; it has {public[:20]}")
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and function.name == attribute and arguments:
+            if not _takes(function.args, len(arguments)):
+                called = f"{attribute}({', '.join(arguments)})"
+                text = f"{import_path!r} is {attribute}({ast.unparse(function.args)}), and is called as {called}"
+                raise DataError.at(key, text)
+
+
+def _takes(arguments: ast.arguments, count: int) -> bool:
+    """Whether a function takes so many arguments by position, and needs no other."""
+    named = len(arguments.posonlyargs) + len(arguments.args)
+    most = count if arguments.vararg else named
+    return named - len(arguments.defaults) <= count <= most and None not in arguments.kw_defaults
 
 
 def source_file(import_path: str, key: str) -> Path | None:

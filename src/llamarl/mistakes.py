@@ -248,7 +248,7 @@ def _hint(kind: str, info: Any, value: Any) -> str:
         near = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
         return f"; did you mean {near[0]!r}?" if near else ""
     if kind == "tuple_type" and isinstance(value, str):
-        return f"; write [{value!r}]"
+        return f"""; write ["{value.strip("[]'")}"], on a command line '["{value.strip("[]'")}"]'"""
     if kind == "string_type" and not isinstance(value, (list, dict)):
         return "; text stands in quotes"
     if kind in ("int_type", "float_type") and isinstance(value, str):

@@ -196,7 +196,7 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
         ),
         (
             {"generator": {"sampling": {"stop_strings": "a"}}},
-            "generator.sampling.stop_strings: expected a list of text, got 'a' (str); write ['a']",
+            "generator.sampling.stop_strings: expected a list of text, got 'a' (str); write [\"a\"], on a command line '[\"a\"]'",
         ),
         (
             {"optimizer": {"lr": float("nan")}},

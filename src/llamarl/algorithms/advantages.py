@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ConfigError
-from llamarl.import_path import is_import_path, resolve
+from llamarl.import_path import call, is_import_path
 
 __all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "max_rl", "shaping"]
 
@@ -170,11 +170,19 @@ def compute_advantages(
 def _by_users_function(name: str, rewards: Rewards) -> Rewards:
     """Advantages of one group by a function of the user's own; 0 for samples without a reward,
     whatever it says of them."""
-    found = np.asarray(resolve(name)(rewards.copy()), dtype=np.float64)
     scored = ~np.isnan(rewards)
+    if not scored.any():
+        return np.zeros_like(rewards)
+    answer = call(name, "algorithm.advantage", rewards.copy())
+    try:
+        found = np.asarray(answer, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"algorithm.advantage {name!r} returned {answer!r:.100}, expected an array of numbers"
+        ) from None
     if found.shape != rewards.shape or not np.isfinite(found[scored]).all():
         raise ConfigError(
-            f"algorithm.advantage {name!r} made {found.tolist()} of the rewards {rewards.tolist()}: expected one finite "
+            f"algorithm.advantage {name!r} made {answer!r:.200} of the rewards {rewards.tolist()}: expected one finite "
             f"advantage for each (nan is a sample without a reward)"
         )
     return np.where(scored, found, 0.0)

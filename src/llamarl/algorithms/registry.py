@@ -11,7 +11,7 @@ from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.ppo import cispo, decoupled_ppo, dppo, gspo, ppo, truncated_is
 from llamarl.errors import ConfigError
-from llamarl.import_path import resolve
+from llamarl.import_path import call
 
 __all__ = ["LOSSES", "WITH_PROXIMAL_POLICY", "find_loss"]
 
@@ -45,7 +45,9 @@ def find_loss(name: str) -> LossFunction:
         return LOSSES[name]
 
     def checked(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
-        terms = resolve(name)(batch, config)  # imported when it is first needed: an export of a run runs no code of it
+        terms = call(
+            name, "algorithm.name", batch, config
+        )  # imported when it is needed: an export runs no code of a run
         if not isinstance(terms, TokenLosses):
             raise ConfigError(
                 f"algorithm.name {name!r} returned a {type(terms).__name__}: a loss returns "
@@ -57,6 +59,11 @@ def find_loss(name: str) -> LossFunction:
         if set(shapes.values()) != {(expected := tuple(batch.policy_logprobs.shape))}:
             raise ConfigError(
                 f"algorithm.name {name!r} returned {shapes} for a batch of {expected} tokens: one term a token"
+            )
+        if batch.policy_logprobs.requires_grad and not terms.losses.requires_grad:
+            raise ConfigError(
+                f"algorithm.name {name!r} returned losses without a gradient: they depend on batch.policy_logprobs or "
+                f"batch.logits() (batch.entropy has one with algorithm.entropy_coef alone), and nothing detaches them"
             )
         return terms
 

@@ -259,7 +259,9 @@ class DataReceiver:
             if private is not None:
                 return from_bytes(private.numpy().data)
             header = self._header(remote, clock, doing)
-        except (ChannelError, ValueError) as error:
+        except ValueError as error:
+            raise ChannelError(f"{what}: {error}") from error
+        except ChannelError as error:
             raise ChannelError(f"{what}: {error}; restart the source and resume the run") from error
         if header is None or header.generation != handle.sequence:
             raise ChannelError(

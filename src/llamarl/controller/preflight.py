@@ -49,6 +49,8 @@ __all__ = [
     "find_without_effect",
 ]
 
+_CALLED_WITH = {"algorithm.name": ("batch", "config"), "algorithm.advantage": ("rewards",)}
+"""Key of a function of the user's own -> arguments with which it is called."""
 _RANKS_PER_CORE = 4
 """Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
 _THOUGHTS = 2048
@@ -395,6 +397,8 @@ def _check_temperature_of_rollouts(config: RunConfig) -> None:
 def _tell_of_thinking(config: RunConfig, tokenizer: Any) -> None:
     """A model whose template lets it think first needs many tokens before its answer."""
     limit, set_by_user = config.generator.sampling.max_new_tokens, config.data.chat_template_kwargs
+    if set_by_user and not uses_chat_template(tokenizer, config.data):
+        print("data.chat_template_kwargs does nothing: prompts of this model are plain text", file=sys.stderr)
     thinks = uses_chat_template(tokenizer, config.data) and "enable_thinking" in str(tokenizer.chat_template)
     if thinks and "enable_thinking" not in set_by_user and limit < _THOUGHTS:
         print(
@@ -514,7 +518,7 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
     for key, import_path in config.own_code:
         if not key.startswith("task."):  # of those the task has spoken
             try:
-                check(import_path, key)
+                check(import_path, key, _CALLED_WITH.get(key.rpartition(".settings.")[2], ()))
             except DataError as error:
                 yield from error.mistakes
 

@@ -111,7 +111,12 @@ def execute(
 
 
 def raise_if_nothing_trained(summary: RunSummary) -> None:
-    """Raises NothingTrained if no token of the whole run ever trained."""
+    """Raises NothingTrained if no token of the whole run ever trained, or no update was finite."""
+    if summary.all_skipped:
+        raise NothingTrained(
+            "each update of the run was skipped, since its loss or gradient was not finite: its model is the one that it began "
+            "with. Look at algorithm.name if the loss is your own, else lower optimizer.lr"
+        )
     if summary.trained_nothing:
         causes = "".join(f"\n  {line}" for line in summary.failures)
         raise NothingTrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
@@ -217,8 +218,12 @@ def _name_mistakes(task: TaskConfig) -> Iterator[Mistake]:
     elif kind in BUILT_IN and kind != "reasoning_gym" and colon:
         yield Mistake("name", f"{task.name!r}: only reasoning_gym takes a dataset after the colon")
     elif kind not in BUILT_IN and not task.by_import_path:
-        text = "must be steps, reasoning_gym:DATASET, math, function, code, episodes, or a task of your own as package.module:Task or"
-        yield Mistake("name", f"{text} file.py:Task, got {task.name!r}")
+        near = difflib.get_close_matches(kind, BUILT_IN, n=1, cutoff=0.6)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        if task.name.endswith((".jsonl", ".json", ".csv", ".parquet")):
+            meant = "; a file of questions is task.data"
+        text = "must be gsm8k, math, countdown, steps, reasoning_gym:DATASET, function, code, episodes, or a task of your own as"
+        yield Mistake("name", f"{text} package.module:Task or file.py:Task, got {task.name!r}{meant}")
 
 
 def _table_mistakes(task: TaskConfig) -> Iterator[Mistake]:

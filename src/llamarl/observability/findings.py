@@ -95,6 +95,7 @@ _GARBAGE = 0.2
 _FEW = 8
 """Responses from which on shares say something."""
 _FEW_GROUPS = 16
+_FEW_TOKENS = 500
 """Groups from which on their share without a signal does."""
 
 _MOST_CAUSES = 5
@@ -218,8 +219,10 @@ def find_in_rows(first: Rows, recent: Rows, *, group_baseline: bool, causes: Seq
     if _sum(recent, "samples/delivered") >= _FEW:
         cut = _mean(recent, "response/truncated_fraction", 0.0)
         cut_at_first = first[0].get("response/truncated_fraction") or 0.0
-        found["mostly_cut"] = _mostly_cut(cut, f"the responses of {_last(recent)}", cut_at_first)
-        found["mismatch"] = _mismatch(_computed(recent), _last(recent))
+        found["mostly_cut"] = _episodes_cut(recent) or _mostly_cut(
+            cut, f"the responses of {_last(recent)}", cut_at_first
+        )
+        found["mismatch"] = _mismatch(_computed(recent))
     if group_baseline and (len(recent) == WINDOW or _sum(recent, "groups/generated") >= _FEW_GROUPS):
         found["no_signal"] = _no_signal(recent)
     return {kind: found[kind] for kind in KINDS if found.get(kind)}
@@ -253,12 +256,29 @@ def _no_signal(rows: Rows) -> str:
     silent, judged = _sum(rows, "groups/no_signal"), _sum(rows, "groups/generated")
     if not judged or silent / judged < _NO_SIGNAL or _sum(rows, "reward/failed") == _sum(rows, "samples/delivered"):
         return ""
+    if _sum(rows, "reward/failed") > _FAILED * _sum(rows, "samples/delivered"):  # these are to be mended first
+        return ""
     equal = all(std is not None and std < 1e-9 for std in (row.get("reward/std") for row in rows))
     hint = '; an answer reaches it as text ("12" == 12 is never true)' if equal else ""
+    source = "the reward function (task.reward)"
+    if any("episodes/delivered" in row for row in rows):
+        source, hint = "the rewards of its environment, or task.reward", ""
     return (
         f"no signal: in {silent / judged:.0%} of the groups of {_last(rows)} all rewards are equal (mean "
         f"{_mean(rows, 'reward/mean', 0.0):.3f}), and they move nothing. If the task is neither solved nor too hard, look at "
-        f"the reward function (task.reward){hint}; else raise generator.group_size, or choose prompts of another difficulty"
+        f"{source}{hint}; else raise generator.group_size, or choose prompts of another difficulty"
+    )
+
+
+def _episodes_cut(rows: Rows) -> str:
+    """Of episodes that end at a limit, by whichever."""
+    share, turns = _mean(rows, "episodes/truncated_fraction", 0.0), _mean(rows, "episodes/turns_mean", 0.0)
+    if share < _CUT:
+        return ""
+    return (
+        f"{share:.0%} of the episodes of {_last(rows)} were cut at a limit, after {turns:.1f} turns on average: at "
+        f"task.max_turns, so long as the environment does not say done, or at generator.sampling.max_new_tokens tokens. Raise the "
+        f"one that ends them, or see to it that the environment says done"
     )
 
 
@@ -283,14 +303,17 @@ def _computed(rows: Rows) -> Rows:
     return [row for row in rows if row.get("tokens/computed", 1.0)]
 
 
-def _mismatch(rows: Rows, when: str) -> str:
+def _mismatch(rows: Rows) -> str:
+    """Of ticks in which the trainer computed tokens."""
+    if sum(row.get("tokens/computed", _FEW_TOKENS) for row in rows) < _FEW_TOKENS:
+        return ""
     kl, clipped = _mean(rows, "mismatch/kl", 0.0), _mean(rows, "ratio/clipped_fraction", 0.0)
     seen = [f"mismatch/kl is {kl:.2g} nats a token"] if kl >= _MISMATCH else []
     seen += [f"the ratio is clipped on {clipped:.0%} of the tokens"] if clipped >= _CLIPPED else []
     if not seen:
         return ""
     return (
-        f"the policy runs away from what sampled its data: over {when} {' and '.join(seen)}. Lower optimizer.lr, or "
+        f"the policy runs away from what sampled its data: over {_last(rows)} {' and '.join(seen)}. Lower optimizer.lr, or "
         f"schedule.max_staleness"
     )
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llamarl.errors import LlamaRLError
 from llamarl.types import Group, Score
 
-__all__ = ["check_ledger", "failed_tokens", "imbalance", "scored_tokens"]
+__all__ = ["TokensLost", "check_ledger", "failed_tokens", "imbalance", "scored_tokens"]
 
 _STOCKS = ("tokens/carried", "tokens/spare")
 _OUT = ("tokens/trained", "tokens/unused", "tokens/failed", "tokens/dropped")
@@ -54,18 +55,22 @@ def imbalance(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> int |
     return came - went
 
 
+class TokensLost(LlamaRLError, AssertionError):
+    """Tokens of a tick are nowhere, or counted twice."""
+
+
 def check_ledger(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
     """Refuse a row that does not close: a token was lost or counted twice, which is an error of llamarl's.
 
     Raises:
-        AssertionError: With every term.
+        TokensLost: With every term.
     """
     missing = imbalance(row, before)
     if missing:
         terms = {key: _of(row, key) for key in ("tokens/generated", *_OUT, "tokens/repeated", *_STOCKS)}
         terms |= {f"{stock} before": _of(before or {}, stock) for stock in _STOCKS}
         listed = ", ".join(f"{key} {value}" for key, value in terms.items())
-        raise AssertionError(
+        raise TokensLost(
             f"the tokens of tick {row.get('step')} do not add up: {missing:+d} of those that came in are nowhere ({listed}). "
             f"An executor of your own that drops groups reports their tokens as tokens/dropped; else this is an error in llamarl: please report it with this line"
         )

@@ -121,6 +121,10 @@ class MetricsLog(LineLog):
         return json.loads(line)
 
 
+class MetricClash(LlamaRLError, ValueError):
+    """Two executors report different values under one key."""
+
+
 def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """One row from what each executor reported for ``tick``.
 
@@ -128,7 +132,7 @@ def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dic
     several only with one value.
 
     Raises:
-        ValueError: Two executors report different values under one key; the message names them.
+        MetricClash: Two executors report different values under one key; the message names them.
     """
     row: dict[str, float] = {"step": tick}
     owner: dict[str, str] = {"step": "the controller"}
@@ -139,7 +143,7 @@ def merge_metrics(tick: int, reported: Mapping[str, Mapping[str, float]]) -> dic
             elif key.startswith(("time/", "tokens/")):
                 row[key] += value
             elif row[key] != value and not (math.isnan(row[key]) and math.isnan(value)):
-                raise ValueError(
+                raise MetricClash(
                     f"tick {tick}: {owner[key]} reports {key} = {row[key]}, {executor} reports {value}: "
                     f"let one of them choose another key"
                 )

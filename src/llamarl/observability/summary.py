@@ -39,7 +39,9 @@ class RunSummary:
     is_graded: bool = False
     """Whether held-out rewards took other values than 0 and 1."""
     had_gradient: bool | None = None
-    """Whether any update had a gradient other than 0."""
+    """Whether any update had a finite gradient other than 0; None where there was no update."""
+    all_skipped: bool = False
+    """Whether updates were tried and each was skipped, since its loss or gradient was not finite."""
     staleness_max: int | None = None
     stopped: str = ""
     """By what the run was stopped before its last tick ("by the user"); empty where it was not."""
@@ -58,7 +60,9 @@ class RunSummary:
         self.num_ticks += 1
         known = {key: value for key, value in row.items() if value is not None}
         if "grad_norm" in row:  # one that is not finite is null
-            self.had_gradient = bool(self.had_gradient) or row["grad_norm"] != 0
+            finite = row["grad_norm"] is not None
+            self.all_skipped = not finite and (self.all_skipped or self.had_gradient is None)
+            self.had_gradient = bool(self.had_gradient) or (finite and row["grad_norm"] != 0)
         self.is_graded |= is_graded(row)
         if known.get("eval/failed") and "eval/accuracy" not in known:  # of nothing but failures: it is the last one
             self.last.pop("eval/accuracy", None)

@@ -207,6 +207,8 @@ def title(summary: RunSummary) -> str:
         return f"stopped {summary.stopped}"
     if summary.trained_nothing:
         return "nothing was trained"
+    if summary.all_skipped:
+        return "nothing was learned: no update had a finite loss and gradient"
     if summary.had_gradient is False:
         return "nothing was learned: no update had a gradient"
     return summary.got_worse or "done"

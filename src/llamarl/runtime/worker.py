@@ -35,6 +35,7 @@ from llamarl.executors.base import (
     ExecutorSpec,
     Journaled,
     KeepsTokens,
+    StepResult,
     is_journaled,
 )
 from llamarl.import_path import load_module, resolve
@@ -378,9 +379,14 @@ class Worker:
             result = executor.step(order.tick, inputs)
         finally:
             forget()
+        if not isinstance(result, StepResult):
+            raise ConfigError(
+                f"{type(executor).__name__}.step of executor {order.executor!r} returned {type(result).__name__}, expected "
+                f"StepResult(outputs=self.outputs_of(groups))"
+            )
         spans.extend(result.spans)
         if set(result.outputs) != set(self._senders):
-            raise AssertionError(
+            raise ConfigError(
                 f"executor {order.executor!r} made outputs for {sorted(result.outputs)} at tick {order.tick}, "
                 f"expected one for each channel that leaves it: {sorted(self._senders)}"
             )
@@ -388,7 +394,7 @@ class Worker:
         for name, sender in self._senders.items():
             with _Span(self._label("send", name), spans):
                 outputs[name] = sender.send(order.tick, result.outputs[name])
-        metrics = {key: float(value) for key, value in result.metrics.items()}
+        metrics = {key: _number(order.executor, key, value) for key, value in result.metrics.items()}
         if order.save_to is not None:
             self._save(executor, order, spans)
             if order.tick in self._saves.writing:
@@ -530,6 +536,18 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._spans.append((self._label, self._start, time.monotonic()))
+
+
+def _number(executor: str, key: str, value: Any) -> float:
+    """Raises:
+    ConfigError: A metric is no number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"executor {executor!r} reports the metric {key} = {value!r:.80}, expected a number"
+        ) from None
 
 
 def _why_unreached(memory: SegmentHandle) -> str:

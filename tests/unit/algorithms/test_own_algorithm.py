@@ -29,6 +29,15 @@ def averaged(batch, config):
 def number(batch, config):
     return 1.0
 
+def detached(batch, config):
+    return TokenLosses(losses=batch.policy_logprobs.detach(), clipped=None)
+
+def misspelt(batch, config):
+    return TokenLosses(losses=batch.policy_logprobs * config.options["wieght"], clipped=None)
+
+def lone(batch):
+    return 0
+
 def best_only(rewards):
     return np.where(rewards == np.nanmax(rewards), 1.0, -1.0)
 
@@ -82,7 +91,13 @@ def test_options_without_a_loss_of_ones_own_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("averaged", r"'losses': \(\)"), ("number", "returned a float"), ("missing", "has no 'missing'")],
+    [
+        ("averaged", r"'losses': \(\)"),
+        ("number", "returned a float"),
+        ("missing", "has no 'missing'"),
+        ("detached", "without a gradient"),
+        ("misspelt", r"raised KeyError: 'wieght' at .*own.py:\d+: return TokenLosses"),
+    ],
 )
 def test_a_loss_that_answers_wrongly_is_refused_with_what_it_should_be(file: Path, name: str, said: str) -> None:
     config = AlgorithmConfig(name=f"{file}:{name}")
@@ -94,7 +109,7 @@ def test_an_advantage_of_a_users_file_sees_a_group_and_failed_samples_keep_none(
     config = AlgorithmConfig(advantage=f"{file}:best_only")
     found = compute_advantages([np.array([0.0, 2.0, np.nan]), np.array([1.0])], config)
     assert [group.tolist() for group in found] == [[-1.0, 1.0, 0.0], [1.0]]
-    with pytest.raises(ConfigError, match=r"made \[1.0\] of the rewards \[0.0, 1.0\]"):
+    with pytest.raises(ConfigError, match=r"made array\(\[1.\]\) of the rewards \[0.0, 1.0\]"):
         compute_advantages([np.array([0.0, 1.0])], AlgorithmConfig(advantage=f"{file}:short"))
 
 
@@ -107,3 +122,7 @@ def test_a_recipe_that_names_what_its_file_does_not_hold_is_refused_before_anyth
     config = load_config(None, ["--algorithm.name", f"{file}:tripple", "--algorithm.advantage", f"{file}:best_only"])
     (line,) = find_missing(config)
     assert line.key == "algorithm.name" and "has no 'tripple'" in line.text
+    config = load_config(None, ["--algorithm.name", f"{file}:lone", "--algorithm.advantage", f"{file}:double"])
+    loss, advantage = find_missing(config)
+    assert "is lone(batch), and is called as lone(batch, config)" in loss.text
+    assert "is double(batch, config), and is called as double(rewards)" in advantage.text

@@ -115,12 +115,21 @@ def test_where_rewards_are_graded_an_evaluation_shows_the_mean_reward() -> None:
     assert "  held-out reward   0.350 → 0.540" in lines
 
 
+NO_GRADIENT = "nothing was learned: no update had a gradient"
+
+
 @pytest.mark.parametrize(
     ("rows", "stopped", "words"),
     [
         ([{"tokens/trained": 5, "grad_norm": 0.5}], "", "done"),
-        ([{"tokens/trained": 5, "grad_norm": 0.0}, {"tokens/trained": 5, "grad_norm": None}], "", "done"),
-        ([{"tokens/trained": 5, "grad_norm": 0.0}] * 2, "", "nothing was learned: no update had a gradient"),
+        ([{"tokens/trained": 5, "grad_norm": 0.0}, {"tokens/trained": 5, "grad_norm": None}], "", NO_GRADIENT),
+        ([{"tokens/trained": 5, "grad_norm": None}, {"tokens/trained": 5, "grad_norm": 0.5}], "", "done"),
+        (
+            [{"tokens/trained": 5, "grad_norm": None}] * 2,
+            "",
+            "nothing was learned: no update had a finite loss and gradient",
+        ),
+        ([{"tokens/trained": 5, "grad_norm": 0.0}] * 2, "", NO_GRADIENT),
         ([{"tokens/trained": 0, "grad_norm": 0.0}] * 2, "", "nothing was trained"),
         ([{"tokens/trained": 0, "grad_norm": 0.0}] * 2, "by the user", "stopped by the user"),
         ([{"tokens/generated": 5}], "", "done"),  # no trainer in the job

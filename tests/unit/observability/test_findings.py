@@ -114,6 +114,18 @@ def test_a_tick_of_few_responses_tells_nothing() -> None:
     assert find_in_rows(rows, rows, group_baseline=True) == {}
 
 
+def test_a_tick_of_few_computed_tokens_does_not_say_that_the_policy_runs_away() -> None:
+    rows = [{**SOUND, "mismatch/kl": 5.0, "tokens/computed": 116}]
+    assert find_in_rows(rows, rows, group_baseline=True) == {}
+
+
+def test_episodes_that_never_end_blame_a_limit_of_theirs() -> None:
+    of_episodes = {"episodes/delivered": 10, "episodes/truncated_fraction": 0.8, "episodes/turns_mean": 6.0}
+    rows = [{**SOUND, "response/truncated_fraction": 0.8, **of_episodes}]
+    (text,) = find_in_rows(rows, rows, group_baseline=True).values()
+    assert "80% of the episodes" in text and "task.max_turns" in text and "enable_thinking" not in text
+
+
 def test_few_effective_samples_are_told_before_the_rewards_fall() -> None:
     """As recorded of the bundled model at a rate of 3e-3 and staleness 4; the same at 2e-4 learns and stays above 0.23."""
     share = [1.0, 0.835, 0.59, 0.171, 0.132, 0.031, 0.019, 0.071, 0.112, 0.125]

@@ -193,11 +193,30 @@ def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path)
         worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}, save_to=tmp_path, flush_saves=True))
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([1], "Executor.step of executor 'me' returned list, expected StepResult"),
+        (
+            StepResult(outputs={"out": 1, "late": 2}, metrics={"best": "high"}),
+            "the metric best = 'high', expected a number",
+        ),
+    ],
+)
+def test_a_step_that_answers_wrongly_is_told_in_a_sentence(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
+) -> None:
+    worker.setup()
+    monkeypatch.setattr(worker._executor, "step", lambda tick, inputs: answer)
+    with pytest.raises(ConfigError, match=said):
+        worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}))
+
+
 def test_an_output_for_the_wrong_channels_is_refused(worker: Worker) -> None:
     worker.setup()
     worker._executor.outputs = {"out": 1, "elsewhere": 2}  # type: ignore[union-attr]
     with pytest.raises(
-        AssertionError, match=r"outputs for \['elsewhere', 'out'\] at tick 5, expected .*\['late', 'out'\]"
+        ConfigError, match=r"outputs for \['elsewhere', 'out'\] at tick 5, expected .*\['late', 'out'\]"
     ):
         worker.run(Order(executor="me", tick=5, inputs={"in": ("h",)}))
 
