@@ -593,21 +593,27 @@ def key_effects() -> dict[str, Effect]:
 def _parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """Dotted key -> value."""
     given: dict[str, Any] = {}
+    unexpected: list[str] = []
     items = list(words)
     while items:
         flag = items.pop(0)
         if not flag.startswith("--") or "." not in flag.split("=")[0]:
             last = flag.removeprefix("--").partition("=")[0].replace("-", "_")
             advice = meant_key(last, "--") if flag.startswith("--") else ""
-            raise ConfigError(
+            unexpected.append(
                 f"unexpected argument {flag!r}: {advice or 'overrides look like --schedule.max_staleness 0'}"
             )
+            if advice and "=" not in flag and items and not items[0].startswith("--"):  # its value
+                items.pop(0)
+            continue
         key, equals, value = flag[2:].partition("=")
         if not equals:
             if not items:
                 raise ConfigError(f"override --{key} has no value: write --{key} VALUE")
             value = items.pop(0)
         given[key.replace("-", "_")] = parse_value(value, f"override --{key}")
+    if unexpected:
+        raise ConfigError("\n".join(unexpected), mistakes=[Mistake("", text) for text in unexpected])
     return given
 
 

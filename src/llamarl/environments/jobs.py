@@ -167,14 +167,18 @@ def close_quietly(environment: Environment) -> None:
 def checked_observation(value: object) -> Observation:
     """What ``reset`` returned, in plain values. Raises: TypeError, ValueError: it breaks the contract."""
     if not isinstance(value, Observation):
-        raise TypeError(f"reset returned {type(value).__name__}, expected llamarl's Observation")
+        raise TypeError(
+            f"reset returned {type(value).__name__}, expected Observation(text=...) of llamarl.environments.episode"
+        )
     return dataclasses.replace(value, **_checked_words(value), tools=_plain(tuple(value.tools)))
 
 
 def checked_step(value: object) -> Step:
     """What ``step`` returned, in plain values. Raises: TypeError, ValueError, NotANumber: it breaks the contract."""
     if not isinstance(value, Step):
-        raise TypeError(f"step returned {type(value).__name__}, expected llamarl's Step")
+        raise TypeError(
+            f"step returned {type(value).__name__}, expected Step(text=...) of llamarl.environments.episode"
+        )
     return dataclasses.replace(
         value,
         **_checked_words(value),
