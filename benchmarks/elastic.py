@@ -23,7 +23,7 @@ from harness import paired_ratio, spread, write_report
 from train_step import random_smollm2
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.controller.graph import llamarl_graph
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.models.folders import resolve_model_path

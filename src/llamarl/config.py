@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
-from llamarl.controller.config import DeadlineConfig, RecoveryConfig, ScheduleConfig
+from llamarl.controller.config import DeadlineConfig, HostsConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
 from llamarl.engine.config import EngineConfig
 from llamarl.environments.config import TaskSection
@@ -38,14 +38,12 @@ from llamarl.executors.config import (
     RewardModelConfig,
 )
 from llamarl.import_path import is_import_path
-from llamarl.mistakes import Reader, list_mistakes
 from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.other_names import our_name
 from llamarl.reading import MAX_DEPTH, parse_toml, read_toml, user_path
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
-from llamarl.runtime.config import HostsConfig
 from llamarl.shipped import find_recipe, shipped_recipes, with_paths_from
-from llamarl.strict import NO_BITS, STRICT, Effect, bounds, refuse
+from llamarl.strict import NO_BITS, STRICT, Effect, Reader, bounds, list_mistakes, refuse
 from llamarl.tick_shares import Dealing, smallest_quota
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 

@@ -11,7 +11,7 @@ from forked_command import Started
 from same_run import assert_same_run
 from tools.chaos.processes import ranks
 
-from llamarl.observability.warning_log import read_warnings
+from llamarl.observability.metrics import read_warnings
 
 SETTINGS = {
     "task.options": LONG_LEDGERS,

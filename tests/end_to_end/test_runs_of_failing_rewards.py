@@ -4,7 +4,7 @@ from pathlib import Path
 
 from conftest import CommandLine, rows
 
-from llamarl.observability.warning_log import read_warnings
+from llamarl.observability.metrics import read_warnings
 
 JUDGE = """
 import pathlib

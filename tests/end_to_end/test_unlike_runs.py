@@ -17,7 +17,7 @@ from same_run import assert_same_run
 from tools.chaos.processes import ranks
 
 from llamarl.models.folders import resolve_model_path
-from llamarl.observability.warning_log import read_warnings
+from llamarl.observability.metrics import read_warnings
 
 UNLIKE = REPOSITORY / "recipes" / "unlike.toml"
 SHORT: dict[str, Any] = {"run.num_ticks": 2, "evaluation.every": 0, "generator.sampling.max_new_tokens": 24}

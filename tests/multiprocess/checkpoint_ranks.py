@@ -15,7 +15,7 @@ from training_fixtures import make_groups
 
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import RunConfig
-from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.controller.graph import llamarl_graph
 from llamarl.errors import CheckpointError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.trainer import TrainerExecutor

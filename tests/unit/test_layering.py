@@ -12,7 +12,7 @@ import llamarl
 ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"types", "errors", "strict", "mistakes", "seeding", "running_time", "process_tree", "frames"}
+        {"types", "errors", "strict", "seeding", "running_time", "process_tree", "frames"}
         | {
             "bounded_server",
             "plural",
@@ -205,7 +205,7 @@ def test_nothing_is_unpickled_but_by_three_named_modules() -> None:
     assert found == UNPICKLES.keys()
 
 
-SETTINGS_IMPORT = {"errors", "strict", "import_path", "mistakes"}
+SETTINGS_IMPORT = {"errors", "strict", "import_path"}
 
 
 def test_settings_of_a_room_need_no_room() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import Check, DataConfig, RunConfig, load_config, read_settings
 from llamarl.errors import ConfigError, DataError
-from llamarl.mistakes import list_mistakes
+from llamarl.strict import list_mistakes
 
 if TYPE_CHECKING:
     from llamarl.engine.sequence import Sequence as TokenSequence

@@ -15,7 +15,7 @@ __all__ = ["OutputFile", "refuse_flags"]
 def refuse_flags(mistakes: Sequence[Mistake | str]) -> None:
     """Raises ConfigError with all of them, if there are any."""
     if mistakes:
-        from llamarl.mistakes import list_mistakes
+        from llamarl.strict import list_mistakes
 
         raise ConfigError(str(mistakes[0]) if len(mistakes) == 1 else list_mistakes(mistakes, "the command line"))
 

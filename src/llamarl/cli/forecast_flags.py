@@ -222,7 +222,7 @@ def _pools(args: argparse.Namespace, *, counted: bool) -> list[tuple[Hardware, i
 
 def threads_of(config: RunConfig) -> dict[str, int]:
     """CPU threads of each role's ranks as a run on this machine would pin them."""
-    from llamarl.controller.standard_graph import llamarl_graph
+    from llamarl.controller.graph import llamarl_graph
     from llamarl.roles import ROLES
     from llamarl.runtime.placement import here, place
 

@@ -163,7 +163,7 @@ def _forecast(config: RunConfig) -> str:
 def start_fork_servers(config: RunConfig) -> None:
     """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the
     checks that follow do."""
-    from llamarl.controller.standard_graph import colocated_group, llamarl_graph
+    from llamarl.controller.graph import colocated_group, llamarl_graph
     from llamarl.errors import LlamaRLError
     from llamarl.runtime.children import shared_modules, start_early
     from llamarl.runtime.determinism import rank_environment
@@ -204,8 +204,8 @@ def modules_of_model(path: str) -> tuple[str, ...]:
 
 def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """What --cluster and --on set, as overrides."""
+    from llamarl.controller.config import host_settings
     from llamarl.errors import ConfigError
-    from llamarl.runtime.config import host_settings
 
     if args.cluster is not None and not args.cluster.strip():  # such as a variable of the shell that is not set
         raise ConfigError("--cluster names no cluster; --cluster here runs on this machine alone")

@@ -28,7 +28,7 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
                 waits for      the trainer's tick k
                 unblocked by   the trainer's report
 
-``standard_graph.py`` makes this graph from ``llamarl.roles``; ``marking.py`` is the rule by which any graph fires.
+``graph.py`` makes this graph from ``llamarl.roles``; ``marking.py`` is the rule by which any graph fires.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from typing import Protocol
 
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.marking import Marking
-from llamarl.controller.saving import Saving
-from llamarl.controller.stopping import StopRequest
+from llamarl.controller.saving import Saving, StopRequest
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.runtime.base import JobStart, News, Report, Runtime
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
 from llamarl.controller.device_memory import GpuMemory, held
-from llamarl.controller.graph import Graph
+from llamarl.controller.graph import Graph, colocated_group, llamarl_graph
 from llamarl.controller.notices import Questions, overview, replica_line
 from llamarl.controller.preflight import (
     check_architectures,
@@ -29,7 +29,6 @@ from llamarl.controller.preflight import (
 )
 from llamarl.controller.run_models import local
 from llamarl.controller.settle import Machine, settle_on, settle_recipe
-from llamarl.controller.standard_graph import colocated_group, llamarl_graph
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path

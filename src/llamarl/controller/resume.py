@@ -21,7 +21,6 @@ from llamarl.config import RunConfig, load_config, read_settings, to_plain, vali
 from llamarl.controller.early_end import EarlyEnd
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
-from llamarl.controller.own_runs import why_not_own
 from llamarl.controller.preflight import check_reward, find_missing
 from llamarl.controller.prepare import (
     Prepared,
@@ -32,7 +31,7 @@ from llamarl.controller.prepare import (
 )
 from llamarl.controller.products import incomplete_products, rewrite_product
 from llamarl.controller.run import execute, mirror_of
-from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
+from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held, why_not_own
 from llamarl.controller.run_models import fetch_weights, refuse_other_models
 from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain, settings_on_top

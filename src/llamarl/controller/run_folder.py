@@ -1,8 +1,13 @@
-"""The folder of a run: who may make it, and who holds it.
+"""The folder of a run: who may make it, who holds it, and whether this user has begun it.
 
 RUN/config.toml   resolved configuration: there is a run, or one was tried
 RUN/.run_id       tells this run from every other (``checkpoint.run_identity``)
 RUN/.lock         held (``flock``) by the one process that writes here; the system frees it when that process ends
+RUN/.begun_by     a mark that nobody else can make: config.toml and the working directory, signed (HMAC) with the user's key
+
+The mark is written where a run's configuration names code, before that configuration is: a resume of the same user's
+proves it. It holds for these settings alone, wherever the folder is moved; where they hold relative paths, in the same
+working directory alone.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hmac
 import os
 import secrets
 import shlex
@@ -21,11 +27,25 @@ from pathlib import Path
 
 from llamarl.checkpoint.run_identity import RUN_ID_FILE, RunIdentity
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.errors import ConfigError, RunFolderLost
+from llamarl.config import RunConfig
+from llamarl.errors import ConfigError, FileError, RunFolderLost
 from llamarl.observability.writing import replace_file
+from llamarl.reading import read_bytes
 from llamarl.roles import ROLES
+from llamarl.user_folders import key_file, user_key
 
-__all__ = ["CONFIG_FILE", "RunFolder", "held", "make_folder", "refuse_a_run", "refuse_if_held", "who_holds"]
+__all__ = [
+    "CONFIG_FILE",
+    "MARK_FILE",
+    "RunFolder",
+    "held",
+    "make_folder",
+    "mark",
+    "refuse_a_run",
+    "refuse_if_held",
+    "who_holds",
+    "why_not_own",
+]
 
 CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
@@ -262,3 +282,58 @@ def _holds_something(path: Path) -> bool:
     if path.is_dir():
         return any(path.iterdir())
     return path.is_file() and path.stat().st_size > 0
+
+
+MARK_FILE = ".begun_by"
+_MAX_BYTES = 1 << 24
+
+
+def mark(config: RunConfig, settings: bytes, run_dir: Path) -> None:
+    """Note that this user begins a run, or goes on with it.
+
+    Args:
+        settings: What its ``config.toml`` is about to hold.
+
+    Raises:
+        OSError: The run's folder cannot be written.
+    """
+    path = run_dir / MARK_FILE
+    if not config.named_code:
+        path.unlink(missing_ok=True)
+        return
+    try:
+        key = user_key(create=True)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        told = f"{run_dir} cannot be marked as yours ({key_file()}: {error.strerror}): whoever goes on with it names its code again"
+        print(told, file=sys.stderr)
+        return
+    place = os.fsencode(os.getcwd())
+    replace_file(path, _proof(key, settings, place) + b"\n" + place)
+
+
+def why_not_own(run_dir: Path, settings: Path, *, relative: bool) -> str:
+    """Why the run in a folder is not known as this user's; empty if it is.
+
+    Args:
+        settings: Its ``config.toml``.
+        relative: Whether that names files by paths that mean others in another working directory.
+    """
+    try:
+        proof, _, place = read_bytes(run_dir / MARK_FILE, max_bytes=_MAX_BYTES).partition(b"\n")
+        text = read_bytes(settings, max_bytes=_MAX_BYTES)
+    except FileError:
+        return "it bears no mark of a run that you have begun"
+    try:
+        key = user_key(create=False)
+    except OSError as error:
+        return f"your key, which would prove it yours, cannot be read ({key_file()}: {error.strerror})"
+    if not hmac.compare_digest(proof, _proof(key, text, place)):
+        return "its mark is another user's, or of other settings"
+    moved = relative and place != os.fsencode(os.getcwd())
+    return f"its paths are those of {os.fsdecode(place)}, where it was begun" if moved else ""
+
+
+def _proof(key: bytes, settings: bytes, place: bytes) -> bytes:
+    signed = len(settings).to_bytes(8, "little") + settings + place
+    return hmac.digest(key, signed, "sha256").hex().encode()

@@ -25,11 +25,10 @@ from llamarl.controller.early_end import EarlyEnd, most_ahead
 from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
-from llamarl.controller.own_runs import mark
 from llamarl.controller.prepare import Prepared, description, join_network
 from llamarl.controller.recovery import Recovery, Stragglers
 from llamarl.controller.run_checkpoints import RunCheckpoints
-from llamarl.controller.run_folder import CONFIG_FILE, RunFolder
+from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, mark
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import TOLD, ConfigError, LlamaRLError, RunFolderLost, RunStopped

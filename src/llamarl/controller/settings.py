@@ -18,10 +18,9 @@ from typing import Any
 
 from llamarl.config import key_effects, known_keys
 from llamarl.executors.config import GeneratorConfig, ReplicaConfig
-from llamarl.mistakes import Reader
 from llamarl.models.folders import is_commit, split_revision
 from llamarl.roles import ROLES
-from llamarl.strict import Effect
+from llamarl.strict import Effect, Reader
 
 __all__ = ["RESHARDABLE", "Difference", "differences", "explain", "settings_on_top"]
 

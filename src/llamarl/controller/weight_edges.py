@@ -19,11 +19,11 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
-from llamarl.transports.table import Place, choose_transport, transport_kind
+from llamarl.transports.table import transport_kind
 from llamarl.weight_sync.layout import STAGE_AXIS, MeshLayout
 from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, holding_stages, model_parameters
 
-__all__ = ["WeightEdge", "edge_copies_held", "choose_transports", "versions_held"]
+__all__ = ["Place", "WeightEdge", "choose_transport", "choose_transports", "edge_copies_held", "versions_held"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,3 +195,39 @@ def _version_bytes(config: RunConfig, dtype: str) -> float:
     layout = MeshLayout(parameters, mesh, fsdp_tp_placements(parameters), holding_stages(parameters, trainer.pp))
     first = range(0, layout.num_ranks, layout.num_ranks // trainer.pp)  # of each stage: later chunks are not larger
     return float(max(layout.bytes_of(rank) for rank in first))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs."""
+
+    host: str
+    device: str
+    """``cpu`` or ``cuda:0``."""
+    process: str = ""
+    """Ranks of one host with the same name here run in one process; empty: in one of its own."""
+
+
+def choose_transport(sources: Sequence[Place], sinks: Sequence[Place]) -> tuple[str, str]:
+    """(name, reason): ``shared_memory``, ``cuda_ipc`` or ``tcp``; one for the whole channel.
+
+    Hosts decide first: where any two ranks that may talk sit on different hosts, all use ``tcp``,
+    which maps memory between those that share a host. On one host, GPUs on both sides use
+    ``cuda_ipc``, anything else ``shared_memory``; so do GPUs of one process, because CUDA opens no
+    memory handle in the process that made it, and runs in one process are for looking, not for speed.
+
+    Raises:
+        ValueError: A side has no ranks.
+    """
+    if not sources or not sinks:
+        raise ValueError(f"a weights channel needs ranks on both sides, got {len(sources)} and {len(sinks)}")
+    hosts = sorted({place.host for place in (*sources, *sinks)})
+    if len(hosts) > 1:
+        where = f"ranks lie on {len(hosts)} hosts ({', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''})"
+        return "tcp", where
+    shared = {place.process for place in sources} & {place.process for place in sinks} - {""}
+    if shared:
+        return "shared_memory", f"source and sink are one process of host {hosts[0]}"
+    if all(place.device.startswith("cuda") for place in (*sources, *sinks)):
+        return "cuda_ipc", f"all ranks hold GPUs of host {hosts[0]}"
+    return "shared_memory", f"all ranks lie on host {hosts[0]}, and not all hold GPUs"

@@ -6,17 +6,18 @@ wound forward. A split is ``"train"`` or ``"eval"``; the two never share a quest
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from llamarl.errors import DataError
 from llamarl.seeding import derive_seed
 
-__all__ = ["ItemSource", "Split", "TaskItem", "held_out", "read_messages", "split_questions"]
+__all__ = ["ItemSource", "Split", "TaskItem", "draw_item", "held_out", "read_messages", "split_questions"]
 
 Split = Literal["train", "eval"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,32 @@ def split_questions(questions: Sequence[str], *, seed: int, fraction: float) -> 
     elif distinct and len(held) == len(distinct):
         held = distinct - {max(distinct, key=lambda question: (_hash(question, seed), question))}
     return [question in held for question in questions]
+
+
+_MAX_ATTEMPTS = 2000
+_SPLIT_NUMBER: dict[Split, int] = {"train": 1, "eval": 2}
+
+
+def draw_item(
+    make: Callable[[int], tuple[str, T]], split: Split, index: int, *, seed: int, eval_fraction: float, name: str
+) -> T:
+    """The item of (split, index).
+
+    Args:
+        make: Question and item of a 63-bit number.
+
+    Raises:
+        DataError: No attempt gave a question of this split.
+    """
+    for attempt in range(_MAX_ATTEMPTS):
+        number = derive_seed(seed, _SPLIT_NUMBER[split], index, attempt) >> 1
+        question, item = make(number)
+        if held_out(question, seed=seed, fraction=eval_fraction) == (split == "eval"):
+            return item
+    raise DataError(
+        f"task {name!r}: no {split} question in {_MAX_ATTEMPTS} attempts at eval_fraction={eval_fraction}; the task has "
+        "too few distinct questions, or the fraction is too near 0 or 1"
+    )
 
 
 def _hash(question: str, seed: int) -> int:

@@ -8,15 +8,13 @@ What answers back in the middle of an episode is an environment: see ``episode``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
-from llamarl.data.items import ItemSource, Split, TaskItem, held_out
-from llamarl.errors import DataError
-from llamarl.seeding import derive_seed
+from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.types import Prompt, Score
 
-__all__ = ["ItemSource", "Split", "Task", "TaskItem", "draw_item"]
+__all__ = ["ItemSource", "Split", "Task", "TaskItem"]
 
 
 class Task(ItemSource, Protocol):
@@ -34,31 +32,3 @@ class Task(ItemSource, Protocol):
             turns: The policy's words, one entry a turn; never empty. Without an environment there is one.
         """
         ...
-
-
-_MAX_ATTEMPTS = 2000
-_SPLIT_NUMBER: dict[Split, int] = {"train": 1, "eval": 2}
-
-T = TypeVar("T")
-
-
-def draw_item(
-    make: Callable[[int], tuple[str, T]], split: Split, index: int, *, seed: int, eval_fraction: float, name: str
-) -> T:
-    """The item of (split, index).
-
-    Args:
-        make: Question and item of a 63-bit number.
-
-    Raises:
-        DataError: No attempt gave a question of this split.
-    """
-    for attempt in range(_MAX_ATTEMPTS):
-        number = derive_seed(seed, _SPLIT_NUMBER[split], index, attempt) >> 1
-        question, item = make(number)
-        if held_out(question, seed=seed, fraction=eval_fraction) == (split == "eval"):
-            return item
-    raise DataError(
-        f"task {name!r}: no {split} question in {_MAX_ATTEMPTS} attempts at eval_fraction={eval_fraction}; the task has "
-        "too few distinct questions, or the fraction is too near 0 or 1"
-    )

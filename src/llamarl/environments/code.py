@@ -35,9 +35,8 @@ from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
 from llamarl.environments.sandbox.memory_group import find_parent_of_groups
 from llamarl.environments.sandbox.run import Kind
 from llamarl.errors import DataError, Mistake
-from llamarl.mistakes import Reader
 from llamarl.process_tree import hide_memory
-from llamarl.strict import STRICT
+from llamarl.strict import STRICT, Reader
 from llamarl.types import Prompt, Score
 
 __all__ = ["CodeOptions", "CodeTask", "Verdict", "judge_program", "same_output", "warning_of_boxes"]

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
 from typing import Any
 
-from llamarl.data.items import Split, TaskItem
+from llamarl.data.items import Split, TaskItem, draw_item
 from llamarl.environments.answers import AnswerFrom, extract_answer, is_number
-from llamarl.environments.base import draw_item
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 

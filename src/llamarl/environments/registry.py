@@ -21,7 +21,7 @@ from llamarl.environments.config import OWN_CODE
 from llamarl.environments.episode import Environment
 from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check, import_user, is_import_path
-from llamarl.mistakes import mistakes_of
+from llamarl.strict import mistakes_of
 
 __all__ = ["BUILT_IN", "KINDS", "Kind", "check_environment", "make_environment"]
 

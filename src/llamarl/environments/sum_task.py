@@ -17,8 +17,7 @@ from itertools import accumulate
 from string import ascii_lowercase
 from typing import Any
 
-from llamarl.data.items import Split, TaskItem
-from llamarl.environments.base import draw_item
+from llamarl.data.items import Split, TaskItem, draw_item
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 

@@ -14,8 +14,7 @@ from pydantic.dataclasses import dataclass
 from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.errors import Mistake
 from llamarl.import_path import is_import_path
-from llamarl.mistakes import mistakes_of
-from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, refuse
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, mistakes_of, refuse
 
 __all__ = [
     "TASK_PART",

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller.graph import Graph
-from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.controller.graph import Graph, llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.forecast.calibrate import Fit, replica_layout, trainer_layout
 from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, weight_sync_s

@@ -5,6 +5,8 @@
 A row is written with one call when every executor has reported its tick. A resumed run cuts the
 rows beyond its checkpoint and writes them again; since the run repeats itself bit for bit, the file
 ends up as if nothing had happened.
+
+``warnings.jsonl`` beside it holds what the run warned of, a line each with ``step``, ``kind``, ``text``.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ __all__ = [
     "MetricsLog",
     "Row",
     "TickJoin",
+    "WARNINGS_FILE",
+    "WarningLog",
     "merge_metrics",
     "read_metrics",
+    "read_warnings",
     "row_to_line",
     "strip_timing",
 ]
 
 METRICS_FILE = "metrics.jsonl"
+WARNINGS_FILE = "warnings.jsonl"
 
 Row = dict[str, float | int | None]
 """Metric key -> value; None where the value is not finite."""
@@ -199,3 +205,53 @@ def _whole_rows(data: bytes) -> list[tuple[Row, bytes]]:
 
 def _is_value(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+
+
+class WarningLog(LineLog):
+    """Appends warnings; those of ticks that a resumed run repeats are cut first. One process writes."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None) -> None:
+        """
+        Raises:
+            LlamaRLError: The folder cannot be read or written.
+        """
+        super().__init__(Path(run_dir) / WARNINGS_FILE)
+        last = -1 if resume_after_tick is None else resume_after_tick
+        kept = [warning for warning in read_warnings(run_dir) if warning["step"] <= last]
+        self.said = frozenset(str(warning["kind"]) for warning in kept)
+        """Kinds that were warned of before the resume."""
+        if self.path.exists():
+            self.replace(map(_warning_line, kept))
+
+    def write(self, step: int, kind: str, text: str) -> None:
+        """
+        Raises:
+            LlamaRLError: The disk is full or not writable.
+        """
+        self.append_lines(_warning_line({"step": step, "kind": kind, "text": text}))
+
+
+def read_warnings(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The warnings of a run, oldest first; none where it has no such file. A line torn by a kill is left out.
+
+    Raises:
+        LlamaRLError: The file cannot be read.
+    """
+    path = Path(run_dir) / WARNINGS_FILE
+    if not path.exists():
+        return []
+    found = []
+    try:
+        for line in path.read_bytes().splitlines():
+            warning = json.loads(line)
+            if isinstance(warning, dict) and {"step", "kind", "text"} <= warning.keys():
+                found.append(warning)
+    except ValueError:
+        pass  # the last line, half written when the run was killed
+    except OSError as error:
+        raise LlamaRLError(f"cannot read {path}: {error.strerror}") from error
+    return found
+
+
+def _warning_line(warning: dict[str, Any]) -> bytes:
+    return (json.dumps(warning, ensure_ascii=False) + "\n").encode("utf-8", "replace")

@@ -26,13 +26,21 @@ from llamarl.observability.console import LOG_FILE, ConsoleReporter
 from llamarl.observability.findings import Causes, NewFindings
 from llamarl.observability.job_description import JobDescription, Lane, write_job
 from llamarl.observability.ledger import check_ledger
-from llamarl.observability.metrics import METRICS_FILE, MetricsLog, Row, TickJoin, merge_metrics
+from llamarl.observability.metrics import (
+    METRICS_FILE,
+    WARNINGS_FILE,
+    MetricsLog,
+    Row,
+    TickJoin,
+    WarningLog,
+    merge_metrics,
+    read_warnings,
+)
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, cut_after
 from llamarl.observability.sinks import GuardedSink, PrometheusSink, RowSink, TensorBoardSink
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import TRAINED_FOLDER
-from llamarl.observability.warning_log import WARNINGS_FILE, WarningLog, read_warnings
 from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
 

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.job_description import JOB_FILE
-from llamarl.observability.metrics import METRICS_FILE, read_metrics
+from llamarl.observability.metrics import METRICS_FILE, read_metrics, read_warnings
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 from llamarl.observability.trace import TRACE_FILE, Trace, read_trace
-from llamarl.observability.warning_log import read_warnings
 from llamarl.reading import read_object, read_text, read_toml, refuse_pipes, user_path
 
 __all__ = ["MAX_RUNS", "RunFiles", "open_run", "read_run", "runs_of", "title_of"]

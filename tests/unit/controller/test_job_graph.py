@@ -4,7 +4,7 @@ import pytest
 
 from llamarl.channels.base import ChannelKind
 from llamarl.config import load_config
-from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.controller.graph import llamarl_graph
 from llamarl.errors import ConfigError
 
 KL = ["--algorithm.kl_coef", "0.1"]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from llamarl.config import load_config, save_config, validate
+from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.preflight import find_missing
 from llamarl.controller.prepare import prepare
-from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, GraphError
 from llamarl.roles import carries_version
 

@@ -12,7 +12,7 @@ import pytest
 from llamarl.cli.main import main
 from llamarl.config import load_config, save_config
 from llamarl.controller import fork, resume, run
-from llamarl.controller.own_runs import MARK_FILE, mark
+from llamarl.controller.run_folder import MARK_FILE, mark
 from llamarl.errors import ConfigError
 from llamarl.user_folders import key_file, user_key
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamarl.controller.stopping import StopRequest
+from llamarl.controller.saving import StopRequest
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from llamarl.config import RunConfig
-from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.controller.graph import llamarl_graph
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
 

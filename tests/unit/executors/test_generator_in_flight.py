@@ -8,7 +8,7 @@ import pytest
 from lone_generators import Version
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller.standard_graph import llamarl_graph
+from llamarl.controller.graph import llamarl_graph
 from llamarl.errors import EventLogError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor

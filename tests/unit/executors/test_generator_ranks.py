@@ -7,9 +7,9 @@ import pytest
 from tiny_models import tiny_model
 
 from llamarl.config import RunConfig, load_config
+from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.preflight import check_parallel_sizes
 from llamarl.controller.prepare import plan_run
-from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator_ranks import evaluator_weights

@@ -17,9 +17,9 @@ from test_reward_model import ask, respond  # the same prompts and responses
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.run_identity import RUN_ID_FILE
 from llamarl.config import validate
+from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.preflight import find_missing
 from llamarl.controller.prepare import plan_run
-from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors import asking
 from llamarl.executors.base import ExecutorContext

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig, validate
+from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.prepare import plan_run
 from llamarl.controller.run_models import MODELS_FILE, frozen_paths, record_models, refuse_other_models
-from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.conversations import conversation, transcript

@@ -11,8 +11,8 @@ from lone_generators import ranks_of
 from safetensors.torch import load_file
 
 from llamarl.config import RunConfig, to_plain, validate
+from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.settings import differences
-from llamarl.controller.standard_graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of

@@ -22,8 +22,8 @@ from llamarl.observability.findings import (
     hiding_delay,
     too_many_failed,
 )
+from llamarl.observability.metrics import WarningLog, read_warnings
 from llamarl.observability.recorder import Recorder
-from llamarl.observability.warning_log import WarningLog, read_warnings
 
 RUNS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("runs_to_judge.json").read_text())
 

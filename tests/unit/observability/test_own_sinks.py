@@ -13,10 +13,9 @@ import pytest
 from llamarl.config import validate
 from llamarl.errors import ConfigError
 from llamarl.observability.config import TRACKERS, ObservabilityConfig
-from llamarl.observability.metrics import read_metrics
+from llamarl.observability.metrics import read_metrics, read_warnings
 from llamarl.observability.recorder import Recorder
 from llamarl.observability.sinks import BUILT_IN
-from llamarl.observability.warning_log import read_warnings
 
 GOOD = """
 import json

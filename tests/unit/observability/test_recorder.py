@@ -15,9 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.errors import ConfigError
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.observability.metrics import read_metrics, strip_timing
+from llamarl.observability.metrics import read_metrics, read_warnings, strip_timing
 from llamarl.observability.recorder import Recorder
-from llamarl.observability.warning_log import read_warnings
 
 QUIET = ObservabilityConfig(console="none")
 EXECUTORS = ("generator", "reward", "trainer")

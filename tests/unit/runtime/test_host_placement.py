@@ -4,10 +4,10 @@ import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config
+from llamarl.controller.config import host_settings, hosts_named
 from llamarl.controller.job_hosts import pair_lines
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.config import host_settings, hosts_named
 from llamarl.runtime.host_placement import (
     Machine,
     spread,

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from llamarl.controller.config import parse_ports
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
-from llamarl.runtime.config import parse_ports
 from llamarl.runtime.ranks import on_our_clock
 from llamarl.runtime.ray.cluster import _free, check_access, one_line
 from llamarl.runtime.ray.host_agent import _meeting_port

@@ -8,12 +8,12 @@ from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.controller.weight_edges import Place, choose_transport
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.checksum import block_digest, digest
 from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource, pack_handles, unpack_handles
 from llamarl.transports.deadline import deadline_clock, wait_for_device
 from llamarl.transports.shared_memory import SharedMemorySource
-from llamarl.transports.table import Place, choose_transport
 
 CPU, GPU = Place("a", "cpu"), Place("a", "cuda:0")
 OTHER = Place("b", "cuda:0")

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from llamarl.controller.config import HERE, is_address
 from llamarl.errors import ConfigError, TransferError
 from llamarl.plural import plural
-from llamarl.runtime.config import HERE, is_address
 from llamarl.runtime.ray.inventory import Inventory, health_of, take_inventory
 
 __all__ = ["Cluster", "Node", "check_access", "connect", "one_line", "why_refused"]
