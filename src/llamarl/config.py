@@ -282,6 +282,11 @@ class RunConfig:
         return Dealing((1.0,) * generator.shards or generator.shares, self.groups_per_tick)
 
     @property
+    def keeps_journal(self) -> bool:
+        """Whether the run writes one, and reads one that it finds."""
+        return bool(self.recovery.max_restarts) and self.run.runtime == "local"
+
+    @property
     def token_staleness_bound(self) -> int:
         """No token is older than so many policy versions when it is trained."""
         carried = self.dynamic_sampling.carry_ticks if self.dynamic_sampling.enabled else 0

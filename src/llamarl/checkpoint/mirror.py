@@ -414,17 +414,13 @@ def _patiently(action: Callable[[], T], limit_s: float) -> T:
 
 
 @contextlib.contextmanager
-def mirrored(url: str, folder: RunIdentity, limit_s: float) -> Iterator[Mirror | None]:
-    """Keep a mirror while a run goes on, and wait for it at the end, for ``limit_s`` at most. No
-    address: there is none.
+def mirrored(url: str, folder: RunIdentity, limit_s: float) -> Iterator[Mirror]:
+    """Keep a mirror while a run goes on, and wait for it at the end, for ``limit_s`` at most.
 
     Raises:
         ConfigError: It is not for this run, or cannot be reached.
         CheckpointError: The run has come to its end, and the mirror lacks something of it.
     """
-    if not url:
-        yield None
-        return
     mirror, failed = Mirror(Storage(url), folder), True
     try:
         yield mirror

@@ -43,20 +43,16 @@ from llamarl.runtime.tick_record import (
     Token,
     read_record,
     record_files,
+    remove_records,
     write_state,
 )
 from llamarl.transports.segments import Segment
 
-__all__ = ["keeps_journal", "load_journal", "read_journal", "remove_journal", "report_of"]
+__all__ = ["load_journal", "read_journal", "report_of"]
 
 _MOST_FILES = 1 << 16
 _OTHER_FILES = 400
 """Left for all else: pipes and sockets of ranks, what the runtime holds."""
-
-
-def keeps_journal(config: RunConfig) -> bool:
-    """Whether a run writes one, and reads one that it finds."""
-    return bool(config.recovery.max_restarts) and config.run.runtime == "local"
 
 
 def read_journal(run_dir: Path, run_id: str) -> list[Record]:
@@ -71,14 +67,6 @@ def read_journal(run_dir: Path, run_id: str) -> list[Record]:
     return found
 
 
-def remove_journal(run_dir: Path, keep: Sequence[Record] = ()) -> None:
-    """Remove all files but those that are kept."""
-    folder, kept = run_dir / JOURNAL_FOLDER, {record.path for record in keep}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path not in kept and not path.is_dir():
-            path.unlink()
-
-
 def load_journal(
     run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int, limits: Limits = ANY
 ) -> Resumed:
@@ -89,7 +77,7 @@ def load_journal(
         limits: Of the run's samples.
     """
     records = [record for record in read_journal(run_dir, run_id) if record.tick > after_tick]
-    if not keeps_journal(config) or config.checkpoint.reshard or config.checkpoint.other_platform:
+    if not config.keeps_journal or config.checkpoint.reshard or config.checkpoint.other_platform:
         records = []
     num_ticks = config.run.num_ticks
     due = (tick for tick in range(after_tick + 1, num_ticks) if config.checkpoint.is_due(tick, num_ticks))
@@ -109,7 +97,7 @@ def load_journal(
             segments.pop().close()
         print(f"{run_dir}: the journal is of no use, and the run goes on from its checkpoint: {error}", file=sys.stderr)
         chosen = []
-    remove_journal(run_dir, chosen)
+    remove_records(run_dir / JOURNAL_FOLDER, chosen)
     return Resumed(reports, segments)
 
 

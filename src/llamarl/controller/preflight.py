@@ -257,16 +257,18 @@ def _check_padding(config: RunConfig, key: str, device: str) -> None:
         key: Of the engine's device.
         device: Its type.
     """
+    mode, generator = config.generator.engine.cuda_graphs, config.generator
+    if mode == "auto":
+        return
     from llamarl.engine.cuda_graphs import why_layout_unsupported
 
-    mode, generator = config.generator.engine.cuda_graphs, config.generator
     kinds = [(1, config.evaluation.tp)]
     if key == "generator.device":
         of_kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
         kinds = [(kind.pp, kind.tp) for kind in of_kinds]
     for parts, tp in kinds:
         reason = why_layout_unsupported(mode, device=device, num_ranks=parts * tp, cut=parts > 1)
-        if reason is not None and mode != "auto":
+        if reason is not None:
             raise ConfigError(
                 f"generator.engine.cuda_graphs is {mode!r}, which cannot be with {key} = {getattr(config, key.split('.')[0]).device!r} "
                 f"and these ranks: {reason}; set it to 'auto'"

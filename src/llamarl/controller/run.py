@@ -9,13 +9,12 @@ depend on them.
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from llamarl.checkpoint.mirror import Mirror, mirrored
 from llamarl.config import RunConfig
 from llamarl.controller.controller import run_graph
-from llamarl.controller.journaled import remove_journal
 from llamarl.controller.preflight import (
     check_reward,
 )
@@ -30,7 +29,8 @@ from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.observability.summary import RunSummary
 from llamarl.plural import plural
-from llamarl.runtime.tick_log import Resumed
+from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed
+from llamarl.runtime.tick_record import remove_records
 
 __all__ = ["execute", "mirror_of", "raise_if_nothing_trained", "start", "start_run"]
 
@@ -60,7 +60,7 @@ def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = Fal
         refuse_a_run(run_dir)  # another process may have run here since
         folder.begin()
         mirror = stack.enter_context(mirror_of(prepared.config, folder))
-        remove_journal(run_dir)
+        remove_records(run_dir / JOURNAL_FOLDER)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
         if repeats is not None and by_log:
             shutil.copyfile(repeats / EVENTS_FILE, run_dir / REPLAY_FILE)  # a killed replay goes on from there
@@ -70,7 +70,9 @@ def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = Fal
 
 
 def mirror_of(config: RunConfig, folder: RunFolder) -> AbstractContextManager[Mirror | None]:
-    """That of a run: nobody else's while the block lasts, complete at its end (``mirrored``)."""
+    """That of a run, if it has one: nobody else's while the block lasts, complete at its end (``mirrored``)."""
+    if not config.run.mirror:
+        return nullcontext()
     return mirrored(config.run.mirror, folder.identity, config.deadlines.disk_s)
 
 

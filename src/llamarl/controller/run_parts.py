@@ -22,7 +22,6 @@ from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.early_end import EarlyEnd, most_ahead
-from llamarl.controller.journaled import keeps_journal
 from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
 from llamarl.controller.prepare import Prepared, description, join_network
@@ -90,7 +89,6 @@ class RunParts:
         self._log = self._make_log()
         real = self._make_runtime()
         self._store, self.checkpoints = self._make_checkpoints()
-        remove_partial(run_dir)
         self.saving = Saving(prepared.graph, self.checkpoints)
         first_tick = 0 if resume_after_tick is None else resume_after_tick + 1
         self.marking = Marking(prepared.graph, first_tick=first_tick, num_ticks=config.run.num_ticks, needs=needs)
@@ -229,7 +227,7 @@ class RunParts:
         if not self._prepared.config.recovery.max_restarts:
             return None
         return TickLog(
-            self._folder.path / JOURNAL_FOLDER if keeps_journal(self._prepared.config) else None,
+            self._folder.path / JOURNAL_FOLDER if self._prepared.config.keeps_journal else None,
             self._folder.identity.run_id,
             resumed=self._resumed,
             tell=self.recorder.message,

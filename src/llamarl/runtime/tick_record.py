@@ -18,7 +18,7 @@ import json
 import mmap
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +50,7 @@ __all__ = [
     "read_record",
     "read_state",
     "record_files",
+    "remove_records",
     "write_record",
     "write_state",
 ]
@@ -234,6 +235,14 @@ def record_files(folder: Path) -> list[tuple[Path, int]]:
 def next_number(folder: Path) -> int:
     """Of the next file."""
     return max((int(path.name.partition("-")[0]) + 1 for path, _ in record_files(folder)), default=0)
+
+
+def remove_records(folder: Path, keep: Collection[Record] = ()) -> None:
+    """Remove all files but those that are kept."""
+    kept = {record.path for record in keep}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path not in kept and not path.is_dir():
+            path.unlink()
 
 
 def read_record(path: Path, run_id: str, tick: int) -> Record | None:

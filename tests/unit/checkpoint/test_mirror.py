@@ -180,11 +180,6 @@ def test_a_run_comes_back_byte_for_byte_from_its_mirror(tmp_path: Path, scheme: 
     assert CheckpointStore(tmp_path / "back" / "checkpoints").load().tick == 3
 
 
-def test_no_address_is_no_mirror(tmp_path: Path) -> None:
-    with mirrored("", Run(tmp_path / "run").identity, 0.0) as mirror:
-        assert mirror is None
-
-
 def test_the_manifest_is_written_after_what_it_names_and_before_anything_is_deleted(
     tmp_path: Path, fault: Fault
 ) -> None:

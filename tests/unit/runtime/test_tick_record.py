@@ -20,10 +20,10 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
 from llamarl.channels.plain_values import encode, from_bytes, to_bytes
 from llamarl.channels.samples import ANY, Limits, check_part
-from llamarl.controller.journaled import read_journal, remove_journal, report_of
+from llamarl.controller.journaled import read_journal, report_of
 from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.tick_log import JOURNAL_FOLDER, TickLog
-from llamarl.runtime.tick_record import Record, parse_record, read_state, write_state
+from llamarl.runtime.tick_record import Record, parse_record, read_state, remove_records, write_state
 from llamarl.transports.checksum import digest
 from llamarl.transports.segments import Segment
 from llamarl.transports.slots import HEADER_BYTES
@@ -144,7 +144,7 @@ def test_all_files_but_those_that_are_kept_are_removed(tmp_path: Path) -> None:
     (tmp_path / JOURNAL_FOLDER / "000000000000").touch()  # of an earlier version
     records = read_journal(tmp_path, "mine")
     assert ticks(records) == BOTH
-    remove_journal(tmp_path, records[:3])
+    remove_records(tmp_path / JOURNAL_FOLDER, records[:3])
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:3]
     assert sorted(path.name for path in (tmp_path / JOURNAL_FOLDER).iterdir()) == [r.path.name for r in records[:3]]
 
@@ -340,7 +340,7 @@ def test_a_pipe_in_a_journal_is_no_record_and_holds_nobody_up(tmp_path: Path) ->
     os.mkfifo(path)
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2]
     log_in(tmp_path).close()
-    remove_journal(tmp_path, read_journal(tmp_path, "mine"))
+    remove_records(tmp_path / JOURNAL_FOLDER, read_journal(tmp_path, "mine"))
     assert ticks(read_journal(tmp_path, "mine")) == BOTH[:2] and not path.exists()
 
 
