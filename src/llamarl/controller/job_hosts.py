@@ -1,5 +1,5 @@
-"""The hosts of one job, which are nodes of a Ray cluster: given ranks, and told to the ranks as the
-network that they are on.
+"""The hosts of one job, which are nodes of a cluster: given ranks, and told to the ranks as the
+network that they are on. Which kind of cluster is said in ``open_hosts`` alone.
 
 [hosts] ─▶ Cluster: nodes and what they are ─▶ which node each rank gets ─▶ their cores and GPUs taken ─▶ launcher, networks
 
@@ -160,6 +160,8 @@ class JobHosts:
     """Hosts that have said what they are, and the key of the one run that they are for."""
 
     cluster: Cluster
+    make_launcher: type[RayLauncher]
+    """Of ranks on its nodes."""
     config: RunConfig
     named: Sequence[str]
     """All hosts of the job, as the user calls them; those that are in ``absent`` take no part."""
@@ -359,11 +361,9 @@ class JobHosts:
             files: As :meth:`open_files` made them.
             log: See ``ProcessRuntime``. This process has joined the job's network.
         """
-        from llamarl.runtime.ray.launcher import RayLauncher
-
         assert self.placement is not None, "placed before its ranks run"
         on_lost = files.lose if files is not None else lambda host: None
-        self.launcher = launcher = RayLauncher(self.cluster, self.where, on_lost, specs=self.placement.executors)
+        self.launcher = launcher = self.make_launcher(self.cluster, self.where, on_lost, specs=self.placement.executors)
         self.places = HostPlaces(
             self.where,
             self.machines,
@@ -424,6 +424,7 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
         ConfigError: There is no such cluster, it refuses us, or a node cannot say what it is.
     """
     from llamarl.runtime.ray.cluster import connect
+    from llamarl.runtime.ray.launcher import RayLauncher
 
     ports = parse_ports(config.hosts.port_range) if config.hosts.port_range else (0, 0)
     cluster = connect(config.hosts.cluster, ports)
@@ -436,7 +437,7 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
         for name in sorted(had - known)
         if not name.isdecimal()
     }
-    hosts = JobHosts(cluster, config, [*(node.name for node in cluster.nodes), *absent], absent)
+    hosts = JobHosts(cluster, RayLauncher, config, [*(node.name for node in cluster.nodes), *absent], absent)
     atexit.register(hosts.close)
     return hosts
 
