@@ -58,7 +58,7 @@ def named() -> list[str]:
     return [
         path
         for row in start.splitlines()
-        if row.startswith("|")
+        if row.startswith("| ")
         for path in re.findall(r"`(\S+\.py)`", row[: row.index(" | ")])
     ]
 
