@@ -109,7 +109,6 @@ def sample(noise: random.Random, tick: int, number: int, tokens: int, reward: fl
         "reward_parts": {},
         "failure": None,
         "finish_reason": "stop",
-        "kept_kv": False,
         "segments": [[version, length]],
         "prompt_tokens": [1] * 40,
         "tokens": noise.choices(range(32000), k=length),

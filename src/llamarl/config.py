@@ -336,11 +336,6 @@ def _task_checks(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(key, f": with {named} nothing is sampled and nothing judged: leave it out", (given,))
     if config.trainer.router == "replay" and not imitates and config.task.rollouts:
         yield Mistake("trainer.router", "is 'replay', but task.rollouts notes no experts: set it to 'live'", (given,))
-    if config.task.has_environment and config.generator.kv_on_update == "keep":
-        text = (
-            "is 'keep', but the KV cache of an episode is computed again after each of its turns: set it to 'recompute'"
-        )
-        yield Mistake("generator.kv_on_update", text, ("task.environment",))
     if config.algorithm.distills and not config.reference.path:
         why = "name the teacher, a model with the policy's tokenizer"
         yield _clash(config, "reference.path", "algorithm.advantage", why)
@@ -469,9 +464,6 @@ def _colocation_checks(config: RunConfig) -> Iterator[Mistake]:
             f"{generator.device!r} and trainer.device {config.trainer.device!r}: set both to 'auto', 'cpu' or 'cuda'",
             ("generator.device", "trainer.device"),
         )
-    if generator.kv_on_update == "keep":
-        why = "the KV cache is given back at the end of each tick: set it to 'recompute', or colocated to false"
-        yield _clash(config, key, "generator.kv_on_update", why)
     if not generator.engine.kind.native:
         why = "an engine must give its memory back: set it to 'native', or colocated to false"
         yield _clash(config, key, "generator.engine.name", why)

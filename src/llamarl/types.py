@@ -120,10 +120,6 @@ class Response:
     """[R] True on tokens that the policy wrote and the trainer may use."""
     text: str
     finish_reason: FinishReason
-    kept_kv: bool = False
-    """Weights changed while the response was being written and its KV cache was kept: later tokens
-    were sampled over keys and values of earlier weights, which no forward pass of one version
-    repeats."""
     sampled_by: str = ""
     """Executor whose own, frozen model sampled it: its tokens have no age, and their
     ``policy_versions`` are 0. Empty: a version of the policy did."""

@@ -18,7 +18,6 @@ SETTINGS = {
     "schedule.max_staleness": 1,
     "generator.max_segments": 2,
     "generator.oversubscription": 1.5,
-    "generator.kv_on_update": '"keep"',
     "checkpoint.every": 2,
     "evaluation.every": 0,
     "run.num_ticks": 5,

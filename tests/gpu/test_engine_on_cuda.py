@@ -229,21 +229,3 @@ def test_nothing_in_a_step_waits_for_the_device_but_the_draws(
             drawn = _draw(logits, [s.params for s in owners], [s.seed for s in owners], [len(s.tokens) for s in owners])
         for sequence, token in zip(owners, drawn[0].tolist(), strict=True):
             sequence.tokens.append(int(token))
-
-
-def test_kept_cache_survives_a_checkpoint(folder: Path, device: torch.device) -> None:
-    def interrupted(resume: bool) -> list[list[int]]:
-        engine, sequences = make_engine(folder, device), make_sequences()
-        engine.add(sequences)
-        done = [s for _ in range(10) for s in engine.step()]
-        assert not done
-        if resume:
-            state, tensors = engine.kv_state()
-            assert all(t.device == CPU for t in tensors.values())
-            engine = make_engine(folder, device)
-            engine.load_kv_state(state, tensors, {(s.prompt_index, s.sample_index): s for s in sequences})
-        while engine.has_work:
-            engine.step()
-        return [s.tokens for s in sequences]
-
-    assert interrupted(resume=True) == interrupted(resume=False)

@@ -230,51 +230,6 @@ def generate_over_adapters(
     return {"adapted": sampled(batch), "without adapters": sampled(without)}
 
 
-def generate_over_kept_cache(
-    folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None
-) -> dict[str, Any]:
-    """Tokens under two versions over one cache; the same from its checkpoint on, in a new engine; and one rank's, a sequence at a time,
-    with the versions changing behind the same tokens."""
-    config, ranks = EngineConfig(block_size=4, max_batch_tokens=24, max_sequences=16), EngineRanks(layout)
-
-    def begun() -> NativeEngine:
-        return NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=family in SPARSE)
-
-    def finish(engine: NativeEngine, batch: list[Sequence]) -> dict[str, Any]:
-        load_later(engine, folder, family, mesh, layout)
-        engine.weights_updated(1, keep_kv=True)
-        list(all_steps(engine))
-        return sampled(batch) | experts(ranks, batch) | {"kept_kv": [s.kept_kv for s in batch]}
-
-    engine, batch = begun(), sequences()
-    engine.add(batch)
-    for _ in range(8):
-        engine.step()
-    assert not engine.drain()
-    state, tensors = engine.kv_state()
-    copies = copy.deepcopy(batch)
-    told = {"kept": finish(engine, batch)}
-    again = begun()
-    plain = json.loads(json.dumps(state))
-    again.load_kv_state(plain, tensors, {(s.prompt_index, s.sample_index): s for s in copies})
-    told["kept, from a checkpoint"] = finish(again, copies)
-    if layout is None or not ranks.is_leader:
-        return told
-
-    later, alone = dict(make_model(family, seed=9).named_parameters()), sequences()
-    for sequence, versions in zip(alone, told["kept"]["policy_versions"], strict=True):
-        engine = NativeEngine(folder / family, config, eos_token_ids=())
-        engine.add([sequence])
-        while len(sequence.tokens) < versions.count(0):
-            engine.step()
-        with torch.no_grad():
-            for name, parameter in engine.parameters_for_sync().items():
-                parameter.copy_(later[name])
-        engine.weights_updated(1, keep_kv=True)
-        list(all_steps(engine))
-    return told | {"kept, alone": sampled(alone)}
-
-
 def main(mesh: tuple[int, int], rank: int, folder: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
     pp, tp = mesh
@@ -288,7 +243,6 @@ def main(mesh: tuple[int, int], rank: int, folder: Path, families: list[str]) ->
         told = generate(folder, family, mesh, layout)
         if FURTHER.get(mesh) == family or (mesh == ALONE and family in FURTHER.values()):
             told |= generate_over_adapters(folder, family, mesh, layout)
-            told |= generate_over_kept_cache(folder, family, mesh, layout)
         (folder / f"{family}-{pp}x{tp}-{rank}.json").write_text(json.dumps(told))
     if layout is not None:
         dist.destroy_process_group()

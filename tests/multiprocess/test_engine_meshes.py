@@ -103,26 +103,6 @@ def test_stages_note_the_experts_of_one_rank_in_the_order_of_the_models_layers(
         assert of_stages == of_one
 
 
-@pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
-def test_stages_that_keep_their_cache_go_on_over_the_keys_and_values_of_the_version_before(
-    reports: Reports, case: Case
-) -> None:
-    """As one rank does that takes the new version behind the same tokens."""
-    _, first, *_ = reports[case]
-    kept, alone = first["kept"], first["kept, alone"]
-    assert all(kept["kept_kv"]) and all({0, 1} == set(versions) for versions in kept["policy_versions"])
-    assert kept["tokens"] == alone["tokens"] and kept["policy_versions"] == alone["policy_versions"]
-    for got, one in zip(kept["logprobs"], alone["logprobs"], strict=True):
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(one), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
-def test_a_kept_cache_of_stages_goes_on_from_its_checkpoint_bit_for_bit(reports: Reports, case: Case) -> None:
-    _, *ranks = reports[case]
-    for rank in ranks:
-        assert rank["kept, from a checkpoint"] == rank["kept"]
-
-
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: Case) -> None:
     _, first, *others = reports[case]
@@ -133,7 +113,7 @@ def test_stages_repeat_their_bits_and_agree_on_them(reports: Reports, case: Case
 
 
 def _said_by_all(rank: dict[str, Any]) -> dict[str, Any]:
-    said = {name: value for name, value in rank.items() if name not in ("held", "token_bytes", "kept, alone")}
+    said = {name: value for name, value in rank.items() if name not in ("held", "token_bytes")}
     return {
         name: {of: values for of, values in value.items() if of != "experts"} if isinstance(value, dict) else value
         for name, value in said.items()

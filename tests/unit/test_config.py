@@ -293,7 +293,6 @@ def test_every_key_is_explained() -> None:
         (["--schedule.weights", "latest"], "set max_staleness to 0 and weights to 'exact'"),
         (["--trainer.device", "cpu"], "set both to 'auto', 'cpu' or 'cuda'"),
         (["--generator.device", "cuda:1"], "set both to 'auto', 'cpu' or 'cuda'"),
-        (["--generator.kv_on_update", "keep"], "set it to 'recompute'"),
         (["--generator.engine.name", "vllm"], "set it to 'native'"),
         (["--lora.rank", "4", "--lora.hand_over", "adapter"], "set it to 'merged'"),
     ],

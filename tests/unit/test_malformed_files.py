@@ -70,7 +70,7 @@ class Reader:
 def sample(tick: int, num_tokens: int) -> dict[str, Any]:
     return {
         "tick": tick, "prompt_index": 0, "sample_index": 0, "task": "steps", "prompt": "1+1=", "response": "2", "answer": "2",
-        "reward": 1.0, "reward_parts": {}, "failure": None, "finish_reason": "stop", "kept_kv": False, "segments": [[0, 2]],
+        "reward": 1.0, "reward_parts": {}, "failure": None, "finish_reason": "stop", "segments": [[0, 2]],
         "prompt_tokens": [1, 2, 3], "tokens": [7] * num_tokens, "behavior_logprobs": [-0.5] * num_tokens, "policy_versions": [0] * num_tokens,
         "loss_mask": [1] * num_tokens, "metadata": {"digits": 10**40},
     }  # fmt: skip

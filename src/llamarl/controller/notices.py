@@ -42,7 +42,7 @@ _SHOWN = 240
 
 
 def checkpoint_bytes(config: RunConfig) -> float:
-    """Disk that one checkpoint takes, without unfinished responses and a kept KV cache."""
+    """Disk that one checkpoint takes, without unfinished responses."""
     parameters = model_parameters(resolve_model_path(config.model.path), dtype="float32")
     whole = trained = float(parameters.num_elements)
     if config.lora.rank:

@@ -8,14 +8,14 @@ add ─▶ [waiting] ─▶ step ... step ─▶ finished sequences
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from llamarl.engine.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdoptsWeights", "Drains", "Engine", "KeepsKV", "Parkable"]
+__all__ = ["AdoptsWeights", "Engine", "Parkable"]
 
 
 class Engine(Protocol):
@@ -64,54 +64,6 @@ class Engine(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the last call: tokens sampled, prompt tokens computed, prompt tokens shared, KV bytes, ..."""
-        ...
-
-
-@runtime_checkable
-class KeepsKV(Engine, Protocol):
-    """An engine whose KV cache may outlive a change of weights (``generator.kv_on_update = "keep"``).
-
-    A new token is then sampled by the new weights over keys and values of older ones; its
-    log-probability is that of the distribution it was drawn from. Such a cache cannot be computed
-    again from the tokens, so it can be saved.
-    """
-
-    def weights_updated(self, version: int, *, keep_kv: bool = False) -> None:
-        """As ``Engine.weights_updated``; with ``keep_kv`` sequences go on over their cache, and those that have one are
-        marked (``kept_kv``)."""
-        ...
-
-    def withdraw(self, prompt_index: int) -> None:
-        """Take the unfinished sequences of a prompt out, without their cache. ``add`` resumes them."""
-        ...
-
-    def kv_state(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-        """All that decides later bits besides weights and sequences, between two steps: (plain JSON
-        values, tensors)."""
-        ...
-
-    def load_kv_state(
-        self,
-        state: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
-        sequences: Mapping[tuple[int, int], TokenSequence],
-    ) -> None:
-        """Restore ``kv_state`` in an empty engine of the same configuration.
-
-        Args:
-            sequences: (prompt index, sample index) -> the sequence, with the tokens that it had.
-        """
-        ...
-
-
-@runtime_checkable
-class Drains(Protocol):
-    """An engine that begins steps before the draws of earlier ones are known, as pipeline stages do."""
-
-    def drain(self) -> Sequence[TokenSequence]:
-        """Wait for all draws, and begin nothing; returns the sequences that have ended, as ``step``
-        does. Those that have not stay inside with their cache, and ``kv_state`` holds all that
-        there is of them."""
         ...
 
 

@@ -50,14 +50,6 @@ class BlockManager:
         self._holders[block] = 1
         return block
 
-    def reallocate(self, tables: Iterable[Iterable[int]]) -> None:
-        """Take, in a manager without used blocks, the blocks of ``tables``; each table is one holder of its blocks."""
-        assert self.num_used == 0, "some blocks are in use already"
-        for block in (block for table in tables for block in table):
-            self._holders[block] = self._holders.get(block, 0) + 1
-        self._never_used = max(self._holders, default=-1) + 1
-        self._released = [block for block in range(self._never_used) if block not in self._holders]  # sorted: a heap
-
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each block."""
         for block in blocks:

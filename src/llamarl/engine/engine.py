@@ -15,14 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.cut_sampler import sample_over_ranks
-from llamarl.engine.kv_state import export_state, import_state
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.ranks import EngineRanks
@@ -37,8 +35,7 @@ __all__ = ["NativeEngine"]
 
 
 class NativeEngine:
-    """Implements :class:`llamarl.engine.base.Engine`, ``KeepsKV``, ``Drains``, ``AdoptsWeights``
-    and ``Parkable`` beside it.
+    """Implements :class:`llamarl.engine.base.Engine`, and ``AdoptsWeights`` and ``Parkable`` beside it.
 
     Args:
         model_path: Hugging Face folder, or ``bundled:NAME``.
@@ -94,8 +91,6 @@ class NativeEngine:
         self._members: dict[int, Member] = {}
         self._deadlines: dict[int, float] = {}
         self._ended: list[Member] = []
-        self._restored_version: int | None = None
-        """Of the weights that filled a restored cache, until the first weights have come."""
         self._stop_windows: dict[tuple[str, ...], int] = {}
         self._reset_counters()
 
@@ -131,12 +126,6 @@ class NativeEngine:
             self._end_oldest()
         return self._take_ended()
 
-    def drain(self) -> list[TokenSequence]:
-        """End what stages have under way, and begin nothing; returns what has ended, as ``step`` does."""
-        while self._waves:
-            self._end_oldest()
-        return self._take_ended()
-
     def suspend(self) -> list[TokenSequence]:
         for wave in self._waves.drop():
             forget_unread(wave.plan)
@@ -161,29 +150,15 @@ class NativeEngine:
         """Compute with these parameters in place of own copies; the engine only reads them."""
         self._runner.adopt(tensors)
 
-    def weights_updated(self, version: int, *, keep_kv: bool = False) -> None:
-        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is
-        recomputed, or kept."""
+    def weights_updated(self, version: int) -> None:
+        """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed."""
         if version < 0:
             raise ValueError(f"policy version must be >= 0, got {version}")
         while self._waves:  # drawn under the version before
             self._end_oldest()
-        cached = self._policy_version if self._restored_version is None else self._restored_version
-        self._policy_version, self._restored_version = version, None
+        self._policy_version = version
         self._runner.weights_updated()
-        if not keep_kv:
-            self._scheduler.restart_all()
-            return
-        if version == cached:
-            return
-        for held in self._scheduler.prompts.values():
-            held.kept |= held.num_computed > 0
-        for member in self._members.values():
-            prompt = member.prompt if member.prompt is not None else self._scheduler.prompts.get(member.key)
-            if member.num_computed or (prompt is not None and prompt.num_computed):
-                member.sequence.kept_kv = True
-            if prompt is not None:
-                prompt.kept |= prompt.num_computed > 0
+        self._scheduler.restart_all()
 
     def park(self) -> int:
         """Give the memory of weights and KV cache back; returns its bytes.
@@ -201,30 +176,6 @@ class NativeEngine:
     def unpark(self) -> None:
         """Take the memory again; ``weights_updated`` must follow before the next step."""
         self._runner.unpark()
-
-    def withdraw(self, prompt_index: int) -> None:
-        for member in [m for m in self._members.values() if m.sequence.prompt_index == prompt_index]:
-            del self._members[member.order]
-            self._deadlines.pop(member.order, None)
-            self._scheduler.withdraw(member)
-
-    def kv_state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        assert not self._ended and not self._waves, "take what has ended out first: call drain"
-        state, tensors = export_state(self._scheduler, self._runner)
-        return {**state, "version": self._policy_version}, tensors
-
-    def load_kv_state(
-        self,
-        state: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
-        sequences: Mapping[tuple[int, int], TokenSequence],
-    ) -> None:
-        members = import_state(self._scheduler, self._runner, state, tensors, sequences)
-        self._members = {member.order: member for member in members}
-        self._restored_version = state.get("version")
-        now = self._clock()  # clocks do not outlive a process: limits count from here, in the order of admission
-        limits = {order: member.sequence.params.deadline_s for order, member in sorted(self._members.items())}
-        self._deadlines = {order: now + limit for order, limit in limits.items() if limit is not None}
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the last call, and the state of the KV cache now."""

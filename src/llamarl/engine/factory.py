@@ -120,7 +120,6 @@ def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> 
         loss_mask=np.asarray(sequence.loss_mask, np.bool_),
         text=str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)),
         finish_reason=sequence.finish_reason,
-        kept_kv=sequence.kept_kv,
         outcome=Failure(kind=kind, detail=sequence.error or sequence.finish_reason) if failed else None,
         turns=() if episode is None else tuple(episode.turns),
         routed_experts=None if sequence.experts is None else sequence.experts.rows(len(sequence.tokens)),

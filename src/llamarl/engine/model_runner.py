@@ -253,16 +253,6 @@ class ModelRunner:
             self._adopted = False
         return self._parameters
 
-    def read_blocks(self, blocks: list[int]) -> Tensor:
-        """[2, layers, n, block_size, KV heads, head_dim] copy of some blocks, keys then values, on the CPU."""
-        return self._cache.index_select(2, *indices([blocks], self.device)).to("cpu", copy=True)
-
-    def write_blocks(self, blocks: list[int], values: Tensor) -> None:
-        """Put back what ``read_blocks`` gave."""
-        with suspended(self.device):
-            (places,) = indices([blocks], self.device)
-            self._cache.index_copy_(2, places, values.to(self.device))
-
     def can_adopt(self, dtypes: Mapping[str, str]) -> bool:
         """Whether ``adopt`` takes whole parameters of these names and types (``float32``, ``bfloat16``, ...)."""
         return (

@@ -28,7 +28,7 @@ no two sequences write one slot; the plan depends on the order and content of wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
@@ -52,8 +52,6 @@ class Prompt:
     """Members in the running batch that have this prompt, forked or not."""
     end_state: object = None
     """What the model runner keeps of the last position, so that late members can still sample from it."""
-    kept: bool = False
-    """Its K and V outlived a change of weights."""
     experts: list[Experts] = field(default_factory=list)
     """Of its tokens from the first on, where they are noted; of all at once if its first blocks are a sequence's."""
 
@@ -198,40 +196,6 @@ class Scheduler:
             self._unforked[member.key] = self._unforked.get(member.key, 0) + 1
             self.waiting.append(member)
 
-    def withdraw(self, member: Member) -> TokenSequence:
-        """Take an unfinished member out, without its cache."""
-        self.remove(member)
-        return member.sequence
-
-    @property
-    def prompts(self) -> Mapping[PromptKey, Prompt]:
-        """Prompts that members may still fork from."""
-        return self._prompts
-
-    @property
-    def unforked(self) -> Mapping[PromptKey, int]:
-        """Members of each prompt that have not forked yet."""
-        return self._unforked
-
-    @property
-    def next_order(self) -> int:
-        return self._next_order
-
-    def restore(
-        self,
-        *,
-        running: list[Member],
-        waiting: deque[Member],
-        prompts: dict[PromptKey, Prompt],
-        unforked: dict[PromptKey, int],
-        next_order: int,
-    ) -> None:
-        """Take over the queues and tables of another scheduler of the same sizes; this one must be empty."""
-        assert not self.running and not self.waiting, "only an empty engine takes over another's sequences"
-        self.running, self.waiting, self._prompts, self._unforked = running, waiting, prompts, unforked
-        self._next_order = next_order
-        self.blocks.reallocate([m.blocks for m in running] + [p.blocks for p in prompts.values()])
-
     def schedule(
         self,
         *,
@@ -300,14 +264,12 @@ class Scheduler:
                 prompt.blocks = sibling.blocks[:full]
                 self.blocks.share(prompt.blocks)
                 prompt.num_computed = full * self._block_size
-                prompt.kept = sibling.prompt is not None and sibling.prompt.kept
                 if sibling.sequence.experts is not None and sibling.sequence.experts.prompt is not None:
                     prompt.experts = [sibling.sequence.experts.prompt]
                 self.prompt_tokens_shared += prompt.num_computed
         else:
             self.prompt_tokens_shared += len(prompt.tokens)
         member.prompt = prompt
-        member.sequence.kept_kv |= prompt.kept
         prompt.running.append(member)
         self.running.append(member)
 

@@ -68,8 +68,6 @@ class Sequence:
     policy_versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    kept_kv: bool = False
-    """Whether its KV cache was kept over a change of weights."""
     error: str | None = None
     experts: ExpertRecord | None = None
     """Of an engine that notes them: which experts computed its tokens."""

@@ -152,14 +152,6 @@ class GeneratorConfig:
     (time/environment_wait_s). Bits depend on this number, and not on when a reply arrives. Under
     schedule.weights = "latest" a reply joins when it has arrived, and the event log says when."""
 
-    kv_on_update: Annotated[Literal["recompute", "keep"], IN_STATE] = "recompute"
-    """KV cache of unfinished responses when new weights arrive. "recompute": computed again under
-    them, so every token is sampled by one version. "keep": kept, which saves that work; later
-    tokens are then sampled by the new weights over keys and values of older ones, and their
-    log-probabilities are recorded so. A response that this happened to says so in the rollouts
-    (``kept_kv``). With "keep" the cache also lives on from tick to tick and is part of
-    checkpoints."""
-
     quantization: Literal["none", "int8", "fp8"] = "none"
     """Weights of the linear layers: "none", "int8" (CPU; no faster than "none" where the processor has no
     VNNI instructions), "fp8" (CUDA). Rebuilt from every weight version."""
@@ -263,7 +255,7 @@ class GeneratorConfig:
                     yield Mistake("replicas", f"[{place}]: {found.key} {found.text}", ("engine", *found.others))
 
     def _mistakes(self) -> Iterator[Mistake]:
-        kind, keeps = self.engine.kind, self.kv_on_update == "keep"
+        kind = self.engine.kind
         if self.replicas and self.dp != 1:
             text = f"is {self.dp}, but each kind in replicas says itself how many there are of it (dp): leave it out, or replicas"
             yield Mistake("dp", text, ("replicas",))
@@ -296,12 +288,6 @@ class GeneratorConfig:
         if 0 < self.shards < self.dp:
             text = f"is {self.shards}, fewer than the dp {self.dp} replicas: some would have nothing to do; raise it, or lower dp"
             yield Mistake("shards", text, ("dp",))
-        if self.shards and keeps:
-            text = f"is {self.shards}, but kv_on_update is 'keep': the KV cache is of one replica's engine; set one of them otherwise"
-            yield Mistake("shards", text, ("kv_on_update",))
-        if not kind.native and not self.engine.by_import_path and keeps:
-            text = f"is 'keep', but engine.name is {self.engine.name!r}, whose KV cache does not outlive a change of weights: set one otherwise"
-            yield Mistake("kv_on_update", text, ("engine.name",))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

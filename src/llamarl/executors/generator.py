@@ -11,8 +11,7 @@ the same task. Without a weights channel its model stays as it is, and its respo
 (``Response.sampled_by``).
 
 Every tick starts from an empty KV cache, whether the weights changed or not, so a resumed run repeats the same
-arithmetic. (With ``generator.kv_on_update = "keep"`` the cache lives on, and checkpoints hold it.) The end of a tick is
-counted in completed groups, never in seconds.
+arithmetic. The end of a tick is counted in completed groups, never in seconds.
 
 Under ``schedule.weights = "latest"`` newer versions are swapped in between engine steps. Which and when is decided by a
 ``SwapPolicy`` and reported as an event; everything else follows from these decisions. Groups whose tokens would become
@@ -29,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file, save_file
 
 from llamarl.channels.base import ChannelKind
 from llamarl.channels.data import Shares
 from llamarl.channels.samples import Limits
 from llamarl.config import RunConfig
-from llamarl.engine.base import Drains, KeepsKV, Parkable
+from llamarl.engine.base import Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
 from llamarl.engine.expert_record import of_all_stages, of_group
@@ -98,11 +96,10 @@ class GeneratorExecutor(BaseExecutor):
         ]
         """Decoded one after the other, in this order."""
         self._served = Served(0, None)
-        self._keep_kv = config.generator.kv_on_update == "keep"
         self._notes_experts = config.trainer.router == "replay" and self._weights is not None
         self._policy: SwapPolicy | None = None  # None: the weights edge alone says which version
         latest = self._weights is not None and self._weights.latest
-        assert len(self.shards) == 1 or not (latest or self._keep_kv), "the configuration has been checked"
+        assert len(self.shards) == 1 or not latest, "the configuration has been checked"
         self._latest_staleness = config.schedule.max_staleness if latest else None
         self._steps = 0  # engine steps of this tick
         self._swaps: list[tuple[int, int]] = []  # (engine step, version) of this tick
@@ -133,17 +130,12 @@ class GeneratorExecutor(BaseExecutor):
         latest = self._weights is not None and self._weights.latest
         self.player = make_player(self.config, self.engine, self.tokenizer, self.environments, on_arrival=latest)
         self.params = sampling_params(self.config.generator.sampling, self.tokenizer)
-        if self._keep_kv and not isinstance(self.engine, KeepsKV):
-            raise ConfigError(
-                'generator.kv_on_update is "keep", but this engine cannot keep its KV cache: set it to "recompute"'
-            )
         self.version_loader = VersionLoader(
             self.engine,
             self.config.lora,
             generator_weights(self.config),
             rank=self.context.rank,
             model_path=self.config.model.path,
-            keep_kv=self._keep_kv,
         )
         if latest:
             self._policy = swap_policy(self.context.run_dir, self.context.rank, num_ticks=self.config.run.num_ticks)
@@ -287,7 +279,8 @@ class GeneratorExecutor(BaseExecutor):
                 self._enter(shard, tick)
             shard.heard_of(self.player.step())
             self._steps += 1
-        self._leave_engine(shard)
+        self.player.suspend()
+        shard.inside.clear()
         return shard.take(chosen)
 
     def _deadlines(self, shard: GeneratorShard) -> list[int]:
@@ -309,22 +302,6 @@ class GeneratorExecutor(BaseExecutor):
         self.player.add([s for g in groups for s in g.sequences if not s.finished])
         shard.inside.update(g.prompt.index for g in groups)
 
-    def _leave_engine(self, shard: GeneratorShard) -> None:
-        """At the end of a tick: all leave without their cache, or all that have tokens stay with it."""
-        if not self._keep_kv:
-            self.player.suspend()
-            shard.inside.clear()
-            return
-        assert isinstance(self.engine, KeepsKV)
-        if isinstance(self.engine, Drains):  # what stages have under way would be in no checkpoint
-            shard.heard_of(self.engine.drain())
-        for group in shard.active if self._policy is not None else ():
-            if (
-                group.oldest_version is None and group.prompt.index in shard.inside
-            ):  # the next tick may not sample it yet
-                self.engine.withdraw(group.prompt.index)
-                shard.inside.remove(group.prompt.index)
-
     def _to_group(self, active: ActiveGroup) -> Group:
         sampled_by = "" if self._weights is not None else self.name
         responses = [to_response(s, self.tokenizer) for s in active.sequences]
@@ -343,11 +320,6 @@ class GeneratorExecutor(BaseExecutor):
     def save(self, folder: Path, tick: int) -> None:
         for shard in self.shards:
             state = {"tick": tick, **shard.state()}
-            if self._keep_kv:
-                assert isinstance(self.engine, KeepsKV)
-                state["inside"] = sorted(shard.inside)
-                state["kv"], tensors = self.engine.kv_state()
-                save_file(dict(tensors), folder / "kv.safetensors")
             (folder / _shard_file(shard, self._stage)).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path, tick: int) -> None:
@@ -356,16 +328,9 @@ class GeneratorExecutor(BaseExecutor):
             state = json.loads(path.read_text(encoding="utf-8"))
             assert state["tick"] == tick, f"{path} holds tick {state['tick']}, not {tick}"
             shard.take_state(state, tick, Limits.of_model(self.config.model.path))
-            if self._keep_kv:
-                assert isinstance(self.engine, KeepsKV)
-                shard.inside = set(state["inside"])
-                sequences = {(s.prompt_index, s.sample_index): s for g in shard.active for s in g.sequences}
-                self.engine.load_kv_state(state["kv"], load_file(folder / "kv.safetensors"), sequences)
 
-    def journal(self, tick: int) -> bytes | None:
-        """The carried groups of its shards; a KV cache that lives on is not small."""
-        if self._keep_kv:
-            return None
+    def journal(self, tick: int) -> bytes:
+        """The carried groups of its shards."""
         return json.dumps({"tick": tick, "shards": {shard.index: shard.state() for shard in self.shards}}).encode()
 
     def restore(self, state: bytes, tick: int) -> None:

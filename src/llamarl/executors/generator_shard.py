@@ -236,7 +236,6 @@ class _SavedSequence:
     loss_mask: list[bool]
     finish_reason: FinishReason | None
     error: str | None
-    kept_kv: bool
     episode: dict[str, Any] = field(default_factory=dict)
     experts: dict[str, Any] | None = None
 

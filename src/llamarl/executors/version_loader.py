@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.engine.base import AdoptsWeights, Engine, KeepsKV
+from llamarl.engine.base import AdoptsWeights, Engine
 from llamarl.models.adapters import AdapterReceiver, merge_adapter, read_adapter_folder
 from llamarl.trainer.config import LoraConfig
 from llamarl.weight_sync.layout import AnyLayout
@@ -54,7 +54,6 @@ class VersionLoader:
         layout: What the sink ranks hold of what is handed over, whole weights or adapters; None: each holds all of it.
         rank: Of this engine among them.
         model_path: Folder of version 0.
-        keep_kv: Sequences go on over the KV cache of the version before; needs an engine that ``KeepsKV``.
     """
 
     def __init__(
@@ -65,11 +64,9 @@ class VersionLoader:
         *,
         rank: int = 0,
         model_path: str,
-        keep_kv: bool = False,
     ) -> None:
         self._engine = engine
         self._layout = layout
-        self._keep_kv = keep_kv
         self._adapters: AdapterReceiver | None = None
         if lora.rank and lora.hand_over == "adapter":
             self._adapters = AdapterReceiver(
@@ -84,11 +81,11 @@ class VersionLoader:
     def load(self, weights: WeightVersion) -> Served:
         """Pull, prove and serve a version."""
         if self._adapters is None:
-            return serve(weights, self._engine, self._layout, keep_kv=self._keep_kv)
+            return serve(weights, self._engine, self._layout)
         weights.load_into(self._adapters.tensors, self._layout)
         arrived_s = time.monotonic()
         self._adapters.merge()
-        _begin_version(self._engine, weights.version, keep_kv=self._keep_kv)
+        self._engine.weights_updated(weights.version)
         return Served(weights.version, None, arrived_s)
 
 
@@ -102,18 +99,11 @@ def load_adapter(engine: Engine, folder: Path, *, model_path: str) -> None:
     engine.weights_updated(engine.policy_version)
 
 
-def serve(
-    weights: WeightVersion,
-    engine: Engine,
-    layout: AnyLayout | None = None,
-    *,
-    keep_kv: bool = False,
-) -> Served:
+def serve(weights: WeightVersion, engine: Engine, layout: AnyLayout | None = None) -> Served:
     """Give ``engine`` the version ``weights``, proved byte by byte.
 
     Args:
         layout: What the sink ranks hold; None: each holds every parameter whole.
-        keep_kv: Sequences go on over the KV cache of the version before, if there was another; needs ``KeepsKV``.
 
     Raises:
         WeightSyncError, DeadlineExceeded: As ``WeightVersion.load_into``, within the channel's pull
@@ -128,14 +118,5 @@ def serve(
     if views is None:
         weights.load_into(engine.parameters_for_sync(), layout)
     arrived_s = time.monotonic()
-    _begin_version(engine, weights.version, keep_kv=keep_kv)
+    engine.weights_updated(weights.version)
     return Served(weights.version, weights if views is not None else None, arrived_s)
-
-
-def _begin_version(engine: Engine, version: int, *, keep_kv: bool) -> None:
-    """Tell the engine that its parameters are ``version`` from now on."""
-    if keep_kv:
-        assert isinstance(engine, KeepsKV)
-        engine.weights_updated(version, keep_kv=True)
-    else:
-        engine.weights_updated(version)

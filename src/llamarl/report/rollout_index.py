@@ -211,7 +211,6 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         "parts": record.get("reward_parts") or {},
         "failure": record["failure"],
         "finish": record["finish_reason"],
-        "kept_kv": bool(record.get("kept_kv")),
         "ids": record["tokens"],
         "logprobs": [None if x is None else round(x, 3) + 0.0 for x in record["behavior_logprobs"]],
         "versions": run_lengths(record["policy_versions"]),

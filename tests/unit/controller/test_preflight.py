@@ -218,11 +218,6 @@ def test_rows_are_cut_over_ranks_that_divide_the_heads() -> None:
         check_parallel_sizes(of(4, 2), FOLDER, cores=8)
 
 
-def test_vllm_cannot_keep_its_cache() -> None:
-    with pytest.raises(ConfigError, match="generator.kv_on_update is 'keep', but engine.name is 'vllm'"):
-        validate({"generator": {"engine": {"name": "vllm"}, "kv_on_update": "keep"}})
-
-
 def test_everything_missing_is_found_and_named_by_its_key(tmp_path: Path) -> None:
     raw = {
         "model": {"path": f"{tmp_path}/policy"},

@@ -36,7 +36,7 @@ def _ratios(sequences: list[Sequence], *, block_size: int, **limits: int) -> lis
     found: list[tuple[int, int]] = []
     while scheduler.running or scheduler.waiting:
         plan = scheduler.schedule()
-        shared = {id(p): p.num_computed for p in scheduler.prompts.values()}
+        shared = {id(p): p.num_computed for p in scheduler._prompts.values()}
         shared |= {id(m.prompt): m.prompt.num_computed for m in scheduler.running if m.prompt is not None}
         own = sum(max(0, m.num_computed - len(m.sequence.prompt_tokens)) for m in scheduler.running)
         found.append((scheduler.blocks.num_used * block_size, sum(shared.values()) + own))

@@ -19,7 +19,7 @@ from llamarl.types import Group
 TICKS = 5
 
 
-def recipe(kv: str, tp: int = 1, pp: int = 1) -> RunConfig:
+def recipe(tp: int = 1, pp: int = 1) -> RunConfig:
     return validate(
         {
             "run": {"num_ticks": TICKS},
@@ -30,7 +30,6 @@ def recipe(kv: str, tp: int = 1, pp: int = 1) -> RunConfig:
                 "pp": pp,
                 "max_segments": 2,
                 "oversubscription": 1.5,
-                "kv_on_update": kv,
                 "device": "cpu",
                 "sampling": {"max_new_tokens": 64},
                 "engine": {"kv_cache_bytes": 1 << 22},
@@ -76,11 +75,8 @@ def run(executor: GeneratorExecutor, asked: list[int], first: int = 0) -> list[t
 ARRIVALS = [0, 6, 0, 11, 3]
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_versions_are_swapped_in_within_a_tick_and_a_log_repeats_them_also_after_a_load(
-    tmp_path: Path, kv: str
-) -> None:
-    config = recipe(kv)
+def test_versions_are_swapped_in_within_a_tick_and_a_log_repeats_them_also_after_a_load(tmp_path: Path) -> None:
+    config = recipe()
     live = generator(config)
     made = run(live, ARRIVALS[:3])
     (tmp_path / "saved").mkdir()
@@ -100,7 +96,6 @@ def test_versions_are_swapped_in_within_a_tick_and_a_log_repeats_them_also_after
     assert max(tick - int(r.policy_versions.min()) for tick, r in responses) == 1  # max_staleness, and reached
     assert any(len(np.unique(r.policy_versions)) == 2 for _, r in responses)
     assert all((np.diff(r.policy_versions) >= 0).all() for _, r in responses)
-    assert any(r.kept_kv for _, r in responses) == (kv == "keep")
 
     log = EventLog(tmp_path)
     log.append([event for _, event in made])
@@ -115,7 +110,7 @@ def test_versions_are_swapped_in_within_a_tick_and_a_log_repeats_them_also_after
 
 
 def test_groups_that_would_get_too_old_wait_for_a_newer_version() -> None:
-    executor = generator(recipe("recompute"))
+    executor = generator(recipe())
     run(executor, [0])
     assert len(executor.shards[0].active) == 1  # carried, with tokens of version 0
     executor.step(1, {"weights": Feed(1, 10_000)})  # version 0 only: its tokens must leave in this very tick

@@ -172,7 +172,6 @@ def test_each_shard_is_as_many_replicas_without_shards(alone: list[Told]) -> Non
     [
         ({"generator": {"shards": 2, "dp": 3}}, "generator.shards is 2, fewer than the dp 3 replicas"),
         ({"generator": {"shards": 5}}, r"must be a multiple of generator.shards \(5\)"),
-        ({"generator": {"shards": 4, "kv_on_update": "keep"}}, "generator.shards is 4, but kv_on_update is 'keep'"),
         ({"generator": {"shards": 4}, "schedule": {"weights": "latest"}}, "schedule.weights is 'latest'"),
     ],
 )
@@ -250,4 +249,4 @@ def test_a_state_of_another_shape_or_of_groups_that_cannot_be_is_refused() -> No
         except (ValueError, TypeError, LookupError):
             continue
         assert json.loads(rank.journal(0) or b"")["shards"].keys() == state["shards"].keys()
-        assert name in ("logprobs", "raw_logprobs", "error", "kept_kv", "experts", "completed", "sequences"), name
+        assert name in ("logprobs", "raw_logprobs", "error", "experts", "completed", "sequences"), name

@@ -25,7 +25,6 @@ view("response", {
         sample.turns.length && ["Turns", sample.turns.length],
         ["Tokens", `${tokens.length}, ${tokens.filter((token) => token.trained).length} of them trained; the prompt has ${group.prompt_tokens}`],
         ["Versions", sample.versions.filter(([version]) => version >= 0).map(([version, count]) => `${version} (${format.count(count, "token")})`).join(", ") || "none"],
-        ["KV cache", sample.kept_kv ? "tokens were sampled over keys and values of an older version" : null],
         ["Metadata", Object.keys(group.metadata).length ? h("code", {}, JSON.stringify(group.metadata)) : null],
       ])),
     );
