@@ -8,12 +8,8 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamarl.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,8 +22,7 @@ Writes the policy of a checkpoint as a Hugging Face folder.
   llamarl export runs/tiny --dtype float32 --out policy          the trainer's own weights, though bfloat16 was served
   llamarl export runs/lora --adapter --out adapter               the adapters of a LoRA run alone, for peft
 
-Fewer bits than were served round most of a small learning rate's changes away. Then it says how many weights equal the base
-model's bit for bit."""
+Fewer bits than were served round most of a small learning rate's changes away."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     config = local(config)
     checkpoint = CheckpointStore(run_dir / "checkpoints").load(args.tick)
     from llamarl.checkpoint.storage import saving
-    from llamarl.models.exported import Narrowing
     from llamarl.trainer.checkpoint_export import export_checkpoint
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -75,13 +69,10 @@ def run(args: argparse.Namespace) -> int:
             os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    narrowing: Narrowing | None = facts.narrowing
     if args.json:
         print(json.dumps({"out": str(out), "checkpoint": checkpoint.path.name} | dataclasses.asdict(facts)))
         return 0
     print(f"{out}: {checkpoint.path.name} of {run_dir}, policy version {facts.policy_version}, {facts.dtype}")
-    if narrowing is not None:
-        print(f"served was {facts.served_dtype}: {narrowing.sentence()}")
     return 0
 
 

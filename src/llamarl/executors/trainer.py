@@ -6,7 +6,6 @@ In: the judged samples; out: ``weights`` (with a delay, to the generator) and, w
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -28,7 +27,6 @@ from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator_ranks import generator_weights
-from llamarl.models.exported import ExportFacts
 from llamarl.models.precision import resolve_precision
 from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import TrainedResponse, write_trained
@@ -190,7 +188,7 @@ class TrainerExecutor(BaseExecutor):
         self._remember(version)
         whole = tick == self.config.run.num_ticks - 1 and not self._stop
         if whole and self.context.run_dir is not None and not self.config.evaluation.patience:
-            files.extend(self._export_all(self.context.run_dir))
+            files.extend(self._export_all())
         if self._lease is not None:
             self._wait_for_readers()  # a tick without an update has not waited for them
             self._lease.give_back()
@@ -305,7 +303,7 @@ class TrainerExecutor(BaseExecutor):
             del self._edge_versions[old]
         self._saves = {tick for tick in self._saves if tick >= version}
 
-    def _export_all(self, run_dir: Path) -> tuple[Path, ...]:
+    def _export_all(self) -> tuple[Path, ...]:
         """The last version as the recipe wants it: adapters, a whole model, or both. The files that this rank wrote."""
         trainer, served = self.trainer, self.config.generator.served_dtype
         writes = self.context.rank == 0
@@ -317,19 +315,9 @@ class TrainerExecutor(BaseExecutor):
             )
         if self.config.lora.rank and not self.config.lora.export_merged:
             return written
-        facts: list[ExportFacts | None] = []
-        written += self._folder.replace_folder(
-            "model",
-            lambda folder: facts.append(trainer.export(folder, served_dtype=served)),
-            writes=writes,
+        return written + self._folder.replace_folder(
+            "model", lambda folder: trainer.export(folder, served_dtype=served), writes=writes
         )
-        if facts[0] is not None and (narrowing := facts[0].narrowing) is not None:
-            print(
-                f"llamarl: {run_dir / 'model'} is {facts[0].dtype} (trainer.export_dtype), served was {served}: "
-                f"{narrowing.sentence()}",
-                file=sys.stderr,
-            )
-        return written
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
         """All ranks write into one folder beside their own, on a thread. Once it is done,

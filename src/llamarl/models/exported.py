@@ -24,7 +24,6 @@ __all__ = [
     "EXPORT_FILE",
     "ExportFacts",
     "NamedModel",
-    "Narrowing",
     "find_model",
     "read_export",
     "why_incomplete",
@@ -33,24 +32,6 @@ __all__ = [
 
 EXPORT_FILE = "llamarl.json"
 _FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Narrowing:
-    """What it cost to write weights in fewer bits than they were served in."""
-
-    num_weights: int
-    num_equal_to_base: int
-    """Written weights that equal the base model's in that precision, bit for bit: what they learned is gone."""
-    num_equal_before: int
-    """The same of the weights as they were served, in the precision that they were served in."""
-
-    def sentence(self) -> str:
-        """For a person."""
-        return (
-            f"{self.num_equal_to_base / self.num_weights:.1%} of {self.num_weights:,} weights equal the base model's bit for bit "
-            f"({self.num_equal_before / self.num_weights:.1%} as served)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +44,6 @@ class ExportFacts:
     """Precision of the written weights, a torch dtype's name."""
     served_dtype: str
     """Precision in which the generator computed with them."""
-    narrowing: Narrowing | None = None
-    """Set where ``dtype`` cannot hold what ``served_dtype`` does."""
 
 
 def write_export(folder: Path, facts: ExportFacts) -> None:
@@ -92,15 +71,7 @@ def read_export(folder: Path) -> ExportFacts:
     """
     body = _body(folder)
     try:
-        narrowing = body["narrowing"]
-        return ExportFacts(
-            policy_version=body["policy_version"],
-            dtype=body["dtype"],
-            served_dtype=body["served_dtype"],
-            narrowing=None
-            if narrowing is None
-            else Narrowing(**{f.name: narrowing[f.name] for f in fields(Narrowing)}),
-        )
+        return ExportFacts(**{field.name: body[field.name] for field in fields(ExportFacts)})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{EXPORT_FILE} was altered (entry {error} is missing or of another kind)") from error
 
@@ -186,9 +157,9 @@ class NamedModel:
             facts = read_export(folder)
         except ValueError as error:
             raise ModelError(f"{folder}: {error}") from error
-        if facts.narrowing is None:
+        if facts.dtype in ("float32", facts.served_dtype):
             return None
-        return f"{folder} is {facts.dtype}, its run served {facts.served_dtype}: {facts.narrowing.sentence()}"
+        return f"{folder} is {facts.dtype}, its run served {facts.served_dtype}: it may answer otherwise"
 
 
 def find_model(named: str, base: str | None = None) -> NamedModel:

@@ -25,7 +25,6 @@ from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import resolve_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.models.value import value_skeleton
-from llamarl.trainer.narrowing import export_version
 from llamarl.trainer.sharded_state import read_state
 from llamarl.trainer.storage import export_folder, plan_files, resolve_dtype
 
@@ -79,16 +78,10 @@ def export_checkpoint(
         weights = _stored(state, shapes)
         if lora.rank:
             weights = _merged(config, shapes, dict(_stored(state, trained)), base_weight)
-        return export_version(
-            out,
-            model,
-            weights,
-            shapes,
-            source=config.model.path,
-            dtype=dtype,
-            served_dtype=served,
-            version=version,
-        )
+        export_folder(out, model, weights, shapes, source=config.model.path, dtype=dtype)
+    facts = ExportFacts(policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served)
+    write_export(out, facts)
+    return facts
 
 
 def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts:

@@ -35,10 +35,10 @@ from llamarl.models.parallel import (
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
-from llamarl.trainer.narrowing import export_version
 from llamarl.trainer.optimizer import MasterWeights, TiedStages
 from llamarl.trainer.parking import Parking
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
+from llamarl.trainer.storage import export_folder
 
 __all__ = ["ShardedModel"]
 
@@ -282,16 +282,12 @@ class ShardedModel(Generic[Module]):
             for _ in gather_parameters(tensors, shards, self.layout):  # send this rank's parts
                 raise AssertionError("only rank 0 receives whole parameters")
             return None
-        return export_version(
-            Path(folder),
-            self.module.model,
-            gather_parameters(tensors, shards, self.layout),
-            {name: shard.shape for name, shard in shards.items()},
-            source=self.model_path,
-            dtype=dtype,
-            served_dtype=served_dtype,
-            version=version,
-        )
+        weights = gather_parameters(tensors, shards, self.layout)
+        shapes = {name: shard.shape for name, shard in shards.items()}
+        export_folder(Path(folder), self.module.model, weights, shapes, source=self.model_path, dtype=dtype)
+        facts = ExportFacts(policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served_dtype)
+        write_export(Path(folder), facts)
+        return facts
 
     def _exported(self) -> dict[str, Tensor]:
         """This rank's part of the weights, adapters merged as generators have them."""

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from llamarl.errors import ModelError
 from llamarl.models.folders import companion_files, resolve_model_path
 from llamarl.models.loading import open_tensors
 from llamarl.models.sharded_loading import stored_buffers
@@ -66,7 +67,6 @@ def export_folder(
     *,
     source: str | Path,
     dtype: torch.dtype,
-    look: Callable[[str, Tensor, Tensor], None] | None = None,
     max_file_bytes: int = 4 << 30,
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: weights, config, tokenizer files.
@@ -78,11 +78,10 @@ def export_folder(
         weights: Whole parameters by name, tied ones once, in the order of ``shapes``.
         shapes: Of all parameters.
         source: Folder of the initial model; its tokenizer and generation files are copied.
-        look: Is shown every weight: name, as it came, as it is written.
         max_file_bytes: Size at which a new weights file is begun.
 
     Raises:
-        ModelError: A tokenizer file of ``source`` is a link that leads out of it.
+        ModelError: A tokenizer file of ``source`` is a link that leads out of it, or a finite weight is too large for ``dtype``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in companion_files(resolve_model_path(source)):
@@ -103,8 +102,9 @@ def export_folder(
             name, weight = next(weights)
             assert name == expected and tuple(weight.shape) == shapes[name], f"{name}: expected {expected}"
             tensors[name] = weight.detach().to(dtype).contiguous()
-            if look is not None:
-                look(name, weight.detach(), tensors[name])
+            if dtype == torch.float16 and not torch.equal(tensors[name].isfinite(), weight.isfinite()):
+                largest = weight[weight.isfinite()].float().abs().max().item()
+                raise ModelError(f"{name} holds {largest:g}, too large for float16: export it in bfloat16 or float32")
         if number == len(files):
             tensors |= {name: buffer.detach().cpu() for name, buffer in stored_buffers(model).items()}
         # By the names and in the pieces of published folders, such as one tensor an expert: for whoever else reads it.

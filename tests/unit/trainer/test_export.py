@@ -21,7 +21,6 @@ from llamarl.models.folders import companion_files
 from llamarl.trainer.checkpoint_export import export_checkpoint
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
-from llamarl.trainer.narrowing import is_narrower
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.storage import _with_dtype
 
@@ -55,39 +54,8 @@ def test_the_exported_weights_are_those_that_were_served_bit_for_bit(base: Path,
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == dtype and torch.equal(parameter, masters[name].to(dtype)), name
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert facts is not None and facts.narrowing is None and (facts.dtype, facts.policy_version) == (served, 1)
+    assert facts is not None and (facts.dtype, facts.policy_version) == (served, 1)
     assert read_export(tmp_path / "out") == facts
-
-
-def test_a_narrower_export_says_how_much_came_back_to_the_base_and_what_it_costs(base: Path, tmp_path: Path) -> None:
-    trainer = trained(base, lr=1e-3, export_dtype="source")
-    facts = trainer.export(tmp_path / "out", served_dtype="float32")
-    assert facts is not None and facts.narrowing is not None and facts.dtype == "bfloat16"
-    found = facts.narrowing
-    stored = load_file(base / "model.safetensors")
-    masters = {name: tensor.detach().clone() for name, tensor in trainer.parameters_for_sync().items()}
-    assert found.num_weights == sum(tensor.numel() for tensor in masters.values())
-    assert found.num_equal_to_base == sum(int((masters[n].bfloat16() == stored[n]).sum()) for n in masters)
-    assert found.num_equal_before == sum(int((masters[n] == stored[n].float()).sum()) for n in masters)
-    assert found.num_equal_before < found.num_equal_to_base < found.num_weights
-    assert "weights equal the base model's bit for bit" in found.sentence()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "served", "narrower"),
-    [
-        ("float32", "float32", False),
-        ("float32", "bfloat16", False),
-        ("float32", "float16", False),
-        ("bfloat16", "float32", True),
-        ("float16", "float32", True),
-        ("bfloat16", "bfloat16", False),
-        ("float16", "bfloat16", True),
-        ("bfloat16", "float16", True),
-    ],
-)
-def test_a_precision_is_narrower_where_it_cannot_hold_the_other(dtype: str, served: str, narrower: bool) -> None:
-    assert is_narrower(getattr(torch, dtype), served) is narrower
 
 
 def test_float32_keeps_the_masters_though_bfloat16_was_served(base: Path, tmp_path: Path) -> None:
@@ -247,13 +215,13 @@ def test_a_process_that_trains_nothing_exports_a_checkpoint(base: Path, tmp_path
     assert why_incomplete(tmp_path / "later") is None
 
 
-def test_a_checkpoint_exports_fewer_bits_on_request_with_what_they_cost(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_exports_fewer_bits_on_request(base: Path, tmp_path: Path) -> None:
     config = validate({"model": {"path": str(base)}})
     trainer = trained(base, lr=1e-3, export_dtype="bfloat16")
     trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
     live = trainer.export(tmp_path / "live")
     later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out", export_dtype="bfloat16")
-    assert later == live and later.narrowing is not None
+    assert later == live and later.dtype == "bfloat16"
 
 
 def test_a_weight_too_large_for_the_precision_is_refused(base: Path, tmp_path: Path) -> None:
