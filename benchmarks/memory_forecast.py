@@ -67,14 +67,6 @@ CASES = [
     TrainerLayout(cp=2, micro_batch=4, recompute=False),
     TrainerLayout(cp=2, tp=2, micro_batch=4),
 ]
-SHARED_CASES = [
-    TrainerLayout(micro_batch=2, recompute=False, share_prompts=True),
-    TrainerLayout(micro_batch=8, recompute=False, share_prompts=True),
-    TrainerLayout(fsdp=2, micro_batch=4, share_prompts=True),
-    TrainerLayout(tp=2, micro_batch=4, recompute=False, share_prompts=True),
-    TrainerLayout(cp=2, micro_batch=8, recompute=False, share_prompts=True),
-]
-"""Whose groups' prompts are computed once."""
 SPARSE = MODEL | {
     "model_type": "qwen3_moe", "moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256,
 }  # fmt: skip
@@ -200,7 +192,7 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, response: i
     trainer = Trainer(
         folder,
         TrainerConfig(
-            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, share_prompts=layout.share_prompts, skip_zero_advantage=False, microbatches_at_once=1,
+            fsdp=layout.fsdp, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, share_prompts=False, skip_zero_advantage=False, microbatches_at_once=1,
             max_tokens_per_microbatch=demand_of(sequences, response).budget(layout),
             activation_checkpointing="full" if layout.recompute else "none",
         ),
@@ -263,7 +255,7 @@ def forecast(
 
 def name_of(layout: TrainerLayout) -> str:
     axes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("pp", "fsdp", "cp", "ep", "tp") if getattr(layout, a) > 1)
-    return f"{axes or 'one rank'}, {layout.micro_batch} a micro-batch{', recomputed' if layout.recompute else ''}{', prompts shared' if layout.share_prompts else ''}"
+    return f"{axes or 'one rank'}, {layout.micro_batch} a micro-batch{', recomputed' if layout.recompute else ''}"
 
 
 def main() -> None:
@@ -274,7 +266,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     results, claims = [], []
-    cases = [(MODEL, layout) for layout in (*CASES, *SHARED_CASES)] + [(SPARSE, layout) for layout in SPARSE_CASES]
+    cases = [(MODEL, layout) for layout in CASES] + [(SPARSE, layout) for layout in SPARSE_CASES]
     response = RESPONSE
     if args.long:
         cases, response = [(LONG, layout) for layout in LONG_CASES], LONG_RESPONSE

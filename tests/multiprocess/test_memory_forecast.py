@@ -33,7 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TrainerLayout(micro_batch=2, recompute=False),
         TrainerLayout(pp=2, micro_batch=1, recompute=False),
         TrainerLayout(fsdp=2, micro_batch=2),
-        TrainerLayout(micro_batch=4, recompute=False, share_prompts=True),
     ],
 )
 def test_each_part_of_a_ranks_memory_is_forecast_within_a_tenth(folder: Path, layout: TrainerLayout) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,14 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest pipeline size to try (1; a generator that fits nowhere else may get more)",
     )
     out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
     out.add_argument("--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the plan marked *")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
     from llamarl.forecast.recipe import NEEDS_FOLDER, model_folder, refuse_to_replace
-    from llamarl.forecast.report import plan_to_dict, plans_text
+    from llamarl.forecast.report import plans_text
     from llamarl.forecast.search import over_kinds, recommend, search_all
 
     if args.recipe:
@@ -92,22 +90,6 @@ def run(args: argparse.Namespace) -> int:
     chosen = recommend(plans)
     written = _write(args.recipe, plans, chosen, question, options) if args.recipe else None
     unrunnable = work.model.unsupported or None
-    if args.json:
-        report = {
-            "model": work.model.name,
-            "devices": {hardware.device.name: devices for hardware, devices in question.pools},
-            "response": {"label": work.response.label, "mean": work.response.mean, "limit": work.response.limit},
-            "prompts_per_step": work.prompts_per_step,
-            "group_size": work.group_size,
-            "prompt_tokens": work.prompt_tokens,
-            "estimates": list(chosen.hardware.efficiency.estimates),
-            "rates_assumed": chosen.hardware.device.assumed,
-            "plans": [plan_to_dict(plan) for plan in plans],
-            "recommended": plans.index(chosen),
-            "unrunnable": unrunnable,
-        }
-        print(json.dumps(report, indent=1))
-        return 0
     kinds = " + ".join(f"{devices} x {hardware.device.title}" for hardware, devices in question.pools)
     print(plans_text(plans, chosen, work, kinds if len(question.pools) > 1 else ""))
     if unrunnable:

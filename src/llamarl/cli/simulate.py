@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.forecast_flags import add_devices, add_job, ask, refuse_flags, staleness_levels
@@ -31,7 +29,7 @@ What is simulated:
 _EPILOG = """\
 examples:
   llamarl simulate --durations 6,5,5 --staleness 0,1,2
-  llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2 --trace trace.json
+  llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2
   llamarl simulate runs/tiny --staleness 0,1,2
   llamarl simulate plan.toml --model Llama-3.1-70B --hardware h100 --response-tokens 4096:lognormal \\
       --slow-replicas 0.05:1.5 --mtbf-hours 50000            plan.toml: of llamarl plan --recipe
@@ -66,29 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
     vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
     vary.add_argument("--checkpoint-every", type=int, default=20, help="ticks between checkpoints (default 20)")
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print everything as one JSON object instead of the table")
-    out.add_argument("--trace", type=Path, metavar="OUT.json", help="timeline for https://ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises PlanError or ConfigError (exit code 2) for a question that makes no sense."""
-    from llamarl.forecast.report import legend_of, result_to_dict, results_text, save_trace
+    from llamarl.forecast.report import legend_of, results_text
     from llamarl.forecast.simulate import simulate
 
     found, hardware, notes = _scenarios(args)
     scenarios = [_varied(scenario, args) for scenario in found]
     results = [simulate(scenario) for scenario in scenarios]
-    if args.trace:
-        save_trace(results, args.trace)
-    if args.json:
-        print(json.dumps({"simulations": [result_to_dict(result) for result in results]}, indent=1))
-        return 0
     print(results_text(results, legend_of(results[0].scenario, hardware)))
     for line in notes:
         print(f"note: {line}")
-    if args.trace:
-        print(f"wrote {args.trace}")
     return 0
 
 

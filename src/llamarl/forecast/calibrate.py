@@ -26,7 +26,7 @@ from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths, empirical
 from llamarl.forecast.model import ModelSpec, find_model
-from llamarl.forecast.ticks import TrainerDemand, TrainerLayout, sequences_within, trainer_tick
+from llamarl.forecast.ticks import TrainerDemand, TrainerLayout, trainer_tick
 from llamarl.observability.metrics import read_metrics
 from llamarl.reading import parse_json, read_lines
 from llamarl.tick_schedule import constant_batches, slot_starts
@@ -94,16 +94,13 @@ def trainer_layout(
         prompt_tokens, response_tokens: Of a sequence, on average.
     """
     t = config.trainer
-    share = t.shares_prompts("cpu" if hardware.is_cpu else "cuda") and model.shares_prompts
-    together = config.generator.group_size if share else 1
     return TrainerLayout(
         tp=t.tp,
         pp=t.pp,
         fsdp=t.fsdp,
         cp=t.cp,
         ep=t.ep,
-        micro_batch=sequences_within(t.microbatch_tokens, prompt_tokens, response_tokens, together),
-        share_prompts=share,
+        micro_batch=max(1, round(t.microbatch_tokens / (prompt_tokens + response_tokens))),
         recompute=t.activation_checkpointing != "none",
     )
 

@@ -112,8 +112,6 @@ class Efficiency:
     """Of each kernel that the engine starts in a captured graph."""
     kv_passes: float = 1.0
     """Times that the engine moves what a decode step reads of the cache."""
-    masked_attention: float = 1.0
-    """Of the rate of causal attention, what a kernel reaches that takes a mask (``trainer.share_prompts``)."""
     generator_scale: float = 1.0
     """Measured seconds over forecast ones of what grows with the work of decoding; 1 until a run was fitted."""
     trainer_scale: float = 1.0

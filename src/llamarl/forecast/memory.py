@@ -22,14 +22,12 @@ from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.model import ModelSpec, StageLoad, stages_of
 from llamarl.forecast.ticks import (
     GeneratorDemand,
-    SharedRows,
     TrainerDemand,
     TrainerLayout,
     attention_values,
     expert_copies,
     profile_of,
 )
-from llamarl.models.packing import SIMILAR
 
 __all__ = ["MARGIN", "STATE", "fits", "generator_memory", "kept_bytes", "trainer_memory"]
 
@@ -81,16 +79,8 @@ def trainer_memory(
     width = hardware.device.activation_bytes
     per_micro = min(layout.micro_batch, demand.most_of(layout.data_ranks))
     longest = float(demand.prompt_tokens + demand.lengths.limit)
-    rows = demand.shared_rows(layout)
-    budget = per_micro * demand.mean_tokens if rows is None else float(demand.budget(layout))
-    tokens = max(budget, longest) / layout.cp  # a micro-batch holds at least the longest sequence whole
-    masks = 0.0
-    if rows is None:
-        layer = tokens * kept_bytes(model, layout, width)
-    else:
-        fullest = _fullest(rows, demand, budget)
-        masks = fullest.masks  # of each layer as numbers, once more as single bytes for all
-        layer = _kept_with_shared_prompts(model, layout, width, tokens * layout.cp, fullest)
+    tokens = max(per_micro * demand.mean_tokens, longest) / layout.cp  # at least the longest sequence, whole
+    layer = tokens * kept_bytes(model, layout, width)
     trained = max(per_micro * demand.lengths.mean, float(demand.lengths.limit)) / layout.cp
     every = []
     for stage in stages_of(model.layers, layout.pp, demand.microbatches(layout)):
@@ -101,7 +91,6 @@ def trainer_memory(
         if demand.reference_forward:
             parts["reference"] = held * width
         parts |= _working(model, stage, layout, width, tokens=tokens, trained=trained, layer=layer)
-        parts["activations"] += masks
         if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum
             parts["gradients"] *= layout.at_once + 2
             parts["activations"] *= layout.at_once
@@ -117,7 +106,7 @@ def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
     Args:
         width: Bytes of an activation.
     """
-    q, kv, _ = attention_values(model, layout, width)
+    q, kv = attention_values(model, layout)
     # The output of attention is copied into the order of the rows where ranks exchange it, or a CPU has padded it.
     outputs = 2.0 if layout.cp > 1 or width == 4.0 else 1.0
     return _kept_outside(model, layout, width) + (q * (1.0 + outputs) + kv) * width / layout.tp
@@ -126,7 +115,7 @@ def kept_bytes(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
 def _kept_outside(model: ModelSpec, layout: TrainerLayout, width: float) -> float:
     """Of ``kept_bytes``, what scores and values of attention do not keep."""
     norm = 4.0 + 2.0 * width  # its input in float32, the same normalized, and scaled for the products
-    q, kv, _ = attention_values(model, layout, width)
+    q, kv = attention_values(model, layout)
     head_norms = (q + kv / 2.0) * (4.0 + width) if model.qk_norm else 0.0
     sparse = model.sparse_layers / model.layers
     mlp = (1.0 - sparse) * model.intermediate + sparse * model.shared_expert_intermediate
@@ -142,36 +131,6 @@ def _routed_rows(model: ModelSpec, layout: TrainerLayout) -> float:
     """Rows a token that a rank's experts are given: one for each of its choices, also those of
     experts that lie elsewhere."""
     return model.experts_per_token * (expert_copies(model, layout) if layout.ep > 1 else 1.0)
-
-
-def _kept_with_shared_prompts(
-    model: ModelSpec, layout: TrainerLayout, width: float, tokens: float, rows: SharedRows
-) -> float:
-    """Bytes that a layer keeps of a micro-batch whose prompts are shared, on one rank.
-
-    Args:
-        tokens: Of the micro-batch, over its context-parallel ranks.
-        rows: Of the whole micro-batch.
-    """
-    q, kv, kv_masked = attention_values(model, layout, width)
-    inside = rows.prompt_tokens * (2.0 * q + kv) + rows.queries * 2.0 * q + rows.keys * kv_masked + tokens * q
-    cut = (tokens * _kept_outside(model, layout, width) + inside * width / layout.tp) / layout.cp
-    return cut + rows.masks * width  # each rank has masks of all tokens for its heads
-
-
-def _fullest(rows: SharedRows, demand: TrainerDemand, budget: float) -> SharedRows:
-    """The micro-batch that has the longest response, and others of mean length as far as the budget goes."""
-    p, limit = demand.prompt_tokens, demand.lengths.limit
-    others = max(0.0, budget - p - limit) / (rows.prompt_tokens + demand.lengths.mean)
-    similar = limit * SIMILAR <= demand.lengths.mean  # all in one padded batch, which has one mask
-    return SharedRows(
-        prompts=1.0 + others * rows.prompts,
-        prompt_tokens=p + others * rows.prompt_tokens,
-        queries=limit + others * rows.queries,
-        keys=p + limit + others * rows.keys,
-        pairs=limit * (p + limit) + others * rows.pairs,
-        masks=limit * (p + limit) + (0.0 if similar else others * rows.masks),
-    )
 
 
 def _working(

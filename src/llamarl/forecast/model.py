@@ -84,9 +84,6 @@ class ModelSpec:
     """llamarl's engine can serve it in int8 and fp8."""
     rotary_by_length: bool = False
     """Rotary frequencies follow the longest position of a call, so a row's tokens cannot be cut over ranks."""
-    shares_prompts: bool = True
-    """Every layer attends to all earlier tokens, with plain scores, so the trainer can compute a
-    group's prompt once."""
     unsupported: str = ""
     """Why ``llamarl train`` does not run it, of ``models/support.py``; empty: it does."""
 
@@ -241,7 +238,6 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         staged_by_llamarl=why_unsupported(whole, "pipeline") is None,
         quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
         rotary_by_length=_follows_length(config),
-        shares_prompts=_attends_to_all(config, kind),
         unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or "",
     )
 
@@ -295,17 +291,6 @@ def _follows_length(config: Mapping[str, Any]) -> bool:
     )
     kinds = {str(rope.get("rope_type", rope.get("type", ""))) for rope in tables}
     return any(kind in ("longrope", "su") or "dynamic" in kind for kind in kinds)
-
-
-def _attends_to_all(config: Mapping[str, Any], kind: str) -> bool:
-    """As ``trainer.shared_prompts.can_share_prompts`` finds it of the configuration that
-    transformers makes of this one. Qwen's files name a window that is used where they say so."""
-    if config.get("attn_logit_softcapping"):
-        return False
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list | tuple):
-        return all(one == "full_attention" for one in kinds)
-    return not (config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen")))
 
 
 @lru_cache(maxsize=1)

@@ -34,6 +34,8 @@ def left_out(config: RunConfig) -> list[str]:
         "the reward model": config.reward_model.path,
         "the judge": config.judge.path,
         "the critic": config.algorithm.advantage in CRITIC_ADVANTAGES,
+        "what prompts save that are computed once a group (trainer.share_prompts)": config.trainer.share_prompts
+        is True,
         'versions that arrive inside a tick (schedule.weights = "latest")': config.schedule.weights == "latest",
     }
     return [name for name, asked in wanted.items() if asked]
@@ -91,7 +93,6 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             **filling,
             "dtype": "float32" if cpu else "bfloat16",
             "max_tokens_per_microbatch": trainer_demand(work).budget(t),
-            "share_prompts": t.share_prompts,
             "activation_checkpointing": "full" if t.recompute else "none",
         },
     }

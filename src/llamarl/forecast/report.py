@@ -1,22 +1,18 @@
-"""Plans and simulations as text and as JSON. Times that rest on a constant nobody measured stand behind a ``~``."""
+"""Plans and simulations as text. Times that rest on a constant nobody measured stand behind a ``~``."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from llamarl.errors import PlanError
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.scenario import Scenario
 from llamarl.forecast.search import GeneratorChoice, Plan, Workload, step_under
 from llamarl.forecast.simulate import SimulationResult
-from llamarl.observability.trace import TraceWriter
 from llamarl.plural import plural
 
-__all__ = ["plan_title", "plan_to_dict", "plans_text", "result_to_dict", "results_text", "save_trace"]
+__all__ = ["plan_title", "plans_text", "results_text"]
 
 _GUESSED = "~ guessed: the rates of this machine are assumed, times may be wrong several times over; a finished run measures it: llamarl plan RUN"
 _ESTIMATED = "~ estimated: rates are the maker's times published efficiencies; no time here was measured with llamarl"
@@ -144,9 +140,8 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
         )
         lines.append(f"  memory     {_memory(g.memory, g.hardware)}")
     recompute = "recomputed activations" if t.layout.recompute else "kept activations"
-    once = "prompts once a group" if t.layout.share_prompts else "prompts with every response"
     lines.append(
-        f"  trainer    {plural(plan.trainer_devices, 'device')}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {once}, {recompute}"
+        f"  trainer    {plural(plan.trainer_devices, 'device')}: micro-batch {plural(t.layout.micro_batch, 'sequence')} a rank, {recompute}"
     )
     parts = ((name.removesuffix("_s"), seconds) for name, seconds in vars(t.time).items() if seconds)
     lines.append("             " + ", ".join(f"{name} {seconds_text(s, estimated=estimated)}" for name, s in parts))
@@ -183,44 +178,6 @@ def _rests_on(plan: Plan, work: Workload) -> list[str]:
                 f"  rests on   {name} = {shown}, which nobody measured: half of it gives {low} a step, twice {high}"
             )
     return lines
-
-
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Plain values, JSON-ready. Times in seconds, memory in bytes."""
-    t = plan.trainer
-    return {
-        "colocated": plan.colocated,
-        "max_staleness": plan.max_staleness,
-        "token_staleness": plan.token_staleness,
-        "devices": plan.devices,
-        "used_devices": plan.used,
-        "step_s": plan.step_s,
-        "binds": plan.binds,
-        "tokens_per_s": plan.tokens_per_s,
-        "sync_s": plan.sync_s,
-        "waiting": plan.waiting,
-        "generators": [
-            {
-                "hardware": g.hardware.device.name,
-                **dataclasses.asdict(g.layout),
-                "devices": g.devices,
-                "replicas": g.replicas,
-                "prompts": g.prompts,
-                "slots": g.demand.slots,
-                "max_segments": g.demand.max_segments,
-                "time_s": g.time_s,
-                "memory_bytes": dict(g.memory),
-            }
-            for g in plan.generators
-        ],
-        "trainer": {
-            **dataclasses.asdict(t.layout),
-            "devices": plan.trainer_devices,
-            "time_s": t.time.total_s,
-            "parts_s": dataclasses.asdict(t.time),
-            "memory_bytes": dict(t.memory),
-        },
-    }
 
 
 # -- simulations ------------------------------------------------------------------------------------------------------
@@ -278,49 +235,3 @@ def legend_of(scenario: Scenario, hardware: Hardware | None) -> str:
     if hardware is None:
         return "every tick lasts as given" if not scenario.estimated else _ESTIMATED
     return _legend(hardware)
-
-
-def result_to_dict(result: SimulationResult) -> dict[str, Any]:
-    """Plain values, JSON-ready. Times in seconds."""
-    s = result.scenario
-    plain = (
-        "title", "prompts_per_step", "group_size", "max_staleness", "max_segments", "oversubscription",
-        "replicas", "num_ticks", "seed", "estimated",
-    )  # fmt: skip
-    measured = (
-        "first_steady_tick", "step_s", "theory_s", "replica_idle", "device_idle", "tokens_per_s", "staleness_mean",
-        "num_failures", "lost_share", "total_s",
-    )  # fmt: skip
-    return {
-        "policy": policy_title(result),
-        **{name: getattr(s, name) for name in plain},
-        "lengths": {"label": s.lengths.label, "mean": s.lengths.mean, "limit": s.lengths.limit},
-        "devices": {"generator": s.generator_devices, "trainer": s.trainer_devices},
-        "variation": dataclasses.asdict(s.variation),
-        "failures": dataclasses.asdict(s.failures) if s.failures else None,
-        **{name: getattr(result, name) for name in measured},
-        "role_s": dict(result.role_s),
-        "idle": dict(result.idle),
-        "staleness_tokens": {str(lag): tokens for lag, tokens in result.staleness.items()},
-    }
-
-
-def save_trace(results: Sequence[SimulationResult], path: Path) -> None:
-    """Write every tick of every role and policy for https://ui.perfetto.dev; one lane a role and policy.
-
-    Raises:
-        LlamaRLError: The file cannot be written.
-    """
-    lanes = {(id(r), role): f"{policy_title(r)}: {role}" for r in results for role in _ROLES}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(f"--trace {path}: cannot make its folder: {error}") from error
-    writer = TraceWriter(path, list(lanes.values()))
-    for result in results:
-        for report in sorted(result.reports, key=lambda r: (r.started_s, r.finished_s)):
-            lane = lanes[id(result), report.executor]
-            writer.step(
-                lane, report.tick, report.started_s, report.finished_s, spans=report.spans, args=dict(report.metrics)
-            )
-    writer.close()

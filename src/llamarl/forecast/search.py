@@ -114,8 +114,6 @@ class Options:
     """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
     max_pipeline: int = 1
     """Largest pipeline size. A generator that fits nowhere with so many stages may have more."""
-    share_prompts: bool | None = None
-    """``trainer.share_prompts``, where the trainer can; None: whichever is faster."""
     max_slots: int = 1024
     """Most sequences that decode at once in one replica."""
     other_system: bool = False
@@ -349,9 +347,6 @@ def trainer_choices(hardware: Hardware, work: Workload, options: Options, device
     ranks do the same work without exchanges.
     """
     model, demand, node = work.model, trainer_demand(work), hardware.device.devices_per_node
-    sharing: tuple[bool, ...] = (False,)
-    if model.shares_prompts and work.group_size > 1:
-        sharing = (True, False) if options.share_prompts is None else (options.share_prompts,)
     stages = options.max_pipeline if model.staged_by_llamarl else 1
     for pp in _powers(min(stages, model.layers)):
         for tp in tensor_parallel_sizes(model, min(node, devices // pp)):
@@ -361,9 +356,9 @@ def trainer_choices(hardware: Hardware, work: Workload, options: Options, device
                 fewest = math.ceil(work.prompts_per_step / math.ceil(work.prompts_per_step / most)) if most else 0
                 found = False
                 for fsdp in sorted({fewest, most} - {0}):
-                    for recompute, share in product((False, True), sharing):
+                    for recompute in (False, True):
                         for ep in expert_parallel_sizes(model, tp, fsdp * cp):
-                            layout = TrainerLayout(tp, pp, fsdp, 1, 1, recompute, cp=cp, ep=ep, share_prompts=share)
+                            layout = TrainerLayout(tp, pp, fsdp, 1, 1, recompute, cp=cp, ep=ep)
                             for choice in _micro_batches(hardware, model, demand, layout):
                                 found = True
                                 yield choice
@@ -376,10 +371,9 @@ def _micro_batches(
     hardware: Hardware, model: ModelSpec, demand: TrainerDemand, layout: TrainerLayout
 ) -> tuple[TrainerChoice, ...]:
     """The layout with each size of micro-batch that fits; remembered, because neighbouring splits ask for the same."""
-    share, together = demand.most_of(layout.data_ranks), demand.group_size if layout.share_prompts else 1
-    whole = {together * n for n in _powers(max(1, share // together)) if together * n <= share}
+    share = demand.most_of(layout.data_ranks)
     found = []
-    for micro in sorted({*(n for n in _powers(share) if n < together), *whole, share}):
+    for micro in sorted({*_powers(share), share}):
         candidate = replace(layout, micro_batch=micro)
         memory = trainer_memory(hardware, model, candidate, demand)
         if not fits(memory, hardware.usable_memory_bytes):
@@ -394,10 +388,9 @@ def _core_trainers(hardware: Hardware, work: Workload, options: Options, cores: 
     joined = hardware.joined(cores)
     found: list[TrainerChoice] = []
     at_once = num_at_once(0, threads=cores, num_parameters=work.model.total_params)
-    for share in {option.layout.share_prompts for option in trainer_choices(joined, work, options, 1)} or {False}:
-        for recompute in (False, True):
-            layout = TrainerLayout(recompute=recompute, share_prompts=share, at_once=at_once)
-            found += _micro_batches(joined, work.model, trainer_demand(work), layout)
+    for recompute in (False, True):
+        layout = TrainerLayout(recompute=recompute, at_once=at_once)
+        found += _micro_batches(joined, work.model, trainer_demand(work), layout)
     return sorted(found, key=_rank)[:1]
 
 

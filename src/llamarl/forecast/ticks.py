@@ -34,13 +34,11 @@ from llamarl.forecast.costs import (
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.model import ModelSpec, stages_of
-from llamarl.models.packing import shared_units, similar_responses
 from llamarl.tick_schedule import NEVER, Batches, constant_batches, plan_tick, slot_starts
 
 __all__ = [
     "GeneratorDemand",
     "Profile",
-    "SharedRows",
     "TrainerDemand",
     "TrainerLayout",
     "TrainerTime",
@@ -48,7 +46,6 @@ __all__ = [
     "expert_copies",
     "generator_tick_s",
     "profile_of",
-    "sequences_within",
     "trainer_tick",
 ]
 
@@ -253,8 +250,6 @@ class TrainerLayout:
     """Ranks over which each micro-batch's tokens are cut (Ulysses); parameters are sharded over them as well."""
     ep: int = 1
     """Of the ``shards``, neighbours that have different experts, to which tokens travel (``trainer.ep``)."""
-    share_prompts: bool = False
-    """A group's prompt is computed once for all of its responses in a micro-batch (``trainer.share_prompts``)."""
     at_once: int = 1
     """Micro-batches that a lone rank on a CPU computes at the same time (``trainer.microbatches_at_once``)."""
 
@@ -274,68 +269,6 @@ class TrainerLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedRows:
-    """Of a response whose group's prompt is computed once, on average over a tick."""
-
-    prompts: float
-    """Prompts computed, 1 / group size to 1: a group that the budget cuts has one in each of its parts."""
-    prompt_tokens: float
-    queries: float
-    """Rows of its padded batch: its own and what fills them up."""
-    keys: float
-    """The same with the prompt before them."""
-    pairs: float
-    """Query-key pairs computed under a mask."""
-    masks: float
-    """Numbers of a mask, one mask a batch."""
-
-
-@lru_cache(maxsize=4096)
-def _shared_rows(lengths: Lengths, prompt_tokens: int, group: int, budget: int) -> SharedRows:
-    """The means, by the trainer's own rule, over groups of representative lengths in a fixed shuffled order.
-
-    All products but attention's save a prompt that is left out. Attention pays: separate sequences
-    go through a causal kernel (``L² / 2`` pairs of L tokens), responses after a shared prompt
-    through one that takes a mask and computes the rectangle ``R (P + R)``, of responses filled up
-    to the longest of their batch.
-    """
-    count = max(8, 1024 // group) * group
-    sample = np.random.default_rng(0).permutation(lengths.representative(count)).tolist()
-    units = shared_units([i // group for i in range(count)], [prompt_tokens] * count, sample, budget)
-    queries = keys = pairs = masks = 0.0
-    for unit in units:
-        for batch in similar_responses([(prompt_tokens, sample[i], 0, i) for i in unit]):
-            longest = max(response[1] for response in batch)
-            queries += len(batch) * longest
-            keys += len(batch) * (prompt_tokens + longest)
-            pairs += len(batch) * longest * (prompt_tokens + longest)
-            masks += longest * (prompt_tokens + longest)
-    prompts = len(units) / count
-    return SharedRows(
-        prompts=prompts,
-        prompt_tokens=prompts * prompt_tokens,
-        queries=queries / count,
-        keys=keys / count,
-        pairs=pairs / count,
-        masks=masks / count,
-    )
-
-
-def sequences_within(budget: float, prompt_tokens: float, response_tokens: float, sharing: int) -> int:
-    """How many responses a micro-batch of ``budget`` tokens holds, at least one: a part of a group, or whole groups.
-
-    Args:
-        sharing: Responses of a group that share its prompt; 1 where each has its own.
-    """
-    whole = prompt_tokens + sharing * response_tokens
-    if sharing == 1:
-        return max(1, round(budget / whole))
-    if budget > whole - 1.0:  # a budget is a whole number of tokens
-        return sharing * max(1, int((budget + 1.0) / whole))
-    return max(1, round((budget - prompt_tokens) / response_tokens))
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerDemand:
     """What a tick asks of the trainer."""
 
@@ -343,7 +276,7 @@ class TrainerDemand:
     prompt_tokens: int
     sequences: int
     group_size: int = 1
-    """Responses to one prompt: they stay on one data rank, and their prompt may be computed once."""
+    """Responses to one prompt: they stay on one data rank."""
     reference_forward: bool = False
     """One more forward pass, for log-probs of a reference model held by the trainer."""
     muon: bool = False
@@ -365,22 +298,11 @@ class TrainerDemand:
 
     def budget(self, layout: TrainerLayout) -> int:
         """``trainer.max_tokens_per_microbatch`` of ``layout.micro_batch`` sequences of mean length."""
-        prompts = math.ceil(layout.micro_batch / (self.group_size if layout.share_prompts else 1))
-        return max(1, round(prompts * self.prompt_tokens + layout.micro_batch * self.lengths.mean))
-
-    def shared_rows(self, layout: TrainerLayout) -> SharedRows | None:
-        """Of a sequence in such micro-batches; None where each has its own prompt."""
-        if not layout.share_prompts:
-            return None
-        return _shared_rows(self.lengths, self.prompt_tokens, self.group_size, self.budget(layout))
+        return max(1, round(layout.micro_batch * self.mean_tokens))
 
     def microbatches(self, layout: TrainerLayout) -> int:
         """That the fullest data rank computes in a tick."""
-        sequences, rows = self.most_of(layout.data_ranks), self.shared_rows(layout)
-        if rows is None:
-            return math.ceil(sequences / layout.micro_batch)
-        tokens = sequences * (rows.prompt_tokens + self.lengths.mean)
-        return min(sequences, math.ceil(tokens / self.budget(layout) - 1e-6))
+        return math.ceil(self.most_of(layout.data_ranks) / layout.micro_batch)
 
 
 # -- a trainer's tick -------------------------------------------------------------------------------------------------
@@ -446,34 +368,23 @@ def _forward_layer_s(
     return time + elementwise / hardware.memory_rate
 
 
-def attention_values(model: ModelSpec, layout: TrainerLayout, width: float) -> tuple[float, float, float]:
-    """Numbers a token and layer of queries, of keys and values, and of these as a kernel with a
-    mask takes them: on a GPU a head for each query head. All over the tensor- and context-parallel
-    ranks together, repeated heads counted as often.
-
-    Args:
-        width: Bytes of an activation.
-    """
+def attention_values(model: ModelSpec, layout: TrainerLayout) -> tuple[float, float]:
+    """Numbers a token and layer of queries, and of keys and values, over the tensor- and
+    context-parallel ranks together, repeated heads counted as often."""
     q, kv = float(model.heads * model.head_dim), float(model.kv_values_per_token)
     if model.kv_lora_rank:  # keys and values of each head, made of the latent ones, are of one width in attention
         q = float(model.heads * (model.head_dim + model.rope_dim))
         kv = 2.0 * q
     elif layout.cp > 1:
         kv = 2.0 * math.lcm(max(1, model.kv_heads // layout.tp), layout.cp) * model.head_dim * layout.tp
-    return q, kv, kv if width == 4.0 else 2.0 * q
+    return q, kv
 
 
 def _attention_s(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, demand: TrainerDemand) -> float:
-    """Seconds a sequence and layer that a rank spends on scores and values, on average, in a forward pass."""
-    each, ranks = model.attention_flops(1.0) / hardware.attention_rate, layout.tp * layout.cp
-    rows = demand.shared_rows(layout)
-    if rows is None:  # each token attends to half of its own sequence
-        return each * demand.mean_squared_tokens / 2.0 / ranks
-    pairs = rows.prompts * demand.prompt_tokens**2 / 2.0 + rows.pairs / hardware.efficiency.masked_attention
-    width = hardware.device.activation_bytes
-    q, kv, kv_masked = attention_values(model, layout, width)
-    copied = (2.0 * rows.queries * q + rows.keys * (kv + kv_masked)) * 2.0 * width  # read and written
-    return (each * pairs + copied / hardware.memory_rate) / ranks
+    """Seconds a sequence and layer that a rank spends on scores and values, on average, in a forward
+    pass: each token attends to half of its own sequence."""
+    each = model.attention_flops(1.0) / hardware.attention_rate
+    return each * demand.mean_squared_tokens / 2.0 / (layout.tp * layout.cp)
 
 
 def expert_copies(model: ModelSpec, layout: TrainerLayout) -> float:
@@ -521,8 +432,8 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     """Time of one optimizer step over all sequences of a tick."""
     e, width = hardware.efficiency, hardware.device.activation_bytes
     sequences, micro_batches = demand.most_of(layout.data_ranks), demand.microbatches(layout)
-    per_micro, rows = sequences / micro_batches, demand.shared_rows(layout)
-    tokens = per_micro * (demand.mean_tokens if rows is None else rows.prompt_tokens + demand.lengths.mean) / layout.cp
+    per_micro = sequences / micro_batches
+    tokens = per_micro * demand.mean_tokens / layout.cp
     attention_s = per_micro * _attention_s(hardware, model, layout, demand)
     forward = _forward_layer_s(hardware, model, layout.tp, layout.ep, tokens, attention_s)
     reference = 1.0 if demand.reference_forward else 0.0

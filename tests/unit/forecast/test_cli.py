@@ -1,8 +1,9 @@
-"""``llamarl plan`` and ``llamarl simulate`` as a user meets them: tables, JSON, recipes, and every nonsense input."""
+"""``llamarl plan`` and ``llamarl simulate`` as a user meets them: tables, recipes, and every nonsense input."""
 
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from llamarl.cli.main import main
 from llamarl.config import load_config
 from llamarl.engine.config import ENGINES
 from llamarl.forecast.hardware import device_names
+from llamarl.forecast.simulate import SimulationResult
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 JOB = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"
@@ -22,9 +24,23 @@ def plan(line: str) -> int:
     return main(["plan", *line.split()])
 
 
-def simulations(capsys: pytest.CaptureFixture[str], line: str) -> list[dict[str, Any]]:
-    assert main(["simulate", *line.split(), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["simulations"]  # type: ignore[no-any-return]
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The plans, or results of simulations, that the last command has told of."""
+    found: list[Any] = []
+
+    def keep(things: Sequence[Any], *others: Any) -> str:
+        found[:] = things
+        return ""
+
+    for name in ("plans_text", "results_text"):
+        monkeypatch.setattr(f"llamarl.forecast.report.{name}", keep)
+    return found
+
+
+def simulations(shown: list[SimulationResult], line: str) -> list[SimulationResult]:
+    assert main(["simulate", *line.split()]) == 0
+    return list(shown)
 
 
 def test_no_time_of_an_unmeasured_machine_looks_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,15 +64,6 @@ def test_the_70b_plan_names_the_unmeasured_constant_behind_its_pace(capsys: pyte
     out = capsys.readouterr().out
     assert "unused     8 of 256 devices" in out
     assert "rests on   eager_layer_overhead_s = 300 us, which nobody measured" in out
-
-
-def test_json_has_every_plan_and_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(f"{JOB} --json --staleness 0,1,3") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert [(p["colocated"], p["max_staleness"]) for p in answer["plans"]] == [(True, 0), (False, 1), (False, 3)]
-    assert "eager_layer_overhead_s" in answer["estimates"] and not answer["rates_assumed"]
-    best = answer["plans"][answer["recommended"]]
-    assert sum(best["trainer"]["parts_s"].values()) == pytest.approx(best["trainer"]["time_s"])
 
 
 @pytest.mark.parametrize(
@@ -151,29 +158,26 @@ def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path:
 # -- simulate ---------------------------------------------------------------------------------------------------------
 
 
-def test_durations_reach_the_theory(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulations(capsys, "--durations 6,5,5,4 --staleness 0,1,2 --ticks 60")
-    assert [one["step_s"] for one in found] == pytest.approx([20.0, 10.0, 20 / 3])
-    assert not any(one["estimated"] for one in found)
+def test_durations_reach_the_theory(shown: list[Any]) -> None:
+    found = simulations(shown, "--durations 6,5,5,4 --staleness 0,1,2 --ticks 60")
+    assert [one.step_s for one in found] == pytest.approx([20.0, 10.0, 20 / 3])
+    assert not any(one.scenario.estimated for one in found)
 
 
-def test_a_written_plan_is_simulated_near_its_forecast_and_failures_cost_time(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_written_plan_is_simulated_near_its_forecast_and_failures_cost_time(shown: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "plan.toml"
-    assert plan(f"{JOB} --staleness 2 --max-segments 1 --recipe {out} --json") == 0
-    planned = json.loads(capsys.readouterr().out)["plans"][0]["step_s"]
+    assert plan(f"{JOB} --staleness 2 --max-segments 1 --recipe {out}") == 0
+    planned = shown[0].step_s
     job = f"{out} --model Llama-3.1-8B --hardware h100 --response-tokens 300:lognormal --prompt-tokens 256 --ticks 40"
-    (calm,) = simulations(capsys, job)
-    assert calm["step_s"] == pytest.approx(planned, rel=0.15)
-    (broken,) = simulations(capsys, f"{job} --mtbf-hours 0.05 --restart-s 30 --checkpoint-every 4")
-    assert broken["num_failures"] > 0 and broken["step_s"] > calm["step_s"]
+    (calm,) = simulations(shown, job)
+    assert calm.step_s == pytest.approx(planned, rel=0.15)
+    (broken,) = simulations(shown, f"{job} --mtbf-hours 0.05 --restart-s 30 --checkpoint-every 4")
+    assert broken.num_failures > 0 and broken.step_s > calm.step_s
 
 
-def test_a_recipe_and_changes_of_it_are_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    job = f"{RECIPE} --hardware h100 --max-segments 1 --ticks 20 --trace {tmp_path / 't.json'}"
-    (one,) = simulations(capsys, job)
-    (two,) = simulations(capsys, f"{job} --generator.dp 2")
-    assert (one["replicas"], two["replicas"]) == (1, 2)
-    assert two["role_s"]["generator"] < one["role_s"]["generator"]
-    assert (tmp_path / "t.json").stat().st_size > 1000
+def test_a_recipe_and_changes_of_it_are_simulated(shown: list[Any]) -> None:
+    job = f"{RECIPE} --hardware h100 --max-segments 1 --ticks 20"
+    (one,) = simulations(shown, job)
+    (two,) = simulations(shown, f"{job} --generator.dp 2")
+    assert (one.scenario.replicas, two.scenario.replicas) == (1, 2)
+    assert two.role_s["generator"] < one.role_s["generator"]

@@ -1,7 +1,6 @@
 """Parameter counts against transformers' own modules and published totals."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +120,6 @@ def test_layers_of_a_sparse_model_that_are_dense_are_counted_by_their_kinds() ->
     assert spec_from_config(moe, "x").sparse_layers == 2
     kinds = ["dense", "dense", "sparse"]
     assert spec_from_config({**moe, "first_k_dense_replace": 0, "mlp_layer_types": kinds}, "x").sparse_layers == 1
-
-
-def test_windows_keep_prompts_from_being_shared() -> None:
-    plain = {**TINY["llama"], "model_type": "llama"}
-    windowed = {**plain, "layer_types": ["full_attention", "sliding_attention"]}
-    assert spec_from_config(windowed, "x") == replace(spec_from_config(plain, "x"), shares_prompts=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("nemotron", "gpt2", "opt")])

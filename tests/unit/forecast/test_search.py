@@ -73,7 +73,7 @@ def test_more_staleness_is_never_slower_and_zero_is_the_sum() -> None:
 def test_no_pair_of_layouts_is_faster_than_the_plan(model: str, devices: int, prompts: int) -> None:
     """Every trainer beside every generator, tried: all sizes, numbers of replicas and of data ranks."""
     work = replace(_work(model, prompts), group_size=4)
-    shape, options = work.model, Options(max_segments=1, share_prompts=False)
+    shape, options = work.model, Options(max_segments=1)
     trainers: dict[int, float] = {}
     sizes = tensor_parallel_sizes(shape, 8)
     for tp, ranks, recompute, micro in itertools.product(sizes, range(1, prompts + 1), (False, True), range(1, 17)):
