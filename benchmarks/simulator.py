@@ -15,15 +15,16 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import claim, write_report
 
 from llamarl.forecast.costs import GeneratorLayout
 from llamarl.forecast.hardware import find_hardware
-from llamarl.forecast.lengths import lognormal
+from llamarl.forecast.lengths import constant, lognormal
 from llamarl.forecast.model import find_model
-from llamarl.forecast.scenario import Failures, RooflineGeneratorCost, Scenario, TrainerCost, durations_scenario
+from llamarl.forecast.scenario import Failures, RooflineGeneratorCost, Scenario, TrainerCost
 from llamarl.forecast.simulate import simulate
 
 
@@ -61,6 +62,36 @@ def main() -> None:
     write_report(args.json, {"theory": worst, "scale": large, "hundred": hundred}, claims)
 
 
+@dataclass(frozen=True)
+class FixedCost:
+    """A generator whose decode steps all take ``step_s`` seconds."""
+
+    step_s: float
+
+    def decode_step_s(self, active: Any, context: Any) -> Any:
+        return self.step_s + 0.0 * active
+
+    def prefill_s(self, tokens: Any, context: Any) -> Any:
+        return 0.0 * tokens
+
+
+def of_durations(
+    *, generator_s: float, reward_s: float, trainer_s: float, sync_s: float = 0.0, **changes: Any
+) -> Scenario:
+    """Executors whose ticks always last the same: one sequence of one token."""
+    scenario = Scenario(
+        title="durations",
+        prompts_per_step=1,
+        group_size=1,
+        lengths=constant(1),
+        generator=FixedCost(generator_s),
+        trainer=TrainerCost(tick_s=trainer_s),
+        reward_s=reward_s,
+        weights_latency_s=sync_s,
+    )
+    return replace(scenario, **changes)
+
+
 def theory_error(triples: int) -> dict[str, Any]:
     rng = random.Random(0)
     worst: dict[str, Any] = {"error": 0.0, "runs": 0}
@@ -68,7 +99,7 @@ def theory_error(triples: int) -> dict[str, Any]:
         generator_s, reward_s, trainer_s = (10 ** rng.uniform(-1, 1) for _ in range(3))
         for staleness in range(9):
             result = simulate(
-                durations_scenario(
+                of_durations(
                     generator_s=generator_s, reward_s=reward_s, trainer_s=trainer_s, max_staleness=staleness,
                     num_ticks=5 * (staleness + 1) + 4,
                 )

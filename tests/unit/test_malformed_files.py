@@ -46,7 +46,6 @@ from llamarl.observability.events import EventLog, TickEvent, event_platform, re
 from llamarl.observability.metrics import MetricsLog, read_metrics
 from llamarl.observability.rollouts import read_rollouts
 from llamarl.observability.trace import TraceWriter
-from llamarl.trainer.storage import source_dtype
 
 ROUNDS = int(os.environ.get("LLAMARL_FUZZ_ROUNDS", "40"))
 ROOT = Path(__file__).parents[2]
@@ -178,7 +177,7 @@ def adapter_folder(folder: Path) -> Path:
 
 
 def look_at_model(file: Path) -> None:
-    for part in (context_length, find_model, source_dtype, lambda folder: check_tensor_parallel_size(folder, 2)):
+    for part in (context_length, find_model, lambda folder: check_tensor_parallel_size(folder, 2)):
         with contextlib.suppress(LlamaRLError):
             part(file.parent)
 

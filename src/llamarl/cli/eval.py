@@ -92,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
             f"which task? {args.model} is no run, which would bring its own: name a recipe that has it (--recipe RECIPE), or set "
             "it by --data, or --task.name and the keys beside it"
         )
-    if (note := named.narrowed()) is not None:
-        print(note, file=sys.stderr)
     _compute_as_in_a_run(config.evaluation.threads)
     with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
         scores = _evaluate(config, named, responses, greedy=args.greedy, rate=bool(args.best_of))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
@@ -32,11 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tick", type=int, help="checkpoint to take, as its folder is numbered (default: the newest)")
     parser.add_argument(
         "--dtype",
-        choices=("served", "source", "float32", "bfloat16", "float16"),
-        help="precision of the weights; source is the base model's (default: the run's trainer.export_dtype)",
+        choices=("served", "float32", "bfloat16", "float16"),
+        help="precision of the weights (default: the run's trainer.export_dtype)",
     )
     parser.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run, not merged")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of sentences")
     parser.set_defaults(run=run)
 
 
@@ -69,9 +66,6 @@ def run(args: argparse.Namespace) -> int:
             os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    if args.json:
-        print(json.dumps({"out": str(out), "checkpoint": checkpoint.path.name} | dataclasses.asdict(facts)))
-        return 0
     print(f"{out}: {checkpoint.path.name} of {run_dir}, policy version {facts.policy_version}, {facts.dtype}")
     return 0
 

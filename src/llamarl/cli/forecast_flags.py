@@ -134,7 +134,6 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         group_size=pick(args.group_size, config.generator.group_size if config else None, 16),
         prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
         reward_s=reward_s,
-        reference_model=getattr(args, "reference_model", False),
         muon=config is not None and config.optimizer.name == "muon",
     )
     if fit and work.model.name != fit.model:

@@ -53,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=shipped_or_path,
         help="recipe (its name or TOML file), run folder, or Hugging Face config.json / folder",
     )
-    what = add_job(parser, "a recipe or run")
-    what.add_argument("--reference-model", action="store_true", help="the trainer also scores with a frozen reference")
+    add_job(parser, "a recipe or run")
     add_devices(parser, kinds=True)
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")

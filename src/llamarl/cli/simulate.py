@@ -23,12 +23,10 @@ each staleness: time a step (beside the theory's), idle shares, tokens/s, stalen
 What is simulated:
   recipe.toml            the recipe's own layout by rooflines, on --hardware or on this machine; --section.key VALUE as in
                          llamarl train changes a setting
-  a run's folder         the same with the constants, lengths and jitter that the run measured
-  --durations 6,1,5      generator, reward and trainer always take these seconds (a fourth number: hand-over)"""
+  a run's folder         the same with the constants, lengths and jitter that the run measured"""
 
 _EPILOG = """\
 examples:
-  llamarl simulate --durations 6,5,5 --staleness 0,1,2
   llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2
   llamarl simulate runs/tiny --staleness 0,1,2
   llamarl simulate plan.toml --model Llama-3.1-70B --hardware h100 --response-tokens 4096:lognormal \\
@@ -41,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.set_defaults(run=run, overrides=(), max_pipeline=1, precision=None)
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
-    parser.add_argument("--durations", metavar="G,R,T[,SYNC]", help="seconds a tick of each role, always the same")
     add_job(parser, "a recipe or run")
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
@@ -68,35 +65,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises PlanError or ConfigError (exit code 2) for a question that makes no sense."""
-    from llamarl.forecast.report import legend_of, results_text
+    from llamarl.forecast.report import results_text
     from llamarl.forecast.simulate import simulate
 
     found, hardware, notes = _scenarios(args)
     scenarios = [_varied(scenario, args) for scenario in found]
     results = [simulate(scenario) for scenario in scenarios]
-    print(results_text(results, legend_of(results[0].scenario, hardware)))
+    print(results_text(results, hardware))
     for line in notes:
         print(f"note: {line}")
     return 0
 
 
-def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware | None, list[str]]:
+def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list[str]]:
     """What is simulated at each staleness, the hardware that its times rest on, and what to say of it."""
-    if args.durations:
-        return _from_durations(args), None, []
     from llamarl.forecast.scenario import scenario_from_recipe
 
     because = "a recipe or run says its own: change it with --section.key VALUE"
     refuse_flags(args, "--devices", because=because)
-    if not args.source:
-        raise PlanError("nothing to simulate: give a recipe, a run folder or --durations")
-    question = ask(args, _schedule_overrides(args))
+    question = ask(args, _schedule_overrides(args)) if args.source else None
+    if question is None or (config := question.config) is None:
+        raise PlanError("nothing to simulate: give a recipe or a run folder (llamarl plan --recipe writes one)")
     ((hardware, _),) = question.pools
-    config = question.config
-    if config is None:
-        raise PlanError(
-            "nothing to simulate: give a recipe, a run folder or --durations (llamarl plan --recipe writes one)"
-        )
     levels = staleness_levels(args.staleness or str(config.schedule.max_staleness))
     schedules = [dataclasses.replace(config.schedule, max_staleness=level) for level in levels]
     changed = [dataclasses.replace(config, schedule=schedule) for schedule in schedules]
@@ -115,28 +105,6 @@ def _schedule_overrides(args: argparse.Namespace) -> list[str]:
     if args.max_segments == 1 and args.oversubscription is None:
         flags["generator.oversubscription"] = 1.0
     return [*args.overrides, *(f"--{key}={value}" for key, value in flags.items() if value is not None)]
-
-
-def _from_durations(args: argparse.Namespace) -> list[Scenario]:
-    from llamarl.forecast.scenario import durations_scenario
-
-    if args.source or args.model:
-        raise PlanError("--durations stands alone: leave the recipe or --model out")
-    refuse_flags(
-        args, "--prompts", "--group-size", "--prompt-tokens", "--response-tokens", "--reward-s", "--hardware", "--devices",
-        "--max-segments", "--oversubscription", "--fit", because="--durations says what every tick takes",
-    )  # fmt: skip
-    try:
-        values = [float(part) for part in args.durations.split(",")]
-    except ValueError:
-        values = []
-    if len(values) not in (3, 4):
-        raise PlanError(f"--durations {args.durations!r}: expected G,R,T or G,R,T,SYNC in seconds, for example 6,1,5")
-    generator, reward, trainer, sync = (*values, 0.0)[:4]
-    return [
-        durations_scenario(generator_s=generator, reward_s=reward, trainer_s=trainer, sync_s=sync, max_staleness=level)
-        for level in staleness_levels(args.staleness or "0,1,2,4")
-    ]
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:

@@ -77,7 +77,7 @@ class DeadlineConfig:
 
     disk_s: Annotated[NonNegativeFloat, NO_BITS] = 600.0
     """Seconds for which the run waits for a disk that refuses its records (metrics, rollouts,
-    events, verdicts): full, read-only or out of reach. Then it ends, since a run whose records are
+    events): full, read-only or out of reach. Then it ends, since a run whose records are
     lost must not go on. 0: at once."""
 
     @property

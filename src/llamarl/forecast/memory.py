@@ -88,8 +88,6 @@ def trainer_memory(
         parts = {name: held * size for name, size in STATE.items()}
         if demand.muon:  # what it makes whole for its step is gone again before activations come
             parts["optimizer"] -= MOMENT * (held - stage.end_params(model) / layout.tp / layout.shards)
-        if demand.reference_forward:
-            parts["reference"] = held * width
         parts |= _working(model, stage, layout, width, tokens=tokens, trained=trained, layer=layer)
         if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum
             parts["gradients"] *= layout.at_once + 2

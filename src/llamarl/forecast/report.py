@@ -193,16 +193,12 @@ def policy_title(result: SimulationResult) -> str:
     return title + (f", partial x{s.oversubscription:g} in {s.max_segments}" if s.max_segments > 1 else "")
 
 
-def results_text(results: Sequence[SimulationResult], legend: str) -> str:
-    """The table, then the staleness of trained tokens.
-
-    Args:
-        legend: What the times rest on.
-    """
+def results_text(results: Sequence[SimulationResult], hardware: Hardware) -> str:
+    """The table, then the staleness of trained tokens."""
     s: Scenario = results[0].scenario
     lines = [
         s.title,
-        legend,
+        _legend(hardware),
         f"{plural(s.prompts_per_step, 'prompt')} x {plural(s.group_size, 'response')} a step, {s.lengths.label}; "
         f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; {plural(s.num_ticks, 'tick')}",
         "",
@@ -228,10 +224,3 @@ def results_text(results: Sequence[SimulationResult], legend: str) -> str:
         for lag, tokens in r.staleness.items():
             lines.append(f"  {lag:>3}  {tokens / total:6.1%}  {'#' * round(_BAR * tokens / total)}".rstrip())
     return "\n".join(lines)
-
-
-def legend_of(scenario: Scenario, hardware: Hardware | None) -> str:
-    """What a simulation's times rest on."""
-    if hardware is None:
-        return "every tick lasts as given" if not scenario.estimated else _ESTIMATED
-    return _legend(hardware)

@@ -1,5 +1,5 @@
 """What is simulated: a schedule, the sizes of a tick, and what everything costs. One frozen value,
-made from a recipe, a finished run or plain durations.
+made from a recipe or a finished run.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from llamarl.errors import PlanError
 from llamarl.forecast.calibrate import Fit, replica_layout, trainer_layout
 from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, weight_sync_s
 from llamarl.forecast.hardware import Hardware
-from llamarl.forecast.lengths import Lengths, constant
+from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.model import ModelSpec
 from llamarl.forecast.search import Workload, on_left_cores_s, trainer_demand
 from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_s, trainer_tick
 
 __all__ = [
     "Failures",
-    "FixedGeneratorCost",
     "GeneratorCost",
     "RooflineGeneratorCost",
     "Scenario",
     "TrainerCost",
     "Variation",
-    "durations_scenario",
     "scenario_from_recipe",
 ]
 
@@ -53,19 +51,6 @@ class GeneratorCost(Protocol):
     def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
         """Seconds in which the cache of ``tokens`` tokens is filled; each attends to ``context`` on average."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedGeneratorCost:
-    """A decode step takes as long, whatever is in it."""
-
-    step_s: float
-
-    def decode_step_s(self, active: Floats, context: Floats) -> Floats:
-        return self.step_s + 0.0 * active
-
-    def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
-        return 0.0 * tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,34 +242,6 @@ _FACTORIES = {
     "reward": "llamarl.forecast.costed:CostedReward",
     "trainer": "llamarl.forecast.costed:CostedTrainer",
 }
-
-
-def durations_scenario(
-    *,
-    generator_s: float,
-    reward_s: float,
-    trainer_s: float,
-    sync_s: float = 0.0,
-    max_staleness: int = 1,
-    **changes: Any,
-) -> Scenario:
-    """Executors whose ticks always last the same: one sequence of one token."""
-    for name, value in (("generator", generator_s), ("reward", reward_s), ("trainer", trainer_s), ("sync", sync_s)):
-        if not 0.0 <= value < math.inf:
-            raise PlanError(f"{name}: a duration must be >= 0 seconds, got {value}")
-    scenario = Scenario(
-        title=f"{generator_s:g} s, {reward_s:g} s, {trainer_s:g} s, hand-over {sync_s:g} s",
-        prompts_per_step=1,
-        group_size=1,
-        lengths=constant(1),
-        generator=FixedGeneratorCost(step_s=generator_s),
-        trainer=TrainerCost(tick_s=trainer_s),
-        reward_s=reward_s,
-        weights_latency_s=sync_s,
-        max_staleness=max_staleness,
-        estimated=False,
-    )
-    return dataclasses.replace(scenario, **changes)
 
 
 def scenario_from_recipe(

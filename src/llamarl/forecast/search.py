@@ -72,8 +72,6 @@ class Workload:
     prompt_tokens: int = 256
     reward_s: float = 0.0
     """Time of the reward executor for a tick."""
-    reference_model: bool = False
-    """The trainer also holds a frozen reference model and scores each token with it."""
     muon: bool = False
     """Matrices of layers are moved by Muon (``optimizer.name``), which keeps one moment of them."""
 
@@ -229,7 +227,6 @@ def trainer_demand(work: Workload) -> TrainerDemand:
         prompt_tokens=work.prompt_tokens,
         sequences=work.sequences,
         group_size=work.group_size,
-        reference_forward=work.reference_model,
         muon=work.muon,
     )
 
@@ -589,7 +586,7 @@ def _pairs_in_turns(
         of_generator, count = hardware, devices
     generators = list(generator_choices(of_generator, work, options, count, partial=False))
     for trainer, generator in product(trainers, generators):
-        state = sum(trainer.memory.get(name, 0.0) for name in ("parameters", "optimizer", "reference"))
+        state = sum(trainer.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
         replicas = [(generator.replicas, generator.layout)]
         direct = weight_sync_s(hardware, work.model, trainer_devices=count, replicas=replicas)
         yield trainer, generator, turns_s(hardware, work.model, generator.layout, state, direct)

@@ -277,8 +277,6 @@ class TrainerDemand:
     sequences: int
     group_size: int = 1
     """Responses to one prompt: they stay on one data rank."""
-    reference_forward: bool = False
-    """One more forward pass, for log-probs of a reference model held by the trainer."""
     muon: bool = False
     """Of the matrices in layers the optimizer keeps one moment, not two."""
 
@@ -436,15 +434,14 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     tokens = per_micro * demand.mean_tokens / layout.cp
     attention_s = per_micro * _attention_s(hardware, model, layout, demand)
     forward = _forward_layer_s(hardware, model, layout.tp, layout.ep, tokens, attention_s)
-    reference = 1.0 if demand.reference_forward else 0.0
-    passes = 3.0 + (1.0 if layout.recompute else 0.0) + reference
+    passes = 4.0 if layout.recompute else 3.0
     scored, vocabulary = per_micro * demand.lengths.mean / layout.cp, model.vocab / layout.tp
     head = matmul_s(hardware, scored, model.hidden, vocabulary)
     head += scored * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
-    head *= passes if layout.recompute else 3.0
+    head *= passes
     host = e.train_layer_overhead_s * passes
     messages = _exchanges_s(hardware, model, layout, tokens)
-    traffic = _gathers_s(hardware, model, layout, 2.0 + reference)
+    traffic = _gathers_s(hardware, model, layout, 2.0)
 
     def of_stage(layers: int, has_head: bool) -> tuple[float, float, float]:
         """Compute, messages, and traffic that is not hidden, of a micro-batch there and back."""

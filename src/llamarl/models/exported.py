@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ __all__ = [
     "ExportFacts",
     "NamedModel",
     "find_model",
-    "read_export",
     "why_incomplete",
     "write_export",
 ]
@@ -61,19 +60,6 @@ def write_export(folder: Path, facts: ExportFacts) -> None:
         opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def read_export(folder: Path) -> ExportFacts:
-    """What ``llamarl.json`` says.
-
-    Raises:
-        ValueError: It is missing or not what was written; the text says which.
-    """
-    body = _body(folder)
-    try:
-        return ExportFacts(**{field.name: body[field.name] for field in fields(ExportFacts)})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{EXPORT_FILE} was altered (entry {error} is missing or of another kind)") from error
 
 
 def why_incomplete(folder: Path, *, checksums: bool = True) -> str | None:
@@ -146,20 +132,6 @@ class NamedModel:
     def words(self) -> str:
         """For reports."""
         return self.path if self.adapter is None else f"{self.path} + {self.adapter}"
-
-    def narrowed(self) -> str | None:
-        """A sentence where the model holds fewer bits than its run served, so that its scores may
-        differ from the run's."""
-        folder = Path(self.path).expanduser()
-        if not (folder / EXPORT_FILE).is_file():
-            return None
-        try:
-            facts = read_export(folder)
-        except ValueError as error:
-            raise ModelError(f"{folder}: {error}") from error
-        if facts.dtype in ("float32", facts.served_dtype):
-            return None
-        return f"{folder} is {facts.dtype}, its run served {facts.served_dtype}: it may answer otherwise"
 
 
 def find_model(named: str, base: str | None = None) -> NamedModel:

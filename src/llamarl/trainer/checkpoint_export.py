@@ -69,9 +69,7 @@ def export_checkpoint(
         facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served)
         write_export(out, facts)
         return facts
-    dtype = resolve_dtype(
-        export_dtype or config.trainer.export_dtype, model_path=config.model.path, served_dtype=served
-    )
+    dtype = resolve_dtype(export_dtype or config.trainer.export_dtype, served_dtype=served)
     with ExitStack() as stack:
         base_weight = stack.enter_context(stored_weights(config.model.path, shapes))
 

@@ -353,5 +353,5 @@ class Trainer(ShardedModel[Policy]):
         Returns:
             What was written; None on other ranks than 0.
         """
-        dtype = resolve_dtype(self.config.export_dtype, model_path=self.model_path, served_dtype=served_dtype)
+        dtype = resolve_dtype(self.config.export_dtype, served_dtype=served_dtype)
         return self.write_model(folder, dtype=dtype, served_dtype=served_dtype, version=self.policy_version)

@@ -19,28 +19,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from llamarl.errors import ModelError
 from llamarl.models.folders import companion_files, resolve_model_path
-from llamarl.models.loading import open_tensors
 from llamarl.models.sharded_loading import stored_buffers
 
-__all__ = ["export_folder", "plan_files", "resolve_dtype", "source_dtype"]
+__all__ = ["export_folder", "plan_files", "resolve_dtype"]
 
 
-def source_dtype(model_path: str | Path) -> torch.dtype:
-    """Precision in which most of a model folder's tensors are stored; float32 where it has no safetensors."""
-    counts: dict[str, int] = {}
-    for file in sorted(resolve_model_path(model_path).glob("*.safetensors")):
-        with open_tensors(file) as tensors:
-            for name in tensors.keys():
-                dtype = tensors.get_slice(name).get_dtype()
-                counts[dtype] = counts.get(dtype, 0) + 1
-    most = max(counts, key=lambda dtype: (counts[dtype], dtype), default="F32")
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
-
-
-def resolve_dtype(export_dtype: str, *, model_path: str | Path, served_dtype: str) -> torch.dtype:
-    """What ``trainer.export_dtype`` means for this model and this engine."""
-    if export_dtype == "source":
-        return source_dtype(model_path)
+def resolve_dtype(export_dtype: str, *, served_dtype: str) -> torch.dtype:
+    """What ``trainer.export_dtype`` means for this engine."""
     dtype = getattr(torch, served_dtype if export_dtype == "served" else export_dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from linear_cost import LinearCost
+from simulator import of_durations
 
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
 from llamarl.forecast.lengths import constant, empirical, lognormal
-from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation, durations_scenario
+from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation
 from llamarl.forecast.simulate import SimulationResult, simulate
 from llamarl.forecast.step_time import closed_form_period
 from llamarl.forecast.virtual_clock import VirtualClockRuntime
@@ -44,14 +45,14 @@ def test_theory_is_simulation_when_nothing_varies() -> None:
             sync = rng.choice([0.0, 10 ** rng.uniform(-2, 0.5)])
             durations = {"generator_s": generator, "reward_s": reward, "trainer_s": trainer, "sync_s": sync}
             ticks = 12 * (staleness + 1)  # a whole number of rounds
-            result = simulate(durations_scenario(**durations, max_staleness=staleness, num_ticks=ticks))
+            result = simulate(of_durations(**durations, max_staleness=staleness, num_ticks=ticks))
             theory = closed_form_period(**durations, max_staleness=staleness)
             assert result.step_s == pytest.approx(theory, rel=0.01), (durations, staleness)
 
 
 @pytest.mark.parametrize(("staleness", "period"), [(0, 16.0), (1, 8.0), (2, 6.0), (5, 6.0)])
 def test_costed_executors_of_constant_durations_reach_the_period(staleness: int, period: float) -> None:
-    result = simulate(durations_scenario(generator_s=6, reward_s=5, trainer_s=5, max_staleness=staleness, num_ticks=60))
+    result = simulate(of_durations(generator_s=6, reward_s=5, trainer_s=5, max_staleness=staleness, num_ticks=60))
     assert result.step_s == pytest.approx(period)
     assert result.theory_s == pytest.approx(period)
     assert result.idle["generator"] == pytest.approx(1 - 6 / period, abs=1e-9)
@@ -59,7 +60,7 @@ def test_costed_executors_of_constant_durations_reach_the_period(staleness: int,
 
 
 def test_of_a_run_of_one_tick_each_role_waits_while_the_others_work() -> None:
-    result = simulate(durations_scenario(generator_s=6, reward_s=4, trainer_s=5, num_ticks=1))
+    result = simulate(of_durations(generator_s=6, reward_s=4, trainer_s=5, num_ticks=1))
     assert result.total_s == pytest.approx(15.0)
     assert result.idle == pytest.approx({"generator": 9 / 15, "reward": 11 / 15, "trainer": 10 / 15})
     assert result.replica_idle == pytest.approx(9 / 15)
@@ -226,7 +227,7 @@ def test_a_schedule_that_no_run_could_have_is_refused() -> None:
 
 
 def test_the_controllers_deadline_runs_on_virtual_time() -> None:
-    graph = durations_scenario(generator_s=1, reward_s=100, trainer_s=1).graph
+    graph = of_durations(generator_s=1, reward_s=100, trainer_s=1).graph
     runtime = VirtualClockRuntime()
     with pytest.raises(DeadlineExceeded, match="out for 30 virtual seconds; out: 'reward' works on tick 0"):
         run_graph(Marking(graph, num_ticks=2), runtime, seed=0, deadlines=DeadlineConfig(step_s=30))
