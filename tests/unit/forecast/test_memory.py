@@ -1,19 +1,34 @@
-"""What a forecast says fits, by hand. Against tensors counted in real ranks: ``tests/multiprocess/test_memory_forecast.py``."""
+"""128k tokens: what a forecast says fits, against the bytes that the trainer's own layers keep on tensors without storage."""
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.forecast import memory as forecast_memory
 from llamarl.forecast.costs import GeneratorLayout, exchange_s
 from llamarl.forecast.hardware import find_hardware, this_machine
 from llamarl.forecast.lengths import constant, lognormal
-from llamarl.forecast.memory import fits, generator_memory, trainer_memory
+from llamarl.forecast.memory import MARGIN, fits, generator_memory, kept_bytes, trainer_memory
 from llamarl.forecast.model import find_model
 from llamarl.forecast.search import Options, Workload, trainer_choices
-from llamarl.forecast.ticks import GeneratorDemand, TrainerDemand, TrainerLayout, trainer_tick
+from llamarl.forecast.ticks import GeneratorDemand, SharedRows, TrainerDemand, TrainerLayout, trainer_tick
+from llamarl.models import attention
+from llamarl.models.attention import PackedSequences, attending
+from llamarl.models.packing import similar_responses
+from llamarl.models.parallel import apply_tensor_parallel, make_layout
+from llamarl.trainer import shared_prompts
+from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, ContextRanks, RowOverRanks
+from llamarl.trainer.shared_prompts import SharedPrompts
 
 H100 = find_hardware("h100")
 SHAPES = json.loads(Path(forecast_memory.__file__).with_name("models.json").read_text())
@@ -27,12 +42,109 @@ WORK = Workload(
 DEMAND = TrainerDemand(lengths=WORK.response, prompt_tokens=PROMPT, sequences=WORK.sequences, group_size=4)
 
 
-def test_128k_tokens_fit_where_the_plan_cuts_rows_and_not_elsewhere() -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
+    """Bytes that a decoder layer of a bundled shape keeps for its backward pass on one rank, in bfloat16."""
+
+    def fused(
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:  # a CPU would compute bfloat16 in float32, and keep that; a GPU repeats heads for a kernel with a mask
+        if mask is not None:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, attn_mask=mask, scale=scale, enable_gqa=mask is None
+        )
+
+    monkeypatch.setattr(attention, "fused_attention", fused)
+    monkeypatch.setattr(shared_prompts, "fused_attention", fused)
+
+    def count(
+        name: str, tokens: int, *, cp: int = 1, tp: int = 1, units: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ) -> float:
+        dist.init_process_group("fake", rank=0, world_size=cp * tp, store=FakeStore())
+        layout = make_layout(fsdp=1, tp=tp, cp=cp, device="cpu")
+        config = AutoConfig.for_model(**{**SHAPES[name], "num_hidden_layers": 2, "layer_types": None})
+        sizes: dict[int, int] = {}
+        kept: list[Tensor] = []  # alive, so that no other storage takes a place
+        ends: list[int] = []
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=CONTEXT_ATTENTION
+            )
+            apply_tensor_parallel(model, layout)
+            own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in own:
+                    sizes.setdefault(storage._cdata, storage.nbytes())
+                    kept.append(tensor)
+                return tensor
+
+            def end(layer: nn.Module, args: object, output: object) -> None:
+                ends.append(sum(sizes.values()))
+
+            for layer in model.model.layers:
+                layer.register_forward_hook(end)
+            packed, ranks = SharedPrompts(units) if units else PackedSequences.of([0, tokens]), ContextRanks.of(layout)
+            row = packed if ranks is None else RowOverRanks(packed, ranks)
+            n = -(-tokens // cp)
+            with attending(row), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                model.model(
+                    input_ids=torch.zeros(1, n, dtype=torch.int64), position_ids=torch.arange(n)[None], use_cache=False
+                )
+        dist.destroy_process_group()
+        return float(ends[1] - ends[0])
+
+    yield count
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-8B"])
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 8), (4, 1), (16, 1), (2, 2)])
+def test_a_layer_keeps_what_the_planner_says(counted: Callable[..., float], name: str, cp: int, tp: int) -> None:
+    """Also with key-value heads repeated: 8 of them over 16 ranks."""
+    tokens = 4096 + 3  # which 2, 4 and 16 do not divide
+    layout = TrainerLayout(tp=tp, cp=cp)
+    forecast = kept_bytes(find_model(name), layout, 2.0) * tokens / cp
+    assert counted(name, tokens, cp=cp, tp=tp) == pytest.approx(forecast, rel=0.05)
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 8), (2, 2)])
+@pytest.mark.parametrize(("prompt", "responses"), [(1024, [512] * 8), (128, [2048, 2000, 900, 800])])
+def test_a_layer_keeps_what_the_planner_says_of_shared_prompts(
+    counted: Callable[..., float], prompt: int, responses: list[int], cp: int, tp: int
+) -> None:
+    """Prompts copied for each response, heads repeated, masks: the second case has two batches of two."""
+    batches = similar_responses([(prompt, length, 0, i) for i, length in enumerate(responses)])
+    padded = [(len(batch), batch[0][1]) for batch in batches]
+    rows = SharedRows(
+        prompts=1,
+        prompt_tokens=prompt,
+        queries=sum(n * longest for n, longest in padded),
+        keys=sum(n * (prompt + longest) for n, longest in padded),
+        pairs=0,
+        masks=sum(longest * (prompt + longest) for _, longest in padded),
+    )
+    tokens = prompt + sum(responses)
+    layout = TrainerLayout(tp=tp, cp=cp, share_prompts=True)
+    forecast = forecast_memory._kept_with_shared_prompts(find_model(MODEL), layout, 2.0, tokens, rows)
+    kept = counted(MODEL, tokens, cp=cp, tp=tp, units=((prompt, tuple(responses)),))
+    assert kept == pytest.approx(forecast, rel=0.06)
+
+
+def test_128k_tokens_fit_where_the_plan_cuts_rows_and_not_elsewhere(counted: Callable[..., float]) -> None:
+    limit = H100.usable_memory_bytes / (1 + MARGIN)
     cut = [choice.layout for choice in trainer_choices(H100, WORK, Options(), 8) if choice.layout.tp == 1]
     assert {layout.cp for layout in cut} == {2}  # as few as hold a row
     for layout in (TrainerLayout(fsdp=8), cut[0]):
         memory = trainer_memory(H100, WORK.model, layout, DEMAND)
         assert fits(memory, H100.usable_memory_bytes) == (layout.cp > 1)
+        # every layer's input, one layer recomputed, and what does not depend on tokens
+        inputs = WORK.model.layers * LONG / layout.cp * WORK.model.hidden * 2
+        others = sum(size for part, size in memory.items() if part != "activations")
+        assert (others + inputs + counted(MODEL, LONG, cp=layout.cp) <= limit) == (layout.cp > 1)
 
 
 def test_cut_rows_cost_exchanges_and_nothing_else_of_note() -> None:
