@@ -74,46 +74,15 @@ class NamespaceHost:
             f"/{path.relative_to(inside)}" for folder in folders for path in folder.rglob("*") if not path.is_dir()
         )
 
-    def held_sockets(self) -> list[str]:
-        """TCP sockets that some process of it has open and that do not listen."""
-        lines = self._inside("ss", "-Htanp").splitlines()
-        return [line for line in lines if "users:" in line and not line.startswith("LISTEN")]
-
     def cut_off(self) -> None:
         """Pull the cable."""
         _ip("link", "set", self.link, "down")
-
-    def plug_in(self) -> None:
-        """Put it back."""
-        _ip("link", "set", self.link, "up")
-
-    def drop_packets(self) -> None:
-        """Have a filter on it swallow all that comes and goes, without a word to anybody: cable and addresses stay."""
-        chain = "type filter hook {0} priority 0 ; policy drop ;"
-        chains = [f"add chain inet cut {hook} {{ {chain.format(hook)} }}" for hook in ("input", "output")]
-        self._inside("nft", "; ".join(["add table inet cut", *chains]))
-
-    def drop_packets_to(self, other: NamespaceHost) -> None:
-        """Have a filter on it swallow what it sends to another host; all else passes."""
-        chain = "add chain inet cut output { type filter hook output priority 0 ; }"
-        rule = f"add rule inet cut output ip daddr {other.address} drop"
-        self._inside("nft", "; ".join(["add table inet cut", chain, rule]))
-
-    def let_packets_pass(self) -> None:
-        """Undo it."""
-        self._inside("nft", "delete table inet cut")
 
     def kill(self) -> None:
         """End everything that runs on it, at once; it has ended when this returns."""
         with contextlib.suppress(OSError, IndexError):
             os.kill(_only_child(self.process.pid), 9)  # the first process of its own numbers: all others go with it
         self.process.wait(_END_S)
-
-    def _inside(self, *words: str) -> str:
-        done = subprocess.run(["ip", "netns", "exec", self.name, *words], capture_output=True, text=True)
-        if done.returncode:
-            raise OSError(f"{self.name}: {' '.join(words)}: {done.stderr.strip()}")
-        return done.stdout
 
 
 def why_not(*tools: str) -> str:
