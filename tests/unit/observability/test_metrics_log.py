@@ -12,7 +12,7 @@ from tools.metric_keys import PAGE, page
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability.keys import KEYS, is_timing_key, key_order
 from llamarl.observability.metrics import MetricsLog, TickJoin, merge_metrics, read_metrics, row_to_line, strip_timing
-from llamarl.observability.writing import replace_file
+from llamarl.observability.writing import append_all, replace_file
 
 
 def test_ticks_leave_in_order_when_the_last_executor_has_reported() -> None:
@@ -173,3 +173,11 @@ def test_links_in_a_runs_folder_are_not_written_through(tmp_path: Path) -> None:
     replace_file(run_dir / "config.toml", b"new")
     assert (run_dir / "config.toml").read_bytes() == b"new" and not (run_dir / "config.toml").is_symlink()
     assert secret.read_text() == "a key\n" and not (tmp_path / "not there yet").exists()
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:3]))
+    with open(tmp_path / "f", "wb", buffering=0) as file:
+        append_all(file.fileno(), b"0123456789")
+    assert (tmp_path / "f").read_bytes() == b"0123456789"

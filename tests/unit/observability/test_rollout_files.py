@@ -1,13 +1,14 @@
 """rollouts/*.jsonl: what the trainer saw, exactly, in deterministic bytes."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_responses import made_response
 
-from llamarl.errors import DataError
+from llamarl.errors import DataError, LlamaRLError
 from llamarl.observability.rollouts import read_rollouts, write_rollouts
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
@@ -71,6 +72,16 @@ def test_float32_is_written_as_the_shortest_text_that_reads_back(tmp_path: Path)
 def test_any_text_survives(tmp_path: Path, text: str) -> None:
     write_rollouts(tmp_path, 0, [_group(text)])
     assert next(read_rollouts(tmp_path)).response.text == text
+
+
+def test_a_failed_write_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(LlamaRLError, match="cannot write .*tick_000003.jsonl: No space left on device"):
+        write_rollouts(tmp_path, 3, [_group()])
+    assert list((tmp_path / "rollouts").iterdir()) == []
 
 
 def test_reading_names_the_file_and_line_that_is_wrong(tmp_path: Path) -> None:

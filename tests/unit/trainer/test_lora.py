@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,3 +253,35 @@ def test_a_checkpoint_exports_the_folder_that_the_trainer_would_have_written(
     export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later_adapter", adapter=True)
     for live, later in (("live", "later"), ("live_adapter", "later_adapter")):
         assert (tmp_path / live / EXPORT_FILE).read_bytes() == (tmp_path / later / EXPORT_FILE).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_tensor_parallel_rank_merges_its_part_of_what_one_rank_merges(
+    model_folder: Path, dtype: torch.dtype
+) -> None:
+    """Cut by rows, as ``q_proj`` is, or by columns, as ``o_proj``."""
+    handed = trained(model_folder, dataclasses.replace(LORA, hand_over="adapter")).parameters_for_sync()
+    weights = {n: p.detach() for n, p in load_model(model_folder, dtype=dtype).named_parameters()}
+    a, b = "{}.lora_A.default.weight".format, "{}.lora_B.default.weight".format
+    for layer, dim in (("model.layers.1.self_attn.q_proj", 0), ("model.layers.0.self_attn.o_proj", 1)):
+
+        def receive(tensor: torch.Tensor, boxes: dict[str, Any] | None, layer: str = layer) -> torch.Tensor:
+            engine = {f"{layer}.weight": tensor.clone()}
+            receiver = AdapterReceiver(
+                engine, rank=LORA.rank, alpha=LORA.alpha, targets=LORA.targets, model_path=model_folder, boxes=boxes
+            )
+            for name, part in receiver.tensors.items():
+                box = boxes[name] if boxes else tuple((0, size) for size in part.shape)
+                part.copy_(handed[name][tuple(slice(*bounds) for bounds in box)])
+            receiver.merge()
+            return engine[f"{layer}.weight"]
+
+        whole = receive(weights[f"{layer}.weight"], None)
+        parts = []
+        for rank, part in enumerate(weights[f"{layer}.weight"].chunk(2, dim)):
+            box = [(0, size) for size in whole.shape]
+            box[dim] = (rank * part.shape[dim], (rank + 1) * part.shape[dim])
+            parts.append(receive(part, {a(layer): ((0, LORA.rank), box[1]), b(layer): (box[0], (0, LORA.rank))}))
+        step = 2e-6 if dtype == torch.float32 else 4e-3
+        torch.testing.assert_close(torch.cat(parts, dim), whole, rtol=0, atol=step)
+        assert not torch.equal(whole, weights[f"{layer}.weight"])

@@ -17,7 +17,7 @@ from llamarl.errors import TrainingDiverged
 from llamarl.trainer.batch import make_sequences
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
-from llamarl.trainer.step_plan import plan_steps
+from llamarl.trainer.step_plan import plan_of_rank, plan_steps
 from llamarl.types import Failure, Group, Prompt, Score
 
 
@@ -230,3 +230,25 @@ def test_passes_ticks_and_seeds_are_cut_differently_and_each_again_the_same() ->
     assert plan() == made
     assert plan(tick=1) != made
     assert plan(seed=1) != made
+
+
+def test_ranks_plan_together_and_groups_stay_whole() -> None:
+    """Three ranks, the second without a group; prompts by sequence, those of a group side by side."""
+    mine = [[3, 3, 5], [], [1, 1, 1, 7]]
+    counts = np.array([2, 0, 2])
+    everyone = np.array([3, 5, 1, 7])
+    steps = plan_steps(everyone.tolist(), minibatches=2, epochs=2, seed=4, tick=9)
+    for rank, prompts in enumerate(mine):
+        sent: list[np.ndarray] = []
+
+        def summed(values: np.ndarray, sent: list[np.ndarray] = sent) -> np.ndarray:
+            sent.append(values.copy())
+            return counts.copy() if len(sent) == 1 else everyone.copy()
+
+        found = plan_of_rank(
+            prompts, minibatches=2, epochs=2, seed=4, tick=9, rank=rank, num_ranks=3, sum_over_ranks=summed
+        )
+        assert sent[0].tolist() == [counts[r] * (r == rank) for r in range(3)]
+        start = int(counts[:rank].sum())
+        assert sent[1].tolist() == [p if start <= i < start + counts[rank] else 0 for i, p in enumerate(everyone)]
+        assert found == [[i for i, prompt in enumerate(prompts) if prompt in step] for step in steps]
