@@ -4,18 +4,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import LONG_LEDGERS, CommandLine, rows, wait_until
+from conftest import CommandLine, rows, wait_until
+from holding_sink import HOLD_AT, hold_at, let_go
 from same_run import assert_same_run
 
 PARTIAL = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
 RESUMABLE = {
     **PARTIAL,
-    "task.options": LONG_LEDGERS,
     "schedule.max_staleness": 2,
     "checkpoint.every": 2,
     "run.num_ticks": 6,
     "optimizer.schedule": '"constant"',  # a falling one would depend on the length of the run
-}
+} | HOLD_AT
 
 
 def weights(run_dir: Path) -> bytes:
@@ -47,6 +47,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     llamarl: CommandLine, tmp_path: Path, never_killed: Path, rows_written: int
 ) -> None:
     run_dir = tmp_path / "run"
+    hold_at(run_dir, row=rows_written)
     process = llamarl.start(run_dir, RESUMABLE)
     try:
         started = lambda: (run_dir / "config.toml").exists()  # noqa: E731
@@ -54,6 +55,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
+        let_go(run_dir)
     assert len(rows(run_dir)) < 6  # it was in fact cut short
     llamarl.train(run_dir, RESUMABLE, "--resume", str(run_dir))
     assert_same_run(run_dir, never_killed)

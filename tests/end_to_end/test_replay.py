@@ -54,6 +54,7 @@ def test_a_run_of_processes_that_was_killed_and_resumed_is_repeated_inline_bit_f
     assert (killed_and_resumed / "events.jsonl").read_bytes() == (again / "events.jsonl").read_bytes()
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_a_replay_under_other_settings_is_refused(killed_and_resumed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--replay", str(killed_and_resumed), "--run.seed", "1", "--optimizer.lr", "1.0"]) == 2
     told = capsys.readouterr().err

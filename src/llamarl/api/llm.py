@@ -69,8 +69,8 @@ def open_policy(
     Raises:
         ConfigError, ModelError: With every mistake in the caller's names.
     """
+    from llamarl.controller.begun import refuse_code_of_a_run
     from llamarl.controller.preflight import check_engine
-    from llamarl.controller.resume import refuse_code_of_a_run
     from llamarl.models.exported import find_model
     from llamarl.models.folders import local_model_path
 

@@ -142,7 +142,8 @@ class Run:
         """
         from llamarl.api.settings import dotted
         from llamarl.config import read_settings
-        from llamarl.controller.resume import begun_config, resume_run
+        from llamarl.controller.begun import begun_config
+        from llamarl.controller.resume import resume_run
 
         resume_run(begun_config(self.dir, read_settings(None, dotted(settings))))
         return Run(self.dir)

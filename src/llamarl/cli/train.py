@@ -227,6 +227,7 @@ def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
 
 def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.config import read_settings
+    from llamarl.controller.begun import begun_config
     from llamarl.controller.run_folder import refuse_if_held
 
     given = read_settings(args.recipe, [*overrides, *hosts])
@@ -239,12 +240,14 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
             return 0
     if not args.fork and not args.dry_run:
         refuse_if_held(user_path(args.resume, "--resume"))  # before imports that take seconds
-    from llamarl.controller.fork import fork_run
-    from llamarl.controller.prepare import plan_run
-    from llamarl.controller.resume import begun_config, plan_resume, resume_run
-
     source = user_path(args.resume, "--resume")
     config = begun_config(source, given)
+    if not args.dry_run:
+        start_fork_servers(config)
+    from llamarl.controller.fork import fork_run
+    from llamarl.controller.prepare import plan_run
+    from llamarl.controller.resume import plan_resume, resume_run
+
     if args.fork:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
     if args.dry_run:
@@ -271,22 +274,25 @@ def _download(url: str, given: dict[str, Any], *, dry_run: bool) -> tuple[str, s
 def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.api.run import Run
     from llamarl.config import load_config, read_settings
+    from llamarl.controller.begun import refuse_code_of_a_run
     from llamarl.controller.preflight import find_missing
-    from llamarl.controller.prepare import plan_run
-    from llamarl.controller.replay import replay_folder, replay_run
-    from llamarl.controller.resume import refuse_code_of_a_run
     from llamarl.errors import ConfigError
 
     for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):
         if other:
             raise ConfigError(f"--replay takes the run's own configuration and log: leave {name} out")
     source = Run(args.replay).dir
-    into = ["--run.dir", json.dumps(replay_folder(source), ensure_ascii=False)]
+    into = ["--run.dir", json.dumps(f"{source}-replay", ensure_ascii=False)]
     words = [*into, "--run.mirror=", *overrides, *hosts]
     refuse_code_of_a_run(load_config(source / "config.toml", words), source, read_settings(None, overrides))
     config = load_config(source / "config.toml", words, [find_missing])
+    if not args.dry_run:
+        start_fork_servers(config)
+    from llamarl.controller.prepare import plan_run
+    from llamarl.controller.replay import replay_run
+
     if args.dry_run:
         print(plan_run(config, every_key=args.every_key))
-        return 0
-    replay_run(config, source)
+    else:
+        replay_run(config, source)
     return 0

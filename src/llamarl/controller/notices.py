@@ -16,7 +16,6 @@ from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
-from llamarl.weight_sync.model_layouts import model_parameters
 
 __all__ = [
     "Questions",
@@ -43,6 +42,8 @@ _SHOWN = 240
 
 def checkpoint_bytes(config: RunConfig) -> float:
     """Disk that one checkpoint takes, without unfinished responses."""
+    from llamarl.weight_sync.model_layouts import model_parameters  # which imports torch
+
     parameters = model_parameters(resolve_model_path(config.model.path), dtype="float32")
     whole = trained = float(parameters.num_elements)
     if config.lora.rank:
@@ -210,6 +211,8 @@ def overview(config: RunConfig, local: RunConfig, questions: Questions) -> dict[
         config: As it is written down: models of the Hub by their ids.
         local: The same with models by folders.
     """
+    from llamarl.weight_sync.model_layouts import model_parameters  # which imports torch
+
     parameters = model_parameters(resolve_model_path(local.model.path), dtype="float32").num_elements
     return {
         "model": f"{config.model.path}, {_millions(parameters)} parameters, trained in {config.trainer.dtype}",

@@ -22,7 +22,7 @@ from llamarl.observability.keys import is_timing_key
 from llamarl.observability.metrics import read_metrics
 from llamarl.plural import plural
 
-__all__ = ["check_replay", "compare_runs", "replay_folder", "replay_run"]
+__all__ = ["check_replay", "compare_runs", "replay_run"]
 
 
 def replay_run(config: RunConfig, source: Path) -> None:
@@ -81,11 +81,6 @@ def compare_runs(source: Path, again: Path) -> str:
     ]:
         return f"OTHER BITS than {source}: the rows are equal, model/{wrong[0]} differs"
     return f"{equal}, and the policy's weights, as in {source}"
-
-
-def replay_folder(source: Path) -> str:
-    """Where the replay of ``source`` goes unless the user says otherwise."""
-    return f"{source}-replay"
 
 
 def check_replay(

@@ -10,7 +10,7 @@ from llamarl.api.llm import open_policy
 from llamarl.assets import __file__ as assets
 from llamarl.cli.main import main
 from llamarl.config import load_config, save_config, validate
-from llamarl.controller.resume import refuse_code_of_a_run
+from llamarl.controller.begun import refuse_code_of_a_run
 from llamarl.errors import ConfigError
 
 EVIL = "raise SystemExit('it ran')\n"

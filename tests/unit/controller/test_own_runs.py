@@ -12,6 +12,7 @@ import pytest
 from llamarl.cli.main import main
 from llamarl.config import load_config, save_config
 from llamarl.controller import fork, resume, run
+from llamarl.controller.begun import begun_config
 from llamarl.controller.run_folder import MARK_FILE, mark
 from llamarl.errors import ConfigError
 from llamarl.user_folders import key_file, user_key
@@ -43,7 +44,7 @@ def begin(run_dir: Path, reward: str) -> None:
 
 def refused(run_dir: Path, given: dict[str, Any] | None = None) -> str:
     with pytest.raises(ConfigError) as raised:
-        resume.begun_config(run_dir, given or {})
+        begun_config(run_dir, given or {})
     return str(raised.value)
 
 
@@ -68,7 +69,7 @@ def test_code_outside_of_a_strangers_folder_is_refused_by_every_verb_with_one_se
     ):
         assert main(["train", *words, "--dry-run"]) == 2
         assert told in capsys.readouterr().err
-    assert resume.begun_config(theirs, {"task": {"reward": reward}}).task.reward == reward
+    assert begun_config(theirs, {"task": {"reward": reward}}).task.reward == reward
 
 
 def test_the_users_own_run_goes_on_without_a_word_wherever_it_is_moved(
@@ -76,12 +77,12 @@ def test_the_users_own_run_goes_on_without_a_word_wherever_it_is_moved(
 ) -> None:
     capsys.readouterr()
     monkeypatch.chdir("/")  # the path of its code is absolute
-    assert resume.begun_config(own, {}).task.reward == f"{tmp_path}/mine.py:score"
+    assert begun_config(own, {}).task.reward == f"{tmp_path}/mine.py:score"
     own.rename(tmp_path / "moved")
-    config = resume.begun_config(tmp_path / "moved", {"run": {"num_ticks": 300}})
+    config = begun_config(tmp_path / "moved", {"run": {"num_ticks": 300}})
     assert capsys.readouterr() == ("", "")
     resume.resume_run(config)
-    assert resume.begun_config(tmp_path / "moved", {}).run.num_ticks == 300  # it is marked again
+    assert begun_config(tmp_path / "moved", {}).run.num_ticks == 300  # it is marked again
     assert main(["train", "--replay", str(tmp_path / "moved"), "--dry-run"]) == 0
 
 
@@ -125,16 +126,16 @@ def test_a_mark_proves_one_user_and_one_configuration(own: Path, home: Path, tmp
         copy = Path(shutil.copytree(own, tmp_path / f"run {number}"))
         home.write_bytes(key)
         home.chmod(0o600)
-        assert resume.begun_config(copy, {}).task.reward.endswith("mine.py:score")
+        assert begun_config(copy, {}).task.reward.endswith("mine.py:score")
         spoil(copy, home, change)
         assert why in refused(copy), change
-        assert resume.begun_config(copy, given).task.reward == "cProfile:run"  # what the user names is the user's
+        assert begun_config(copy, given).task.reward == "cProfile:run"  # what the user names is the user's
 
 
 def test_a_run_that_names_no_code_needs_no_mark_and_no_key(tmp_path: Path, home: Path) -> None:
     begin(tmp_path / "run", "")
     assert not home.exists() and not (tmp_path / "run" / MARK_FILE).exists()
-    resume.begun_config(tmp_path / "run", {})
+    begun_config(tmp_path / "run", {})
 
 
 def test_relative_paths_are_the_users_own_where_the_run_was_begun_alone(
@@ -145,7 +146,7 @@ def test_relative_paths_are_the_users_own_where_the_run_was_begun_alone(
         (tmp_path / name / "reward.py").write_text("def score(*a):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path / "mine")
     begin(tmp_path / "run", "reward.py:score")
-    resume.begun_config(tmp_path / "run", {})
+    begun_config(tmp_path / "run", {})
     monkeypatch.chdir(tmp_path / "theirs")
     assert f"its paths are those of {tmp_path / 'mine'}, where it was begun" in refused(tmp_path / "run")
 
@@ -167,7 +168,7 @@ def test_consent_to_a_models_own_code_does_not_reach_into_the_folder(tmp_path: P
     config = load_config(settings, ["--model.trust_remote_code", "true"])
     save_config(config, settings)
     mark(config, settings.read_bytes(), tmp_path / "run")
-    assert resume.begun_config(tmp_path / "run", {}).model.trust_remote_code
+    assert begun_config(tmp_path / "run", {}).model.trust_remote_code
     given = {"model": {"path": str(model)}}
     model.mkdir()
     assert "the model's code lies in the run's folder" in refused(tmp_path / "run", given)
@@ -179,7 +180,7 @@ def test_lists_that_the_user_gives_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.toml").write_text(settings)
     assert "task.rewards.a 'cProfile:run'" in refused(tmp_path / "run")
     given = {"task": {"rewards": [{"name": "a", "function": "cProfile:run"}]}}
-    assert resume.begun_config(tmp_path / "run", given).task.rewards[0].function == "cProfile:run"
+    assert begun_config(tmp_path / "run", given).task.rewards[0].function == "cProfile:run"
 
 
 def test_the_key_is_the_users_alone_and_one_however_many_make_it_at_once(home: Path) -> None:

@@ -18,6 +18,7 @@ from llamarl.checkpoint.platform import platform_facts
 from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller import prepare, resume, run
+from llamarl.controller.begun import begun_config, refuse_code_of_a_run
 from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.settle import fix_end_of_decay
 from llamarl.errors import ConfigError, LlamaRLError
@@ -225,7 +226,7 @@ def test_a_run_that_began_with_settings_without_effect_goes_on(tmp_path: Path, e
     words = ["--critic.fsdp", "2"]
     begun = load_config(RECIPE, ["--run.dir", str(tmp_path / "run"), "--run.runtime", "inline", *words])
     run.start_run(begun)
-    resume.resume_run(resume.begun_config(tmp_path / "run", {}))
+    resume.resume_run(begun_config(tmp_path / "run", {}))
     assert len(executed) == 2
     with pytest.raises(ConfigError) as raised:
         load_config(RECIPE, words, [find_without_effect])
@@ -242,14 +243,12 @@ def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_nam
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(f'[task]\nreward = "{inside}:score"\n')
     with pytest.raises(ConfigError, match="is code inside the run's folder"):
-        resume.begun_config(tmp_path / "run", {})
-    assert resume.begun_config(tmp_path / "run", {"task": {"reward": f"{outside}:score"}}).task.reward.startswith(
-        str(outside)
-    )
+        begun_config(tmp_path / "run", {})
+    assert begun_config(tmp_path / "run", {"task": {"reward": f"{outside}:score"}}).task.reward.startswith(str(outside))
     settings.write_text("[model]\ntrust_remote_code = true\n")
     with pytest.raises(ConfigError, match="--model.trust_remote_code true"):
-        resume.begun_config(tmp_path / "run", {})
-    assert resume.begun_config(tmp_path / "run", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+        begun_config(tmp_path / "run", {})
+    assert begun_config(tmp_path / "run", {"model": {"trust_remote_code": True}}).model.trust_remote_code
 
 
 @pytest.mark.parametrize(
@@ -357,14 +356,14 @@ def test_code_in_a_runs_folder_is_refused_under_every_key_that_may_name_it(tmp_p
         value = {part: value}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(value))
     with pytest.raises(LlamaRLError) as raised:
-        resume.begun_config(tmp_path, {})
+        begun_config(tmp_path, {})
     assert "is code inside the run's folder" in str(raised.value)
 
 
 def test_the_flag_by_which_sinks_are_named_again_is_one_that_is_taken(tmp_path: Path) -> None:
     found = validate({"observability": {"sinks": ["wandb", "json:JSONEncoder"]}})
     with pytest.raises(ConfigError, match="name it yourself") as raised:
-        resume.refuse_code_of_a_run(found, tmp_path, {})
+        refuse_code_of_a_run(found, tmp_path, {})
     words = shlex.split(str(raised.value).partition("or by ")[2])
     assert len(words) == 2
     assert load_config(RECIPE, words).observability.sinks == found.observability.sinks
@@ -375,11 +374,11 @@ def test_a_preset_put_on_top_of_a_run_brings_all_its_keys(tmp_path: Path) -> Non
     (tmp_path / "run" / "config.toml").write_text(
         '[algorithm]\nname = "aipo"\nadvantage = "group_mean"\nclip_high = 0.2\nkl_coef = 0.0\n'
     )
-    algorithm = resume.begun_config(tmp_path / "run", {"algorithm": {"name": "grpo", "clip_low": 0.1}}).algorithm
+    algorithm = begun_config(tmp_path / "run", {"algorithm": {"name": "grpo", "clip_low": 0.1}}).algorithm
     assert (algorithm.name, algorithm.advantage, algorithm.normalization) == ("ppo", "group_std", "sequence")
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef) == (0.1, 0.2, 0.04)
     with pytest.raises(ConfigError, match="advantage is 'leave_one_out', but name 'grpo' means 'group_std'"):
-        resume.begun_config(tmp_path / "run", {"algorithm": {"name": "grpo", "advantage": "leave_one_out"}})
+        begun_config(tmp_path / "run", {"algorithm": {"name": "grpo", "advantage": "leave_one_out"}})
 
 
 def test_a_dry_run_of_a_resume_refuses_what_the_resume_would_and_changes_nothing(
