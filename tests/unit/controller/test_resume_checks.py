@@ -278,6 +278,22 @@ def test_a_socket_in_a_runs_folder_is_refused_by_name(tmp_path: Path, capsys: py
     assert f"{tmp_path / 'metrics.jsonl'} is a socket, expected a file" in capsys.readouterr().err
 
 
+def test_processes_of_a_run_that_goes_on_import_while_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npath = "bundled:tiny"\n[task]\nname = "steps"\n')
+    asked = []
+
+    def start(config: RunConfig) -> None:
+        asked.append(config.model.path)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr("llamarl.cli.train.start_fork_servers", start)
+    for words in (["--resume"], ["--fork", str(tmp_path / "fork"), "--resume"], ["--replay"]):
+        assert main(["train", *words, str(tmp_path)]) == 2
+    assert asked == ["bundled:tiny"] * 3
+
+
 def test_a_replay_refuses_what_a_resume_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "evil.py").write_text("def score(*a):\n    return 1.0\n")
     (tmp_path / "config.toml").write_text(f'[task]\nreward = "{tmp_path}/evil.py:score"\n')
