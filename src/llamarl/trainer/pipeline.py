@@ -147,19 +147,15 @@ class Links:
         return tensor
 
 
-def run_stage(actions: Sequence[Action], neighbours: Links, forward: Forward) -> int:
+def run_stage(actions: Sequence[Action], neighbours: Links, forward: Forward) -> None:
     """Carry out a stage's passes. Gradients are added to its parameters' own.
 
     Args:
         actions: Of this stage; without backward passes nothing is kept for them.
         forward: On the last stage gives the loss, a scalar, where there are backward passes.
-
-    Returns:
-        Most micro-batches whose activations were kept at once.
     """
     trains = any(kind == "B" for kind, _ in actions)
     alive: dict[int, tuple[Tensor | None, Tensor]] = {}
-    most = 0
     for kind, i in actions:
         if kind == "F":
             received = None if neighbours.is_first else neighbours.receive_hidden(i).requires_grad_(trains)
@@ -168,7 +164,6 @@ def run_stage(actions: Sequence[Action], neighbours: Links, forward: Forward) ->
                 neighbours.send_hidden(i, output.detach())
             if trains:
                 alive[i] = received, output
-                most = max(most, len(alive))
             del received, output
         else:
             received, output = alive.pop(i)
@@ -178,7 +173,6 @@ def run_stage(actions: Sequence[Action], neighbours: Links, forward: Forward) ->
                 neighbours.send_gradient(i, torch.zeros_like(received) if received.grad is None else received.grad)
             del received, output
     neighbours.finish()
-    return most
 
 
 def _wait(sent: _Sent, microbatch: int) -> None:

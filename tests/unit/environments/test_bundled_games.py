@@ -12,7 +12,7 @@ from frozen_lake import FrozenLake
 from guess_number import GuessNumber
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from word_games import AlphabetSort, Wordle, marks, some_words
+from word_games import FIVE_LETTERS, AlphabetSort, Wordle, marks, some_words
 
 import llamarl
 from llamarl.data.items import TaskItem
@@ -98,6 +98,15 @@ def test_every_lake_has_a_way_and_the_asked_number_of_holes() -> None:
                     reached.add(cell)
                     fresh.append(cell)
         assert (4, 4) in reached
+
+
+def test_near_shows_nine_cells_and_the_shore() -> None:
+    assert FrozenLake(size=3, holes=0, view="near", style="compact").reset(NO_WORDS, 0).text == "###\n#p=\n#=="
+
+
+def test_maps_bounds_the_number_of_different_lakes() -> None:
+    lake = FrozenLake(size=4, holes=3, maps=5)
+    assert len({lake.reset(NO_WORDS, seed).text for seed in range(200)}) <= 5
 
 
 def test_slipping_follows_the_seed_and_goes_sideways() -> None:
@@ -192,6 +201,11 @@ def test_wordle_hints_and_lists() -> None:
     assert play(Wordle(num_words=1), [f"Is it {secret.upper()}?"])[0].reward == 1.0
 
 
+def test_the_word_list_holds_hundreds_of_words_of_five_letters_once() -> None:
+    assert len(FIVE_LETTERS) >= 500 and list(FIVE_LETTERS) == sorted(set(FIVE_LETTERS))
+    assert all(len(word) == 5 and word.isascii() and word.islower() and word.isalpha() for word in FIVE_LETTERS)
+
+
 def test_alphabet_sort_scores_each_turn_and_remembers() -> None:
     game = AlphabetSort(turns=3, first=2, more=1, style="compact")
     words = game.reset(NO_WORDS, 5).text.split()[1:]
@@ -204,6 +218,17 @@ def test_alphabet_sort_scores_each_turn_and_remembers() -> None:
     # Three letters the wrong way round: one of three matches, so the similarity is 2 * 1 / 6.
     assert two.reward == pytest.approx((1 / 3) ** 4 / 3)
     assert (one.parts["correct"], three.parts["correct"]) == (0.0, 0.0)
+
+
+def test_alphabet_sort_right_in_all_turns_is_correct_and_worth_one() -> None:
+    game = AlphabetSort()
+    words = game.reset(NO_WORDS, 1).text.rpartition(": ")[2].split()
+    total, step = 0.0, None
+    for _ in range(3):
+        step = game.step(f"Here it is:\n<answer>{' '.join(sorted(words))}</answer>")
+        total += step.reward
+        words += step.text.rpartition(": ")[2].split()
+    assert step is not None and step.parts["correct"] == 1.0 and total == pytest.approx(1.0)
 
 
 def test_a_second_try_is_worth_half_and_a_first_one_all() -> None:
