@@ -39,6 +39,11 @@ def mesh(fsdp: int, tp: int, runtime: str = "local") -> RunConfig:
     )
 
 
+def test_a_dry_run_refuses_a_size_that_does_not_divide_the_model_and_names_those_that_do() -> None:
+    with pytest.raises(ModelError, match=r"trainer.tp = 7 does not divide.*sizes that fit: 1, 2"):
+        plan_run(mesh(1, 7))
+
+
 def test_many_ranks_a_core_are_refused_with_the_sizes_that_fit() -> None:
     with pytest.raises(ConfigError, match=r"8 \* 2 = 16 ranks on 2 cores.*fit.*: 1 \* 2, 2 \* 2, 3 \* 2, 4 \* 2$"):
         check_parallel_sizes(mesh(8, 2), FOLDER, cores=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.channels.base import ChannelKind
+from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.channels.weights import WeightsPayload
 from llamarl.config import RunConfig, load_config
@@ -158,3 +158,12 @@ def test_dry_run_says_transport_reason_and_memory(tmp_path: Path) -> None:
     section = text.split("# weight hand-over\n")[1]
     for part in ("weights (trainer to generator): shared_memory (all ranks lie on host", "holds 2 versions, 4.47 MB"):
         assert part in section
+
+
+def test_unknown_transport_is_named_with_the_nearest() -> None:
+    spec = ChannelSpec(
+        name="w", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", transport="shared-memory"
+    )
+    for make in (make_sender, make_receiver):
+        with pytest.raises(ValueError, match="'shared-memory' is unknown.*did you mean 'shared_memory'"):
+            make(spec, rank=0, num_source_ranks=1, num_sink_ranks=1)

@@ -150,6 +150,20 @@ def test_single_flipped_bit_is_named_and_never_served(offset: int) -> None:
         version.load_into(zeros_like(model()))
 
 
+def test_swapped_blocks_are_found() -> None:
+    (sender,), (receiver,) = ends()
+    handle = sender.send(0, WeightsPayload(version=5, tensors=model()))
+    data = sender._slots[handle.slot].buffer.data
+    rows = sender._catalog.blocks
+    assert rows[0].nbytes == rows[1].nbytes
+    size = rows[0].nbytes
+    first = data[:size].clone()
+    data[:size] = data[size : 2 * size]
+    data[size : 2 * size] = first
+    with pytest.raises(WeightSyncError, match="embed"):
+        read_all(receiver.receive((handle,), 5.0))
+
+
 def test_altered_catalog_and_altered_checksums_are_found() -> None:
     for where in ("catalog", "checksums"):
         (sender,), (receiver,) = ends()
