@@ -9,8 +9,11 @@ and not roundings. No code of TRL is in this repository; only numbers that it co
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,8 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
     "truncated_is": {"loss_type": "dapo", "use_vllm": True, "cap": 1.5},
+    "sequence_is": {"loss_type": "dapo", "use_vllm": True, "cap": 1.5, "mode": "sequence_truncate"},
+    "off_policy_mask": {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
+    "unbiased_kl": {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True},
+    "top_entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.3, "responses": 1},
 }
-"""Name -> settings of the loss. ``cap``: truncation of the sampler's importance ratio, which TRL is given ready-made."""
+"""Name -> settings of the loss. ``cap``: truncation of the sampler's importance ratio. ``mode``: TRL computes it, of the
+policy itself; else it is given ready-made, of the proximal policy. ``responses``: of the first ones alone."""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -57,6 +65,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "proximal_logprobs": behavior + 0.4 * normal(5, 8),
         "reference_logprobs": policy + 0.5 * normal(5, 8),
         "advantages": normal(5),
+        "entropy": normal(5, 8).abs().float().double(),  # TRL takes their quantile in float32
     }
 
 
@@ -64,14 +73,18 @@ def trl_loss(given: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[s
     """Loss, its gradient by the policy's log-probs, and the share of clipped tokens, as TRL computes them."""
     from trl import GRPOTrainer
 
+    given = {name: tensor[: settings.get("responses", 5)] for name, tensor in given.items()}
     policy = given["policy_logprobs"].clone().requires_grad_()
     mask = given["mask"]
     capped = settings.get("use_vllm", False)
+    by_mode = "mode" in settings
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *a, **k: (policy, torch.zeros_like(policy), None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (policy, given["entropy"], None),
         aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        top_entropy_quantile=settings.get("top_entropy_quantile", 1.0),
+        off_policy_mask_threshold=settings.get("off_policy_mask_threshold"),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_high_entropy_mask=lambda *a: GRPOTrainer.get_high_entropy_mask(trainer, *a),
         importance_sampling_level=settings.get("importance_sampling_level", "token"),
         beta=settings.get("beta", 0.0),
         loss_type=settings["loss_type"],
@@ -83,29 +96,63 @@ def trl_loss(given: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[s
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
         model=SimpleNamespace(training=True),
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=None, use_bias_correction_kl=settings.get("use_bias_correction_kl", False), steps_per_generation=1
+        ),
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x
+            num_processes=1,
+            gather=lambda x: x,
+            gather_for_metrics=lambda x: x,
+            reduce=lambda x, reduction: x,
+            pad_across_processes=lambda x, **_: x,
         ),
         _metrics={"train": defaultdict(list)},
     )
     inputs = {
-        "prompt_ids": torch.zeros(5, 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(5, 1, dtype=torch.int64),
-        "completion_ids": torch.zeros(5, 8, dtype=torch.int64),
+        "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(len(mask), 1, dtype=torch.int64),
+        "completion_ids": torch.zeros(mask.shape, dtype=torch.int64),
         "completion_mask": mask.to(torch.int64),
         "advantages": given["advantages"],
-        "old_per_token_logps": given["proximal_logprobs" if capped else "behavior_logprobs"],
+        "old_per_token_logps": None if by_mode else given["proximal_logprobs" if capped else "behavior_logprobs"],
         "ref_per_token_logps": given["reference_logprobs"],
         "num_items_in_batch": mask.sum(),
     }
-    if capped:
+    if by_mode:
+        inputs["importance_sampling_ratio"] = importance_ratio(given, settings)
+    elif capped:
         ratio = (given["proximal_logprobs"] - given["behavior_logprobs"]).exp()
         inputs["importance_sampling_ratio"] = ratio.clamp(max=settings["cap"])
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     (gradient,) = torch.autograd.grad(loss, policy)
     clipped = trainer._metrics["train"].get("clip_ratio/region_mean")
     return {"loss": loss.item(), "gradient": gradient.tolist(), "clipped": clipped[0] if clipped else None}
+
+
+def importance_ratio(given: dict[str, torch.Tensor], settings: dict[str, Any]) -> torch.Tensor:
+    """The truncated ratio of policy and sampler, by the lines with which TRL makes it while it collects samples."""
+    from trl import GRPOTrainer
+
+    whole = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    begin = whole.index("            # Compute the importance sampling ratio when using vLLM")
+    end = whole.index("            # Compute the per-token log probabilities for the reference model")
+    names: dict[str, Any] = {
+        "self": SimpleNamespace(
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            vllm_importance_sampling_mode=settings["mode"],
+            vllm_importance_sampling_clip_min=None,
+            vllm_importance_sampling_clip_max=settings["cap"],
+        ),
+        "torch": torch,
+        "math": math,
+        "completion_mask": given["mask"].to(torch.int64),
+        "tool_mask": None,
+        "old_per_token_logps": given["policy_logprobs"],
+        "sampling_per_token_logps": given["behavior_logprobs"],
+    }
+    exec(textwrap.dedent(whole[begin:end]), names)
+    return names["vllm_importance_sampling_ratio"]
 
 
 def main() -> None:
