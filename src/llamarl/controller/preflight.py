@@ -356,6 +356,8 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
     if rows is not None:
         _check_temperature_of_rollouts(config)
+    else:
+        _check_sampled_distribution(config)
     _tell_of_thinking(config, tokenizer)
     with contextlib.ExitStack() as pools:
         environments = None
@@ -374,6 +376,22 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             stream.eval_prompts(config.evaluation.num_prompts)
         found = _found(stream, first[0], tokenizer)
         return found if rows is None else dataclasses.replace(found, num_training=rows.num_items("train"))
+
+
+def _check_sampled_distribution(config: RunConfig) -> None:
+    """Refuse to train on samples of a distribution that the trainer does not compute.
+
+    Raises:
+        ConfigError: Unlikely tokens are left out of it.
+    """
+    sampling = config.generator.sampling
+    for name, everything in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if (value := getattr(sampling, name)) != everything:
+            raise ConfigError.at(
+                f"generator.sampling.{name}",
+                f"is {value:g}: samples would come from the likeliest tokens alone, and the trainer's log-probs are of all "
+                f"tokens, so that no loss could weigh one by the other; leave it out to train (llamarl eval and generate take it)",
+            )
 
 
 def _check_temperature_of_rollouts(config: RunConfig) -> None:

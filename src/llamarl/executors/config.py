@@ -81,7 +81,8 @@ class SamplingConfig:
     """Logits are divided by it; 0 is greedy."""
 
     top_k: NonNegativeInt = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k likeliest tokens; 0 keeps all. For ``llamarl eval`` and ``generate``, as the next two: the policy
+    learns from all tokens."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all."""

@@ -283,6 +283,16 @@ def test_prompts_that_are_too_long_are_counted_where_they_are_skipped(
         check_prompts(questions(tmp_path, 30, 30, data={"too_long": "skip"}), FOLDER)
 
 
+@pytest.mark.parametrize("kept", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_training_on_the_likeliest_tokens_alone_is_refused(tmp_path: Path, kept: dict[str, float]) -> None:
+    (name, value), *_ = kept.items()
+    config = questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 20, **kept}})
+    with pytest.raises(
+        ConfigError, match=rf"generator.sampling.{name} is {value:g}: samples would come from the likeliest"
+    ):
+        check_prompts(config, FOLDER)
+
+
 def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
     config = questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 256}})
     with pytest.raises(ConfigError, match="max_new_tokens = 256 leaves no room .*256 tokens"):
