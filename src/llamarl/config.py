@@ -328,6 +328,7 @@ def _task_checks(config: RunConfig) -> Iterator[Mistake]:
     without = {
         "schedule.colocated": config.schedule.colocated,
         "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
+        "data.candidates": config.data.candidates > 1,
         "reward_model.path": config.has_reward_model,
         "judge": config.has_judge,
     }
@@ -366,6 +367,9 @@ def _group_checks(config: RunConfig) -> Iterator[Mistake]:
     if generator.group_size == 1 and advantage in GROUP_BASELINES:
         why = "it compares the responses of a group, so every advantage would be 0; set generator.group_size >= 2"
         yield _clash(config, "generator.group_size", "algorithm.advantage", why)
+    if generator.group_size == 1 and config.data.candidates > 1:
+        why = "answers to an item differ only where it has several; set generator.group_size >= 2"
+        yield _clash(config, "data.candidates", "generator.group_size", why)
     if generator.replicas:
         replica, groups = smallest_quota(generator.shares, config.groups_per_tick)
         if groups < 1:

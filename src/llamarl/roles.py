@@ -7,7 +7,8 @@
 
 With a reward model or a judge, ``completions`` pass them before the reward executor (``rated``,
 ``judged``): the latter adds all verdicts up, and what it does with the sum (rollouts, limits on
-failures, dynamic sampling) needs no second place.
+failures, dynamic sampling) needs no second place. With a curriculum it tells the generator of them
+(``outcomes``, with the delay of the weights).
 
 Reference and critic stand one after the other, not side by side: each edge has one producer, a
 group travels whole with all that is known of it, and the critic can charge rewards with the
@@ -34,6 +35,7 @@ from llamarl.errors import Mistake
 if TYPE_CHECKING:
     from llamarl.algorithms.config import AlgorithmConfig
     from llamarl.controller.config import ScheduleConfig
+    from llamarl.data.config import DataConfig
     from llamarl.engine.config import EngineConfig
     from llamarl.executors.config import EvaluationConfig, ExecutorConfig, GeneratorConfig, JudgeConfig
     from llamarl.models.support import Use
@@ -71,6 +73,8 @@ class JobConfig(Protocol):
 
     @property
     def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
     @property
     def evaluation(self) -> EvaluationConfig: ...
     @property
@@ -112,7 +116,7 @@ class Reads:
 
     channels: tuple[str, ...]
     """Names, best first: it reads the first that anybody of the job writes."""
-    kind: Literal["gather", "scatter", "weights"]
+    kind: Literal["gather", "scatter", "broadcast", "weights"]
     """Of ``channels.base.ChannelKind``."""
     delay: Callable[[JobConfig], int] = lambda config: 0
     """Ticks by which what it reads is older than its own tick."""
@@ -388,7 +392,7 @@ is an entry here and a class in ``executors/``."""
 
 def present_roles(config: JobConfig) -> list[Role]:
     """Those that a recipe asks for, rewired as it says, then those of the user's own."""
-    standard = [_rewired(role, config) for role in ROLES.values() if role.present(config)]
+    standard = [_fed_back(_rewired(role, config), config) for role in ROLES.values() if role.present(config)]
     return [*standard, *(_own(name, config) for name in config.executors if name not in ROLES)]
 
 
@@ -440,6 +444,17 @@ def _rewired(role: Role, config: JobConfig) -> Role:
         writes=change.writes or role.writes,
         does=f"{role.does}, by {change.factory}" if change.factory else role.does,
     )
+
+
+def _fed_back(role: Role, config: JobConfig) -> Role:
+    """With the edge by which a curriculum hears of verdicts, as late as weights: so whatever the generator waits for at
+    a tick, it has waited for the weights already."""
+    if config.data.candidates > 1 and role.name == "generator":
+        heard = Reads(channels=("outcomes",), kind="broadcast", delay=lambda config: config.schedule.max_staleness + 1)
+        return dataclasses.replace(role, reads=(*role.reads, heard))
+    if config.data.candidates > 1 and role.name == "reward":
+        return dataclasses.replace(role, writes=(*role.writes, "outcomes"))
+    return role
 
 
 def carries_version(config: JobConfig, reader: str, tick: int) -> bool:

@@ -78,6 +78,8 @@ class Prompt:
     """Task data that the judge needs; plain JSON values."""
     opening: Opening | None = None
     """Of its environment's episodes; None where the policy answers once."""
+    item: int = -1
+    """Place in the task's items that it was made of, also where that was too long and another one took its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

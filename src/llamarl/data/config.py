@@ -48,5 +48,9 @@ class DataConfig:
     """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. The
     prompts of a finite task are all looked at before the run starts."""
 
+    candidates: PositiveInt = 1
+    """Items of a finite task among which each training prompt is chosen, as the one whose pass rate, as far as it is
+    known, lies nearest one half (a curriculum). 1: every item in its turn."""
+
     shuffle: bool = True
     """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""

@@ -60,10 +60,15 @@ class MixedStream:
         """Of all tasks, as ``PromptStream.num_skipped``."""
         return sum(stream.num_skipped for stream in self._streams.values())
 
-    def get(self, index: int) -> Prompt:
+    def get(self, index: int, item: int | None = None) -> Prompt:
         """Prompt ``index`` of the training stream. Raises what ``PromptStream.get`` raises."""
         label, number = self._find(index)
-        return replace(self._streams[label].get(number), index=index, task=label)
+        return replace(self._streams[label].get(number, item), index=index, task=label)
+
+    def candidates(self, index: int) -> tuple[str, list[int]]:
+        """As ``PromptStream.candidates``, with the label of the task."""
+        label, number = self._find(index)
+        return label, self._streams[label].candidates(number)[1]
 
     def ask_ahead(self, index: int) -> None:
         """As ``PromptStream.ask_ahead``."""

@@ -108,24 +108,35 @@ class PromptStream:
         """Training items that were too long and left out, since this stream was made."""
         self._order = lru_cache(maxsize=4)(self._compute_order)
 
-    def get(self, index: int) -> Prompt:
+    def get(self, index: int, item: int | None = None) -> Prompt:
         """Prompt ``index`` of the training stream, ``index`` from 0 on without end.
+
+        Args:
+            item: Place of the training item that was chosen for it; None: the one whose turn it is.
 
         Raises:
             DataError: The prompt is longer than the limit, or too many replacements in a row were.
-            ValueError: ``index`` is outside 0 .. 2**30 - 1.
+            ValueError: ``index`` is outside 0 .. 2**30 - 1, or there is no such item.
         """
         if not 0 <= index < EVAL_INDEX_OFFSET:
             raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
+        place = self._place(index) if item is None else item
+        if not 0 <= place < (self._task.num_items("train") or EVAL_INDEX_OFFSET):
+            raise ValueError(f"task {self._task.name!r} has no training item {place}")
         for attempt in range(_MAX_REPLACEMENTS):
-            prompt = self._make("train", self._place(index, attempt), index)
+            prompt = self._make("train", self._place(index, attempt) if attempt else place, index)
             if prompt is not None:
                 self.num_skipped += attempt
-                return prompt
+                return replace(prompt, item=place) if attempt else prompt
         raise DataError(
             f"task {self._task.name!r}: {_MAX_REPLACEMENTS} items in a row are longer than {self._limit_words} (looking for "
             f"prompt {index}): {self._remedy}"
         )
+
+    def candidates(self, index: int) -> tuple[str, list[int]]:
+        """The task's name, and the places of the items among which prompt ``index`` is chosen."""
+        count = self._config.candidates
+        return self._task.name, [self._place(index * count + number) for number in range(count)]
 
     def length(self, item: TaskItem, prompt_tokens: int) -> int:
         """Tokens of an item that count against the limit: the prompt's."""
@@ -158,9 +169,15 @@ class PromptStream:
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short
-                enough. Names the first.
+                enough (names the first); or they are to be chosen by their pass rates, and have no end.
         """
         num_items = self._task.num_items("train")
+        if num_items is None and self._config.candidates > 1:
+            raise DataError.at(
+                "data.candidates",
+                f"is {self._config.candidates}, but task {self._task.name!r} makes its items without end and asks none twice: "
+                "what is known of one chooses nothing; leave it out",
+            )
         if num_items is None or self._opener is not None:
             return
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
@@ -255,6 +272,7 @@ class PromptStream:
             task=self._task.name,
             metadata=metadata,
             opening=opening,
+            item=place,
         )
 
     def _compute_order(self, num_items: int, epoch: int) -> npt.NDArray[np.int64]:

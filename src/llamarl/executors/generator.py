@@ -33,6 +33,7 @@ from llamarl.channels.base import ChannelKind
 from llamarl.channels.data import Shares
 from llamarl.channels.samples import Limits
 from llamarl.config import RunConfig
+from llamarl.data.curriculum import Outcome, PassRates
 from llamarl.engine.base import Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
@@ -95,6 +96,7 @@ class GeneratorExecutor(BaseExecutor):
             for index in shards_of_rank(self.replica.number, len(replicas), num_shards)
         ]
         """Decoded one after the other, in this order."""
+        self._outcomes = next((c for c in context.reads if c.kind is ChannelKind.BROADCAST), None)
         self._served = Served(0, None)
         self._notes_experts = config.trainer.router == "replay" and self._weights is not None
         self._policy: SwapPolicy | None = None  # None: the weights edge alone says which version
@@ -116,6 +118,7 @@ class GeneratorExecutor(BaseExecutor):
         if self.config.task.has_environment:
             self.environments = make_environments(self.config.task, layout)
         self.prompts = make_prompt_stream(self.config, self.tokenizer, self.environments)
+        self._rates = self._pass_rates([])
         self.engine = make_engine(
             self.replica.section(self.config),
             self.tokenizer,
@@ -143,6 +146,8 @@ class GeneratorExecutor(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         self._steps, self._swaps, self._sync_spans = 0, [], []
         began = time.monotonic()
+        if self._outcomes is not None:
+            self._rates.add(inputs[self._outcomes.name])
         if self._lease is not None:
             self._lease.take()
         weights = inputs[self._weights.name] if self._weights is not None else None
@@ -250,12 +255,18 @@ class GeneratorExecutor(BaseExecutor):
 
     def _admit(self, shard: GeneratorShard, tick: int) -> None:
         shard.admit(tick)
-        if self.environments is not None:  # the next tick's prompts begin with what their environments say
+        if self.environments is not None and self._outcomes is None:  # the next tick's prompts begin with what they say
             for index in shard.next_prompts(tick):
                 self.prompts.ask_ahead(index)
 
-    def _new_group(self, index: int, tick: int) -> ActiveGroup:
-        prompt = self.prompts.get(index)
+    def _pass_rates(self, outcomes: Sequence[Outcome]) -> PassRates:
+        """What is known of an item counts until it has been a candidate about twice."""
+        return PassRates(2 * (self.prompts.num_items("train") or 0) // self.config.data.candidates, outcomes)
+
+    def _new_group(self, index: int, tick: int, item: int | None = None) -> ActiveGroup:
+        if item is None and self._outcomes is not None:
+            item = self._rates.choose(*self.prompts.candidates(index), index)
+        prompt = self.prompts.get(index, item)
         sequences = [
             TokenSequence(
                 prompt_index=index,
@@ -319,7 +330,7 @@ class GeneratorExecutor(BaseExecutor):
 
     def save(self, folder: Path, tick: int) -> None:
         for shard in self.shards:
-            state = {"tick": tick, **shard.state()}
+            state = {"tick": tick, "rates": self._rates.state(), **shard.state()}
             (folder / _shard_file(shard, self._stage)).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path, tick: int) -> None:
@@ -327,11 +338,13 @@ class GeneratorExecutor(BaseExecutor):
             path = _find_state(folder, shard, self._stage)
             state = json.loads(path.read_text(encoding="utf-8"))
             assert state["tick"] == tick, f"{path} holds tick {state['tick']}, not {tick}"
+            self._rates = self._pass_rates(state["rates"])
             shard.take_state(state, tick, Limits.of_model(self.config.model.path))
 
     def journal(self, tick: int) -> bytes:
-        """The carried groups of its shards."""
-        return json.dumps({"tick": tick, "shards": {shard.index: shard.state() for shard in self.shards}}).encode()
+        """The carried groups of its shards, and what a curriculum knows."""
+        shards = {shard.index: shard.state() for shard in self.shards}
+        return json.dumps({"tick": tick, "rates": self._rates.state(), "shards": shards}).encode()
 
     def restore(self, state: bytes, tick: int) -> None:
         self.restore_from([state], tick)
@@ -342,6 +355,7 @@ class GeneratorExecutor(BaseExecutor):
         for journal in map(json.loads, states):
             assert journal["tick"] == tick, f"the journal holds tick {journal['tick']}, not {tick}"
             saved |= journal["shards"]
+            self._rates = self._pass_rates(journal["rates"])
         for shard in self.shards:
             shard.take_state(saved[str(shard.index)], tick, Limits.of_model(self.config.model.path))
 

@@ -75,7 +75,8 @@ class GeneratorShard:
         dealing: Which prompts of a tick each shard gets.
         oversubscription: Groups that it keeps active, as a multiple of those that it delivers.
         max_segments: Policy versions, or under the latest weights ticks, that a response may span.
-        new_group: (prompt index, tick) -> a group without tokens.
+        new_group: (prompt index, tick, item) -> a group without tokens, of this item of the task, or of the one whose
+            turn it is where that is None.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class GeneratorShard:
         first_prompt: int,
         oversubscription: float,
         max_segments: int,
-        new_group: Callable[[int, int], ActiveGroup],
+        new_group: Callable[[int, int, int | None], ActiveGroup],
     ) -> None:
         self.index = index
         self._dealing = dealing
@@ -127,7 +128,7 @@ class GeneratorShard:
         while len(self.active) < wanted:
             index = self.prompt_index(self.cursor)
             self.cursor += 1
-            self.active.append(self._new_group(index, tick))
+            self.active.append(self._new_group(index, tick, None))
 
     def next_prompts(self, tick: int) -> list[int]:
         """Those that the tick after ``tick`` admits, if it admits as many as this one delivers."""
@@ -188,6 +189,7 @@ class GeneratorShard:
             "active": [
                 {
                     "prompt_index": group.prompt.index,
+                    "item": group.prompt.item,
                     "admitted_tick": group.admitted_tick,
                     "sequences": [_sequence_state(sequence) for sequence in group.sequences],
                 }
@@ -208,7 +210,7 @@ class GeneratorShard:
                 f"{self.cursor} prompts were admitted, which are not those delivered and {len(saved.active)}"
             )
         for of_group in saved.active:
-            group = self._new_group(of_group.prompt_index, of_group.admitted_tick)
+            group = self._new_group(of_group.prompt_index, of_group.admitted_tick, of_group.item)
             for sequence, values in zip(group.sequences, of_group.sequences, strict=True):
                 if sequence.episode is not None:
                     load_episode(sequence.episode, values.episode, len(values.tokens))
@@ -243,6 +245,7 @@ class _SavedSequence:
 @dataclass(frozen=True, kw_only=True)
 class _SavedGroup:
     prompt_index: int
+    item: int
     admitted_tick: int
     sequences: list[_SavedSequence]
 

@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.channels.base import ChannelKind
 from llamarl.channels.plain_values import from_bytes, to_bytes
 from llamarl.channels.samples import Limits
 from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.config import RunConfig
+from llamarl.data.curriculum import Outcome, bands, outcomes_of
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.dynamic_sampling import DynamicSampler
@@ -38,10 +40,13 @@ __all__ = ["JUDGING_SHARE", "RewardExecutor", "count_causes", "failure_cause", "
 
 JUDGING_SHARE = 0.9
 """Of ``deadlines.step_s``, what judging may take; the samples that are left then are failed, and the run goes on."""
+_OUTCOMES = "outcomes"
+"""File of a checkpoint."""
 
 
 class RewardExecutor(BaseExecutor):
-    """Scores groups. Its only state between ticks are the spare groups of dynamic sampling, if that is on."""
+    """Scores groups. Its only state between ticks are the spare groups of dynamic sampling, and the outcomes that are on
+    their way to a curriculum."""
 
     def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
         super().__init__(config, context)
@@ -49,6 +54,9 @@ class RewardExecutor(BaseExecutor):
         self._failed: list[tuple[float, Mapping[str, int]]] = []
         """Share of failed samples and their causes, of the last ticks."""
         self._stop = ""
+        self._told = next((channel for channel in context.writes if channel.kind is ChannelKind.BROADCAST), None)
+        self._outcomes: dict[int, list[Outcome]] = {}
+        """Of the last ticks, as many as lie on that channel."""
         self._sampler: DynamicSampler | None = None
         if config.dynamic_sampling.enabled:
             self._sampler = DynamicSampler(
@@ -78,15 +86,18 @@ class RewardExecutor(BaseExecutor):
             files = (write_rollouts(run_dir, tick, groups, patience),)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
         metrics = reward_metrics(groups, list(self.config.task.tasks))
+        outputs = self._tell(groups, tick)
         failures = few_causes(count_causes(groups))
         self._watch_failures(sum(failures.values()) / max(1, sum(len(g.responses) for g in groups)), failures, tick)
+        if self._told is not None:
+            metrics |= {f"groups/pass_rate/{band}": float(count) for band, count in bands(self._outcomes[tick]).items()}
         if self._sampler is not None:
             groups, counts = self._sampler.select(groups, tick)
             metrics |= counts
         if self.name not in ROLES:  # it judges once more what the first has judged and counted
             metrics = {f"{self.name}/{key}": value for key, value in metrics.items()}
         return StepResult(
-            outputs=self.outputs_of(groups),
+            outputs=self.outputs_of(groups) | outputs,
             metrics=metrics,
             spans=spans,
             failures=failures,
@@ -122,18 +133,36 @@ class RewardExecutor(BaseExecutor):
             + f"\n{remedy(causes.commonest()[0][0])}; the limit is reward.max_failed_fraction."
         )
 
+    def _tell(self, groups: Sequence[Group], tick: int) -> dict[str, Any]:
+        """What a curriculum hears of the tick, on its channel if there is one."""
+        if self._told is None:
+            return {}
+        self._outcomes[tick] = outcomes_of(groups)
+        self._outcomes.pop(tick - self._told.delay, None)
+        return {self._told.name: self._outcomes[tick]}
+
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        if self._told is None or channel != self._told.name:
+            return super().initial_token(channel, source_tick)
+        return self._outcomes.get(source_tick, [])
+
     def save(self, folder: Path, tick: int) -> None:
-        if self._sampler is not None:  # every verdict is a function of its response: there is no other state
+        """Beside these, every verdict is a function of its response: there is no other state."""
+        if self._sampler is not None:
             self._sampler.save(folder)
+        if self._told is not None:
+            (folder / _OUTCOMES).write_bytes(to_bytes(self._outcomes))
 
     def load(self, folder: Path, tick: int) -> None:
         if self._sampler is not None:
             self._sampler.load(folder, tick, Limits.of_model(self.config.model.path))
+        if self._told is not None:
+            self._outcomes = from_bytes(memoryview((folder / _OUTCOMES).read_bytes()))
 
     def journal(self, tick: int) -> bytes:
-        """Spare groups, and what the failures of the last ticks were."""
+        """Spare groups, and what failures and outcomes of the last ticks were."""
         spares = () if self._sampler is None else self._sampler.spares
-        return to_bytes({"spares": spares, "failed": self._failed, "stop": self._stop})
+        return to_bytes({"spares": spares, "failed": self._failed, "stop": self._stop, "outcomes": self._outcomes})
 
     def restore(self, state: bytes, tick: int) -> None:
         kept = from_bytes(memoryview(bytearray(state)))
@@ -142,6 +171,7 @@ class RewardExecutor(BaseExecutor):
             for share, causes in kept["failed"]
         ]
         self._stop = str(kept["stop"])
+        self._outcomes = kept["outcomes"]
         if self._sampler is not None:
             self._sampler.take(kept["spares"], tick, Limits.of_model(self.config.model.path))
 

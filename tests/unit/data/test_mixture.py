@@ -25,8 +25,12 @@ class Count:
     def __init__(self, held: int = 100) -> None:
         self.held = held
 
-    def get(self, index: int) -> Prompt:
-        return Prompt(index=index, tokens=np.array([1]), text=f"item {index}", answer=None, task="own", metadata={})
+    def get(self, index: int, item: int | None = None) -> Prompt:
+        text = f"item {index if item is None else item}"
+        return Prompt(index=index, tokens=np.array([1]), text=text, answer=None, task="own", metadata={})
+
+    def candidates(self, index: int) -> tuple[str, list[int]]:
+        return "own", [2 * index, 2 * index + 1]
 
     @property
     def holds_out(self) -> bool:
@@ -48,6 +52,17 @@ def test_a_prompts_task_depends_on_the_seed_and_its_number_alone() -> None:
     assert np.array_equal(whole, choose_tasks(weights * 10, 7, 0, 10_000))
     assert 0.73 < whole.mean() < 0.77  # three quarters, to five standard deviations
     assert not np.array_equal(whole, choose_tasks(weights, 8, 0, 10_000))
+
+
+def test_candidates_are_of_the_task_whose_turn_it_is_each_once_and_the_chosen_one_is_given() -> None:
+    stream = mixed(math=1.0, code=2.0)
+    found: dict[str, list[int]] = {"math": [], "code": []}
+    for index in range(300):
+        label, places = stream.candidates(index)
+        assert label == stream.get(index).task
+        assert stream.get(index, places[1]).text == f"item {places[1]}"
+        found[label] += places
+    assert all(places == list(range(len(places))) for places in found.values())
 
 
 def test_each_task_gives_its_items_in_its_own_order_without_a_gap() -> None:

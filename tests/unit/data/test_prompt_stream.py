@@ -65,6 +65,29 @@ def test_a_fresh_stream_gives_the_same_prompt_at_any_index_asked_first() -> None
         assert prompt.tokens.tolist() == expected[index].tokens.tolist()
 
 
+def test_candidates_of_prompts_pass_over_the_items_in_the_order_of_prompts() -> None:
+    in_turn = [_stream(12, seed=3).get(index).item for index in range(24)]
+    stream = _stream(12, seed=3, candidates=3)
+    blocks = [stream.candidates(index) for index in range(8)]
+    assert [place for _, places in blocks for place in places] == in_turn
+    assert {name for name, _ in blocks} == {"letters"}
+    chosen = stream.get(5, 7)
+    assert (chosen.index, chosen.item, chosen.answer) == (5, 7, "7")
+    with pytest.raises(ValueError, match="task 'letters' has no training item 12"):
+        stream.get(5, 12)
+
+
+def test_an_item_that_is_too_long_keeps_its_place_when_another_one_is_asked() -> None:
+    stream = _stream(12, max_prompt_tokens=6, too_long="skip")
+    prompt = stream.get(0, 11)
+    assert prompt.item == 11 and len(prompt.tokens) <= 6
+
+
+def test_items_without_end_are_not_chosen_by_what_is_known_of_them() -> None:
+    with pytest.raises(DataError, match=r"data.candidates is 3, but task 'letters' makes its items without end"):
+        _stream(None, candidates=3).check_training_prompts()
+
+
 def test_the_order_sorts_the_places_by_splitmix64_keys_of_the_seed_and_epoch() -> None:
     def key(seed: int, epoch: int, place: int) -> int:  # integers of any size: no wrap-around to get wrong
         return _splitmix64((derive_seed(seed, epoch) + (place - 1) * 0x9E3779B97F4A7C15) % 2**64)

@@ -4,6 +4,7 @@ const CURVES = [
   ["reward/mean", "Mean reward"], ...Object.entries(HELD_OUT), ["entropy", "Entropy"], ["mismatch/kl", "KL(behaviour, policy)"],
   ["kl/reference", "KL to the reference"], ["ratio/clipped_fraction", "Clipped share of tokens"], ["response/length_mean", "Mean response length"],
   ["response/truncated_fraction", "Share cut at the length limit"], ["staleness/mean", "Staleness"], ["grad_norm", "Gradient norm"], ["tokens_per_s/generated", "Tokens a second"],
+  ...["none", "few", "some", "most", "all"].map((band) => [`groups/pass_rate/${band}`, `Items with ${band} of their answers right`]),
 ];
 const IMITATION = ["loss/policy", "Training loss"]; // of a job that judges nothing
 const curveState = { axis: "version", weight: 0.6, hidden: new Set(), more: new Set() };
