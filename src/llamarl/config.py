@@ -168,6 +168,7 @@ class RunConfig:
             "task.environment": self.task.own_environment,
             "algorithm.name": self.algorithm.name,
             "algorithm.advantage": self.algorithm.advantage,
+            "optimizer.name": self.optimizer.name,
             "generator.engine.name": self.generator.engine.name,
             "schedule.transport": self.schedule.transport,
             **{f"task.rewards.{part.part}": part.function for part in self.task.rewards},

@@ -52,7 +52,7 @@ def checkpoint_bytes(config: RunConfig) -> float:
     handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
     width = 4 if config.trainer.dtype != "bfloat16" or config.lora.rank else 2
     moved = [math.prod(p.shape) for name, p in parameters.items() if config.optimizer.is_matrix(name, len(p.shape))]
-    by_muon = 0.0 if config.optimizer.name == "adamw" else trained if config.lora.rank else float(sum(moved))
+    by_muon = 0.0 if config.optimizer.name != "muon" else trained if config.lora.rank else float(sum(moved))
     total = _MASTER_AND_MOMENTS * trained - _MOMENT * by_muon + width * config.schedule.max_staleness * handed_over
     for role in present_roles(config):
         if role.model is not None and role.model.trained and role.name != "trainer":

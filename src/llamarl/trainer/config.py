@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
+from llamarl.import_path import why_no_name
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse
 
 __all__ = [
     "MICROBATCH_TOKENS",
     "MOST_AT_ONCE",
+    "OPTIMIZERS",
     "CriticConfig",
     "LoraConfig",
     "OptimizerConfig",
@@ -167,16 +169,30 @@ class TrainerConfig:
         return self.minibatches * self.epochs
 
 
+OPTIMIZERS: Mapping[str, str] = {
+    "adamw": "llamarl.trainer.optimizer:make_adamw",
+    "muon": "llamarl.trainer.muon:make_muon",
+}
+"""``optimizer.name`` -> what makes it, as ``optimizer.MakeOptimizer`` says. One more is a line here."""
+
+
+def _optimizer(name: str) -> str:
+    if why := why_no_name(name, OPTIMIZERS, "my_optimizer.py:make"):
+        raise ValueError(why)
+    return name
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """The optimizer and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact; all
     optimizer steps of a tick have the same."""
 
-    name: Annotated[Literal["adamw", "muon"], IN_STATE] = "adamw"
+    name: Annotated[str, AfterValidator(_optimizer), IN_STATE] = "adamw"
     """"adamw", or "muon": matrices inside the layers move along their orthogonalized momentum
     (``torch.optim.Muon``, momentum 0.95), everything else by AdamW. Its steps are scaled to the size
     of AdamW's, so ``lr`` and ``weight_decay`` mean the same; it keeps one number a matrix's weight
-    in place of two. Ranks of a mesh gather matrices in turn."""
+    in place of two. Ranks of a mesh gather matrices in turn. Or one of your own as
+    package.module:function or file.py:function (docs/trainer.md)."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -207,6 +223,14 @@ class OptimizerConfig:
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final rate over ``lr``, for ``linear`` and ``cosine``. With 0 the last tick changes no weight."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of an optimizer of your own, which reads them as ``config.options``."""
+
+    def __post_init__(self) -> None:
+        if self.options and self.name in OPTIMIZERS:
+            text = f"are for an optimizer of your own, but name is {self.name!r}; got {sorted(self.options)}"
+            refuse([Mistake("options", text, ("name",))])
 
     def is_matrix(self, name: str, num_dims: int) -> bool:
         """Whether Muon moves the parameter of that name: a matrix, or a stack of experts' matrices,

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llamarl.models.parallel import ParallelLayout, ParameterShard, shard_box
+from llamarl.trainer.config import OptimizerConfig
+from llamarl.trainer.optimizer import Optimizer, make_adamw
 
-__all__ = ["Muon", "orthogonal", "owners_in_turn"]
+__all__ = ["Muon", "make_muon", "orthogonal", "owners_in_turn"]
 
 MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -68,6 +70,24 @@ def owners_in_turn(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
         owned[rank].append(name)
         load[rank] += sizes[name]
     return owned
+
+
+def make_muon(
+    config: OptimizerConfig,
+    weights: Mapping[str, nn.Parameter],
+    *,
+    shards: Mapping[str, ParameterShard],
+    layout: ParallelLayout,
+    device: torch.device,
+) -> Optimizer:
+    """Muon for the matrices of layers and AdamW beside it; ``MakeOptimizer`` says what of."""
+    matrices = {name: tensor for name, tensor in weights.items() if config.is_matrix(name, tensor.ndim)}
+    adamw = make_adamw(config, {name: tensor for name, tensor in weights.items() if name not in matrices})
+    if not matrices:
+        return adamw
+    lr, decay = config.lr, config.weight_decay
+    muon = Muon(matrices, adamw.update, lr=lr, weight_decay=decay, shards=shards, layout=layout, device=device)
+    return Optimizer(muon, {**adamw.kinds, **dict.fromkeys(matrices, ("momentum_buffer",))})
 
 
 class Muon(torch.optim.Optimizer):

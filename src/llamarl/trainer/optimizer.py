@@ -3,8 +3,8 @@
     compute parameter (dtype of forward) ──gradient, float32──▶ master [local part] ──optimizer──▶ copied back
 
 AdamW is elementwise, so it works on local parts alone and knows nothing of meshes; Muon gathers matrices in turn
-(``muon.py``). Which optimizer it is, only ``make_optimizer`` knows: of one it says what it keeps of each weight, and
-everything else goes by that. Where the
+(``muon.py``). Which optimizer it is, only its maker knows (``config.OPTIMIZERS``, or a user's own): it says what it
+keeps of each weight, and everything else goes by that. Where the
 compute dtype is float32 the master *is* the parameter's storage. Otherwise a hook adds each
 micro-batch's gradient to the master's in float32.
 """
@@ -14,17 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from llamarl.errors import ConfigError
+from llamarl.import_path import resolve
 from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, holds_first, local_tensor
-from llamarl.trainer.config import OptimizerConfig
-from llamarl.trainer.muon import Muon
+from llamarl.trainer.config import OPTIMIZERS, OptimizerConfig
 
-__all__ = ["MasterWeights", "Optimizer", "TiedStages", "learning_rate", "make_optimizer"]
+__all__ = ["MakeOptimizer", "MasterWeights", "Optimizer", "TiedStages", "learning_rate", "make_adamw"]
 
 
 def learning_rate(config: OptimizerConfig, tick: int, num_ticks: int | None) -> float:
@@ -59,39 +61,57 @@ class Optimizer:
     """Name of each weight -> names of the tensors in its state once it was updated: of its shape, or scalars."""
 
 
-def make_optimizer(
-    config: OptimizerConfig,
-    weights: Mapping[str, nn.Parameter],
-    *,
-    shards: Mapping[str, ParameterShard],
-    layout: ParallelLayout,
-    device: torch.device,
-) -> Optimizer:
-    """AdamW with decay of matrices alone, or Muon for the matrices of layers and AdamW beside it.
+class MakeOptimizer(Protocol):
+    """What ``optimizer.name`` stands for."""
 
-    Args:
-        weights: This rank's parts, float32, by name.
-        shards: Which part of each this rank holds; empty: each is whole.
-        device: Where collectives work.
-    """
-    matrices = {name: t for name, t in weights.items() if config.is_matrix(name, t.ndim)}
-    rest = [tensor for name, tensor in weights.items() if name not in matrices]
+    def __call__(
+        self,
+        config: OptimizerConfig,
+        weights: Mapping[str, nn.Parameter],
+        *,
+        shards: Mapping[str, ParameterShard],
+        layout: ParallelLayout,
+        device: torch.device,
+    ) -> Optimizer:
+        """
+        Args:
+            weights: This rank's parts, float32, by name.
+            shards: Which part of each this rank holds; empty: each is whole.
+            device: Where collectives work.
+        """
+        ...
+
+
+def make_adamw(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **mesh: Any) -> Optimizer:
+    """AdamW with decay of matrices alone. It looks at no mesh."""
     adamw = torch.optim.AdamW(
         [
-            {"params": [t for t in rest if t.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [t for t in rest if t.ndim < 2], "weight_decay": 0.0},
+            {"params": [t for t in weights.values() if t.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [t for t in weights.values() if t.ndim < 2], "weight_decay": 0.0},
         ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=True,
     )
-    kinds: dict[str, tuple[str, ...]] = dict.fromkeys(weights, ("step", "exp_avg", "exp_avg_sq"))
-    if not matrices:
-        return Optimizer(adamw, kinds)
-    decay = config.weight_decay
-    muon = Muon(matrices, adamw, lr=config.lr, weight_decay=decay, shards=shards, layout=layout, device=device)
-    return Optimizer(muon, {**kinds, **dict.fromkeys(matrices, ("momentum_buffer",))})
+    return Optimizer(adamw, dict.fromkeys(weights, ("step", "exp_avg", "exp_avg_sq")))
+
+
+def _make(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **mesh: Any) -> Optimizer:
+    """The optimizer that ``optimizer.name`` names.
+
+    Raises:
+        ConfigError: A user's own cannot be imported, or does not say what it keeps of every weight.
+    """
+    made = resolve(OPTIMIZERS.get(config.name, config.name))(config, weights, **mesh)
+    if not isinstance(made, Optimizer) or made.kinds.keys() != weights.keys():
+        got = f"a {type(made).__name__}" if not isinstance(made, Optimizer) else f"kinds of {len(made.kinds)} weights"
+        raise ConfigError.at(
+            "optimizer.name",
+            f"{config.name!r} returned {got}: it returns llamarl.trainer.optimizer.Optimizer, with the names of the tensors "
+            f"that it keeps of each of the {len(weights)} weights",
+        )
+    return made
 
 
 @dataclass(frozen=True)
@@ -151,7 +171,7 @@ class MasterWeights:
                     parameter.register_post_accumulate_grad_hook(self._accumulator(name))
             self.tensors[name] = nn.Parameter(local)
         device = next(iter(self.parameters.values())).device
-        self.optimizer = make_optimizer(config, self.tensors, shards=shards or {}, layout=layout, device=device)
+        self.optimizer = _make(config, self.tensors, shards=shards or {}, layout=layout, device=device)
         self.kinds = frozenset({"weight"}.union(*self.optimizer.kinds.values()))
         """Of the tensors in ``state``."""
 

@@ -257,7 +257,7 @@ def test_help_with_a_word_explains_the_keys_that_hold_it(capsys: pytest.CaptureF
         return [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
 
     section = told("--help", "optimizer")
-    assert section[:2] == ["--optimizer.name", "--optimizer.lr"] and len(section) == 10
+    assert section[:2] == ["--optimizer.name", "--optimizer.lr"] and len(section) == 11
     assert all(key.startswith("--optimizer.") for key in section)
     assert told("train", "--help", "staleness") == ["--schedule.max_staleness"]
     assert "--generator.sampling.temperature" in told("--help", "temperature")

@@ -304,8 +304,8 @@ def test_a_replay_refuses_what_a_resume_refuses(tmp_path: Path, capsys: pytest.C
 CODE = {
     "task.name", "task.environment", "task.reward", "task.rewards.*.function",
     "task.mixture.*.name", "task.mixture.*.environment", "task.mixture.*.reward", "task.mixture.*.rewards.*.function",
-    "algorithm.name", "algorithm.advantage", "generator.engine.name", "schedule.transport", "observability.sinks.*",
-    "executors.*.factory", "executors.*.settings.*",
+    "algorithm.name", "algorithm.advantage", "optimizer.name", "generator.engine.name", "schedule.transport",
+    "observability.sinks.*", "executors.*.factory", "executors.*.settings.*",
 }  # fmt: skip
 """Keys that may hold an import path: each is to be in ``RunConfig.named_code``."""
 NO_CODE = {

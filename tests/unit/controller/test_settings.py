@@ -112,6 +112,7 @@ def test_what_a_run_saves_of_itself_is_its_whole_configuration() -> None:
         "task.environment_options",
         "generator.engine.options",
         "algorithm.options",
+        "optimizer.options",
         "data.chat_template_kwargs",
         "executors",
         "hosts.on",

@@ -1,13 +1,14 @@
 import math
-from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from llamarl.errors import ConfigError
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.config import OptimizerConfig
-from llamarl.trainer.optimizer import MasterWeights, Optimizer, learning_rate
+from llamarl.trainer.optimizer import MasterWeights, learning_rate
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
 
@@ -117,16 +118,32 @@ def test_state_restores_the_next_step_bit_for_bit() -> None:
     assert torch.equal(first, second)
 
 
-def test_another_optimizers_state_is_kept_and_restored_by_the_kinds_that_it_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def heavy_ball(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **where: object) -> Optimizer:
-        sgd = torch.optim.SGD(weights.values(), lr=config.lr, momentum=0.5)
-        return Optimizer(sgd, dict.fromkeys(weights, ("momentum_buffer",)))
+OWN = """
+import torch
+from llamarl.trainer.optimizer import Optimizer
 
-    monkeypatch.setattr("llamarl.trainer.optimizer.make_optimizer", heavy_ball)
+def heavy_ball(config, weights, **mesh):
+    sgd = torch.optim.SGD(weights.values(), lr=config.lr, momentum=config.options["momentum"])
+    return Optimizer(sgd, dict.fromkeys(weights, ("momentum_buffer",)))
+
+def bare(config, weights, **mesh):
+    return torch.optim.SGD(weights.values(), lr=config.lr)
+
+def forgetful(config, weights, **mesh):
+    return Optimizer(bare(config, weights), {})
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def test_an_optimizer_of_a_users_file_moves_the_weights_and_is_restored_by_the_kinds_that_it_names(file: Path) -> None:
+    config = OptimizerConfig(name=f"{file}:heavy_ball", options={"momentum": 0.5})
     first = nn.Parameter(torch.tensor([1.0]))
-    masters = _masters(first, OptimizerConfig())
+    masters = _masters(first, config)
     assert masters.kinds == {"weight", "momentum_buffer"}
     assert masters.state().keys() == {"weight/w"}
     first.grad = torch.tensor([4.0])
@@ -136,12 +153,27 @@ def test_another_optimizers_state_is_kept_and_restored_by_the_kinds_that_it_name
     state = {key: value.clone() for key, value in masters.state().items()}
     assert state == {"weight/w": 0.0, "momentum_buffer/w": 4.0}
     second = nn.Parameter(torch.tensor([7.0]))
-    again = _masters(second, OptimizerConfig())
+    again = _masters(second, config)
     again.load_state(state)
     second.grad = torch.tensor([2.0])
     again.collect_gradients()
     again.step(0.5)
     assert second.item() == -2.0  # 0 - 0.5 * (0.5 * 4 + 2)
+
+
+def test_an_optimizer_that_does_not_say_what_it_keeps_is_refused(file: Path) -> None:
+    for name, got in (("bare", "a SGD"), ("forgetful", "kinds of 0 weights")):
+        with pytest.raises(ConfigError, match=rf"optimizer.name '.*own.py:{name}' returned {got}: .* of the 1 weights"):
+            _masters(nn.Parameter(torch.zeros(1)), OptimizerConfig(name=f"{file}:{name}"))
+
+
+def test_names_and_options_of_no_optimizer_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'adam' is unknown; did you mean 'adamw'\? It is one of adamw, muon, or your own"
+    ):
+        OptimizerConfig(name="adam")
+    with pytest.raises(ValueError, match=r"options are for an optimizer of your own, but name is 'muon'; got \['a'\]"):
+        OptimizerConfig(name="muon", options={"a": 1})
 
 
 def test_state_that_lacks_a_moment_is_refused() -> None:
