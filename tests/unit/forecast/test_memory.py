@@ -21,14 +21,11 @@ from llamarl.forecast.lengths import constant, lognormal
 from llamarl.forecast.memory import MARGIN, fits, generator_memory, kept_bytes, trainer_memory
 from llamarl.forecast.model import find_model
 from llamarl.forecast.search import Options, Workload, trainer_choices
-from llamarl.forecast.ticks import GeneratorDemand, SharedRows, TrainerDemand, TrainerLayout, trainer_tick
+from llamarl.forecast.ticks import GeneratorDemand, TrainerDemand, TrainerLayout, trainer_tick
 from llamarl.models import attention
 from llamarl.models.attention import PackedSequences, attending
-from llamarl.models.packing import similar_responses
 from llamarl.models.parallel import apply_tensor_parallel, make_layout
-from llamarl.trainer import shared_prompts
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, ContextRanks, RowOverRanks
-from llamarl.trainer.shared_prompts import SharedPrompts
 
 H100 = find_hardware("h100")
 SHAPES = json.loads(Path(forecast_memory.__file__).with_name("models.json").read_text())
@@ -56,11 +53,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
         )
 
     monkeypatch.setattr(attention, "fused_attention", fused)
-    monkeypatch.setattr(shared_prompts, "fused_attention", fused)
 
-    def count(
-        name: str, tokens: int, *, cp: int = 1, tp: int = 1, units: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    ) -> float:
+    def count(name: str, tokens: int, *, cp: int = 1, tp: int = 1) -> float:
         dist.init_process_group("fake", rank=0, world_size=cp * tp, store=FakeStore())
         layout = make_layout(fsdp=1, tp=tp, cp=cp, device="cpu")
         config = AutoConfig.for_model(**{**SHAPES[name], "num_hidden_layers": 2, "layer_types": None})
@@ -86,7 +80,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
 
             for layer in model.model.layers:
                 layer.register_forward_hook(end)
-            packed, ranks = SharedPrompts(units) if units else PackedSequences.of([0, tokens]), ContextRanks.of(layout)
+            packed, ranks = PackedSequences.of([0, tokens]), ContextRanks.of(layout)
             row = packed if ranks is None else RowOverRanks(packed, ranks)
             n = -(-tokens // cp)
             with attending(row), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -109,29 +103,6 @@ def test_a_layer_keeps_what_the_planner_says(counted: Callable[..., float], name
     layout = TrainerLayout(tp=tp, cp=cp)
     forecast = kept_bytes(find_model(name), layout, 2.0) * tokens / cp
     assert counted(name, tokens, cp=cp, tp=tp) == pytest.approx(forecast, rel=0.05)
-
-
-@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 8), (2, 2)])
-@pytest.mark.parametrize(("prompt", "responses"), [(1024, [512] * 8), (128, [2048, 2000, 900, 800])])
-def test_a_layer_keeps_what_the_planner_says_of_shared_prompts(
-    counted: Callable[..., float], prompt: int, responses: list[int], cp: int, tp: int
-) -> None:
-    """Prompts copied for each response, heads repeated, masks: the second case has two batches of two."""
-    batches = similar_responses([(prompt, length, 0, i) for i, length in enumerate(responses)])
-    padded = [(len(batch), batch[0][1]) for batch in batches]
-    rows = SharedRows(
-        prompts=1,
-        prompt_tokens=prompt,
-        queries=sum(n * longest for n, longest in padded),
-        keys=sum(n * (prompt + longest) for n, longest in padded),
-        pairs=0,
-        masks=sum(longest * (prompt + longest) for _, longest in padded),
-    )
-    tokens = prompt + sum(responses)
-    layout = TrainerLayout(tp=tp, cp=cp, share_prompts=True)
-    forecast = forecast_memory._kept_with_shared_prompts(find_model(MODEL), layout, 2.0, tokens, rows)
-    kept = counted(MODEL, tokens, cp=cp, tp=tp, units=((prompt, tuple(responses)),))
-    assert kept == pytest.approx(forecast, rel=0.06)
 
 
 def test_128k_tokens_fit_where_the_plan_cuts_rows_and_not_elsewhere(counted: Callable[..., float]) -> None:
