@@ -24,7 +24,7 @@ def main(rank: int, axis: str, folder: Path) -> None:
     """
     torch.set_num_threads(1)
     asked = ARRIVALS[rank] if axis else list(map(max, *ARRIVALS))
-    config = recipe("recompute", **({axis: 2} if axis else {}))
+    config = recipe(**({axis: 2} if axis else {}))
     folder = folder / (axis or "alone")
     folder.mkdir(exist_ok=True)
     if axis:
