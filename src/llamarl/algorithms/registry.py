@@ -45,9 +45,8 @@ def find_loss(name: str) -> LossFunction:
         return LOSSES[name]
 
     def checked(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
-        terms = call(
-            name, "algorithm.name", batch, config
-        )  # imported when it is needed: an export runs no code of a run
+        # imported when it is first needed: an export of a run runs no code of it
+        terms = call(name, "algorithm.name", batch, config)
         if not isinstance(terms, TokenLosses):
             raise ConfigError(
                 f"algorithm.name {name!r} returned a {type(terms).__name__}: a loss returns "

@@ -95,8 +95,9 @@ _GARBAGE = 0.2
 _FEW = 8
 """Responses from which on shares say something."""
 _FEW_GROUPS = 16
-_FEW_TOKENS = 500
 """Groups from which on their share without a signal does."""
+_FEW_TOKENS = 500
+"""Computed tokens from which on their ratios do."""
 
 _MOST_CAUSES = 5
 """Of one tick, so that a report stays small."""

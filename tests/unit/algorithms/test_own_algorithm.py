@@ -38,6 +38,13 @@ def misspelt(batch, config):
 def lone(batch):
     return 0
 
+def both(loss):
+    return lambda batch, config: loss(batch)
+
+@both
+def decorated(batch):
+    return 0
+
 def best_only(rewards):
     return np.where(rewards == np.nanmax(rewards), 1.0, -1.0)
 
@@ -126,3 +133,4 @@ def test_a_recipe_that_names_what_its_file_does_not_hold_is_refused_before_anyth
     loss, advantage = find_missing(config)
     assert "is lone(batch), and is called as lone(batch, config)" in loss.text
     assert "is double(batch, config), and is called as double(rewards)" in advantage.text
+    assert not list(find_missing(load_config(None, ["--algorithm.name", f"{file}:decorated"])))
