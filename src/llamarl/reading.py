@@ -220,7 +220,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise FileError(f"{where} is not valid TOML: {_TOO_DEEP}") from None
     except ValueError as error:  # also a number of too many digits
-        raise FileError(f"{where} is not valid TOML: {_told(error)}") from None
+        raise FileError(f"{where} is not valid TOML: {_told(error)}{_unquoted(text, str(error))}") from None
     if problem := _problem(value, big_integers=False, lone_surrogates=False):
         raise FileError(f"{where} is not valid TOML: {problem}")
     return value
@@ -259,6 +259,14 @@ def parse_json(text: str | bytes, where: str, *, big_integers: bool = False, lon
         if problem:
             raise FileError(f"{where}: {problem}")
     return value
+
+
+def _unquoted(text: str, error: str) -> str:
+    """Advice where the line that TOML's parser names has a value that is text without quotes."""
+    named = re.search(r"at line (\d+)", error)
+    line = text.splitlines()[int(named[1]) - 1] if named and int(named[1]) <= len(text.splitlines()) else ""
+    found = re.fullmatch(r"\s*([\w.\-]+)\s*=\s*([A-Za-z./~][^\s\"'#]*)\s*(#.*)?", line)
+    return f'; text stands in quotes: {found[1]} = "{found[2]}"' if found and found[2] not in ("true", "false") else ""
 
 
 _TOO_DEEP = f"lists or objects more than {MAX_DEPTH} levels deep"

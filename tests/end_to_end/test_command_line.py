@@ -128,3 +128,11 @@ def test_the_package_runs_as_the_command_does() -> None:
         for name in ("llamarl", "llamarl.cli.main")
     ]
     assert said[0] == said[1] and "train" in said[0]
+
+
+def test_eval_names_the_causes_of_samples_that_failed(llamarl: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text("prompt,answer\n1+1=,2\n2+2=,4\n3+3=,6\n")
+    (tmp_path / "r.py").write_text("def r(response, answer):\n    return float(answer) / (len(response) * 0)\n")
+    words = ["--task.data", str(tmp_path / "q.csv"), "--task.reward", f"{tmp_path / 'r.py'}:r", "--n", "2"]
+    done = llamarl.run(["eval", "bundled:tiny", *words, "--generator.sampling.max_new_tokens", "4"], status=1)
+    assert "failed, so in no figure: 2 x exception: ZeroDivisionError" in done.stderr and "r.py:2" in done.stderr

@@ -640,11 +640,19 @@ def _play_all(request: Mapping[str, Any]) -> dict[str, Any]:
             episode(request["seed"] + request["episodes"], None)
         for place in range(request["episodes"]):
             episodes.append(episode(request["seed"] + place, None if redo is None else redo[place]))
-    except Exception:  # the user's environment may raise anything
-        broken = traceback.format_exc()
+    except Exception as error:  # the user's environment may raise anything
+        broken = _without_our_frames(error)
     finally:
         close_quietly(env)
     return {"episodes": episodes, "error": broken}
+
+
+def _without_our_frames(error: Exception) -> str:
+    """Format the traceback from the first frame on that is no file of this package."""
+    frame = error.__traceback__
+    while frame and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1]):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).strip()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
+_MAX_CAUSES = 5
+"""Causes of failed samples that are printed."""
 _WHOLE = 1_000_000
 """Prompts, more than any test set has."""
 _DESCRIPTION = """\
@@ -133,6 +136,7 @@ def _evaluate(
     from llamarl.executors.evaluator import evaluate, sample_groups, standard_error
     from llamarl.executors.measures import answered
     from llamarl.executors.prompts import make_prompt_stream
+    from llamarl.executors.reward import count_causes
     from llamarl.executors.self_check import check_generated
     from llamarl.executors.version_loader import load_adapter
     from llamarl.models.loading import load_tokenizer
@@ -164,6 +168,8 @@ def _evaluate(
         for group in [*groups, *sure]:
             for response in group.responses:
                 responses.write_line(json.dumps(_line(group, response)))
+    for cause, count in itertools.islice(count_causes([*groups, *sure]).items(), _MAX_CAUSES):
+        print(f"failed, so in no figure: {count} x {cause}", file=sys.stderr)
     tasks = list(config.task.tasks)
     scores = evaluate(groups, tasks)
     found = _measures(groups, ratings, sure)

@@ -88,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == named:  # nobody needs the others
             importlib.import_module(f"llamarl.cli.{verb}").add_arguments(of_verb)
     args, extra = parser.parse_known_args(words)
+    flags = [flag for action in verbs.choices[args.verb]._actions for flag in action.option_strings]
+    for word in extra:
+        if word.startswith("--") and (
+            near := difflib.get_close_matches(word.partition("=")[0], flags, n=1, cutoff=0.85)
+        ):
+            parser.error(f"there is no {word.partition('=')[0]}; did you mean {near[0]}?")
     args.overrides = [*extra, *overrides]
     if args.overrides and args.verb not in _TAKE_SETTINGS:
         takers = ", ".join(_TAKE_SETTINGS)

@@ -221,7 +221,7 @@ def _name_mistakes(task: TaskConfig) -> Iterator[Mistake]:
         near = difflib.get_close_matches(kind, BUILT_IN, n=1, cutoff=0.6)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         if task.name.endswith((".jsonl", ".json", ".csv", ".parquet")):
-            meant = "; a file of questions is task.data"
+            meant = "; a file of questions is task.data, and task.reward says how an answer to them is judged"
         text = "must be gsm8k, math, countdown, steps, reasoning_gym:DATASET, function, code, episodes, or a task of your own as"
         yield Mistake("name", f"{text} package.module:Task or file.py:Task, got {task.name!r}{meant}")
 

@@ -156,6 +156,7 @@ def test_what_breaks_is_told(
         monkeypatch.setattr("llamarl.cli.doctor._PLAY_S", 3.0)
     status, out = doctor(capsys, "--env", f"{shaky}:{name}")
     assert status == 1 and "cannot be played" in out and why in out
+    assert "doctor.py" not in out  # of a traceback the frames of the user's code alone
 
 
 def test_replies_and_the_item_come_from_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,10 +245,29 @@ def test_bytes_that_are_no_text_are_refused_whatever_the_locale(
         assert "not UTF-8 text" in line
 
 
-def test_a_verb_that_is_nearly_one_is_told_which(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("path = bundled:tiny", '; text stands in quotes: path = "bundled:tiny"'),
+        ("path = /data/model  # mine", '; text stands in quotes: path = "/data/model"'),
+        ("path = 5x", ""),
+        ("path", ""),
+    ],
+)
+def test_a_recipe_whose_text_has_no_quotes_is_told_so(
+    line: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.toml").write_text(f"[model]\n{line}\n")
+    assert refused(capsys, "train", str(tmp_path / "r.toml"))[0].partition(")")[2] == advice
+
+
+def test_a_verb_or_flag_that_is_nearly_one_is_told_which(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["trian", "tiny"])
     assert ended.value.code == 2 and "no verb 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "tiny", "--dry-rum"])
+    assert ended.value.code == 2 and "no --dry-rum; did you mean --dry-run?" in capsys.readouterr().err
 
 
 def test_help_with_a_word_explains_the_keys_that_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
