@@ -12,57 +12,24 @@ import math
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, check_same_shape, sequence_sums
+from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_sums
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["aipo", "aipo_loss", "aipo_surrogate", "reinforce", "sequence_is"]
+__all__ = ["aipo", "aipo_surrogate", "most_log_ratio", "reinforce", "sequence_is"]
 
 
-def aipo_loss(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    *,
-    rho: float,
-    num_loss_tokens: int,
-) -> Tensor:
-    """AIPO: importance-weighted policy gradient with a one-sided clip.
+def aipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
+    """AIPO: importance-weighted policy gradient with a one-sided clip at ``config.rho``.
 
-    Its gradient is the update of LlamaRL (arXiv:2505.24034, Sec. 6), negated and averaged::
+    The gradient of its sum over the trained tokens is the update of LlamaRL (arXiv:2505.24034,
+    Sec. 6), negated::
 
         sum_t min(pi_t / mu_t, rho) * A_t * grad log pi_t
 
     The weight is detached, so a token above ``rho`` still learns, scaled by ``rho``. The loss
     ``-min(ratio, rho) * A`` is another algorithm: it gives such a token no gradient at all.
-
-    Args:
-        policy_logprobs: log pi(y_t), nats, [T], with grad.
-        behavior_logprobs: log mu(y_t) as recorded by the generator, nats, [T].
-        advantages: A_t, [T]; finite everywhere, also where masked.
-        loss_mask: [T] bool, True on trained tokens; other entries of ``behavior_logprobs`` may be NaN.
-        rho: Clip on pi / mu, > 0; the paper suggests 2 to 10. ``math.inf`` leaves only the cap at e^20 that keeps it
-            finite (``MOST_LOG_RATIO``).
-        num_loss_tokens: True mask entries in the whole optimizer step, over all microbatches and
-            data-parallel ranks. Parts then add up to the full-batch loss.
-
-    Raises:
-        ValueError: The four tensors differ in shape, or ``rho`` or ``num_loss_tokens`` is not positive.
     """
-    if not rho > 0:
-        raise ValueError(f"rho must be > 0, got {rho}")
-    if num_loss_tokens < 1:
-        raise ValueError(f"num_loss_tokens must be >= 1, got {num_loss_tokens}: there is nothing to average over")
-    check_same_shape(policy=policy_logprobs, behavior=behavior_logprobs, advantages=advantages, mask=loss_mask)
-    losses, _ = _aipo_terms(policy_logprobs[loss_mask], behavior_logprobs[loss_mask], advantages[loss_mask], rho)
-    return losses.sum() / num_loss_tokens
-
-
-def aipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
-    """``aipo_loss`` before averaging, under ``config.rho``."""
-    rho = math.inf if config.rho == "none" else float(config.rho)
-    losses, clipped = _aipo_terms(batch.policy_logprobs, batch.behavior_logprobs, batch.advantages, rho)
-    return TokenLosses(losses=losses, clipped=clipped)
+    return weighted(batch, batch.log_ratio.detach(), config)
 
 
 def aipo_surrogate(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -70,9 +37,7 @@ def aipo_surrogate(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
 
     Some implementations call this AIPO. It is here to compare with, not what the paper's update says.
     """
-    rho = math.inf if config.rho == "none" else float(config.rho)
-    log_ratio = batch.log_ratio
-    most = min(math.log(rho), MOST_LOG_RATIO)
+    log_ratio, most = batch.log_ratio, most_log_ratio(config)
     clipped = (log_ratio > most).detach()
     ratio = torch.where(log_ratio > most, most, log_ratio).exp()  # where, not clamp: no gradient through the bound
     return TokenLosses(losses=-ratio * batch.advantages, clipped=clipped)
@@ -94,17 +59,16 @@ def sequence_is(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     which the response's reward is unbiased; where AIPO corrects each token for itself, which is
     biased and of far smaller variance. Long responses soon weigh next to nothing or ``rho``.
     """
-    rho = math.inf if config.rho == "none" else float(config.rho)
-    log_ratio = sequence_sums(batch.log_ratio.detach(), batch)[batch.sequence_ids]
-    most = min(math.log(rho), MOST_LOG_RATIO)
-    weight = log_ratio.clamp(max=most).exp()
-    return TokenLosses(losses=-weight * batch.advantages * batch.policy_logprobs, clipped=log_ratio > most)
+    return weighted(batch, sequence_sums(batch.log_ratio.detach(), batch)[batch.sequence_ids], config)
 
 
-def _aipo_terms(
-    policy_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, rho: float
-) -> tuple[Tensor, Tensor]:
-    log_ratio = (policy_logprobs - behavior_logprobs).detach()
-    most = min(math.log(rho), MOST_LOG_RATIO)
-    weight = log_ratio.clamp(max=most).exp()  # clamp the log: exp cannot overflow
-    return -weight * advantages * policy_logprobs, log_ratio > most
+def most_log_ratio(config: AlgorithmConfig) -> float:
+    """log ``config.rho``, at most ``MOST_LOG_RATIO``, nats."""
+    return MOST_LOG_RATIO if config.rho == "none" else min(math.log(config.rho), MOST_LOG_RATIO)
+
+
+def weighted(batch: TokenBatch, log_weights: Tensor, config: AlgorithmConfig) -> TokenLosses:
+    """Weigh the policy gradient of each token by exp(log_weights), [T] and detached, cut at ``config.rho``."""
+    most = most_log_ratio(config)
+    weights = log_weights.clamp(max=most).exp()  # clamp the log: exp cannot overflow
+    return TokenLosses(losses=-weights * batch.advantages * batch.policy_logprobs, clipped=log_weights > most)

@@ -22,7 +22,6 @@ __all__ = [
     "LossFunction",
     "TokenBatch",
     "TokenLosses",
-    "check_same_shape",
     "sequence_means",
     "sequence_sums",
 ]
@@ -87,15 +86,6 @@ class TokenLosses:
 
 
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], TokenLosses]
-
-
-def check_same_shape(**tensors: Tensor) -> None:
-    """Raises:
-    ValueError: The named tensors differ in shape.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"per-token tensors must have one shape, got {shapes}")
 
 
 def sequence_means(values: Tensor, batch: TokenBatch) -> Tensor:

@@ -14,11 +14,10 @@ the weight. Where A is negative u has no upper bound but the cap at e^20, which 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.aipo import most_log_ratio
 from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 
@@ -41,7 +40,7 @@ def decoupled_ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     The proximal policy is the one before the tick's first update. With one update a tick it is pi itself: the clip
     never acts and the gradient is the plain importance-weighted one.
     """
-    return _with_proximal_weight(batch, config, rho=math.inf)
+    return _with_proximal_weight(batch, config, MOST_LOG_RATIO)
 
 
 def truncated_is(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -49,7 +48,7 @@ def truncated_is(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
 
     With one update a tick its gradient equals AIPO's.
     """
-    return _with_proximal_weight(batch, config, rho=math.inf if config.rho == "none" else float(config.rho))
+    return _with_proximal_weight(batch, config, most_log_ratio(config))
 
 
 def gspo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -62,12 +61,11 @@ def gspo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     return _clipped_surrogate(means[batch.sequence_ids], batch, config)
 
 
-def _with_proximal_weight(batch: TokenBatch, config: AlgorithmConfig, rho: float) -> TokenLosses:
+def _with_proximal_weight(batch: TokenBatch, config: AlgorithmConfig, most: float) -> TokenLosses:
     proximal = batch.proximal_logprobs
     if proximal is None:
         proximal = batch.policy_logprobs.detach()
     log_weight = (proximal - batch.behavior_logprobs).detach()
-    most = min(math.log(rho), MOST_LOG_RATIO)
     weight = log_weight.clamp(max=most).exp()
     terms = _clipped_surrogate(batch.policy_logprobs - proximal, batch, config)
     over = log_weight > most
@@ -104,9 +102,8 @@ def dppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     -clip_low and A < 0. So a rare token may change by a large ratio, and a likely one may not by a
     small one. Else it weighs min(pi / mu, rho), detached.
     """
-    rho = math.inf if config.rho == "none" else float(config.rho)
     log_ratio = batch.log_ratio.detach()
     moved = batch.policy_logprobs.detach().exp() - batch.behavior_logprobs.exp()
     out = ((moved > config.clip_high) & (batch.advantages > 0)) | ((moved < -config.clip_low) & (batch.advantages < 0))
-    weight = torch.where(out, 0.0, log_ratio.clamp(max=min(math.log(rho), MOST_LOG_RATIO)).exp())
+    weight = torch.where(out, 0.0, log_ratio.clamp(max=most_log_ratio(config)).exp())
     return TokenLosses(losses=-weight * batch.advantages * batch.policy_logprobs, clipped=out)
