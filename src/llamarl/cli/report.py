@@ -54,6 +54,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page. Raises ConfigError for what is no run and for a file that cannot be written."""
+    from llamarl.observability.writing import replace_file
     from llamarl.report.page import make_page, numbered
     from llamarl.report.run_data import RunReader
     from llamarl.report.run_files import runs_of, title_of
@@ -63,12 +64,9 @@ def run(args: argparse.Namespace) -> int:
     runs, title = runs_of(opened), title_of(opened)
     blocks = numbered([RunReader(path).blocks(max_bytes // len(runs)) for path in runs])
     page = make_page(title, blocks)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, out)
+        replace_file(out, page.encode(), writer=str(os.getpid()))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(
             f"--out {out}: cannot be written ({error.strerror}); give a file in a folder that exists"
         ) from error

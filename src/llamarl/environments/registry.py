@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check, import_user, is_import_path
 from llamarl.strict import mistakes_of
 
-__all__ = ["BUILT_IN", "KINDS", "Kind", "check_environment", "make_environment"]
+__all__ = ["BUILT_IN", "KINDS", "check_environment", "make_environment"]
 
 _GAMES = "llamarl.environments.games"
 _ADAPTERS = "llamarl.environments.adapters"
@@ -35,22 +34,13 @@ BUILT_IN: Mapping[str, str] = {
 """Name -> where its class is."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Environments of one library, or of one shape."""
-
-    written: str
-    """How one is named in a recipe."""
-    factory: str
-    """Where the callable is that makes one, of the words behind the colon and options."""
-
-
-KINDS: Mapping[str, Kind] = {
-    "reasoning_gym": Kind("reasoning_gym:DATASET", f"{_GAMES}.second_try:of_dataset"),
-    "agent": Kind("agent:my_agent.py:function", f"{_ADAPTERS}.agent:AgentProgram"),
-    "trl": Kind("trl:my_shop.py:Class", f"{_ADAPTERS}.trl:trl"),
+KINDS: Mapping[str, tuple[str, str]] = {
+    "reasoning_gym": ("reasoning_gym:DATASET", f"{_GAMES}.second_try:of_dataset"),
+    "agent": ("agent:my_agent.py:function", f"{_ADAPTERS}.agent:AgentProgram"),
+    "trl": ("trl:my_shop.py:Class", f"{_ADAPTERS}.trl:trl"),
 }
-"""What stands before the colon -> what such an environment is."""
+"""What stands before the colon -> how such an environment is named in a recipe, and where the
+callable is that makes one, of the words behind the colon and options."""
 
 _KEY, _OPTIONS = "task.environment", "task.environment_options"
 
@@ -107,16 +97,16 @@ def _factory(name: str) -> Callable[..., Environment]:
         return _load(BUILT_IN[name])
     if kind in KINDS:
         if not what:
-            raise DataError.at(_KEY, f"{name!r} needs a name behind the colon: {KINDS[kind].written}")
+            raise DataError.at(_KEY, f"{name!r} needs a name behind the colon: {KINDS[kind][0]}")
         if kind in OWN_CODE and not is_import_path(what):
-            raise DataError.at(_KEY, f"{name!r} must name a class or function: {KINDS[kind].written}")
-        return functools.partial(_load(KINDS[kind].factory), what)
+            raise DataError.at(_KEY, f"{name!r} must name a class or function: {KINDS[kind][0]}")
+        return functools.partial(_load(KINDS[kind][1]), what)
     if is_import_path(name):
         check(name, _KEY)
         return functools.partial(_own, name, import_user(name, _KEY))
     near = difflib.get_close_matches(kind, [*BUILT_IN, *KINDS], n=1, cutoff=0.5)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    known = [*BUILT_IN, *(one.written for one in KINDS.values())]
+    known = [*BUILT_IN, *(written for written, _ in KINDS.values())]
     raise DataError.at(
         _KEY,
         f"{name!r} is unknown; {meant}It is one of {', '.join(known)}, or your own as file.py:Class or package:Class",
@@ -132,7 +122,7 @@ def _own(name: str, make: Callable[..., Any], /, **options: Any) -> Environment:
     except (TypeError, ValueError, AttributeError):
         complete = False
     if not complete:
-        shapes = ", ".join(KINDS[kind].written for kind in OWN_CODE)
+        shapes = ", ".join(KINDS[kind][0] for kind in OWN_CODE)
         raise TypeError(
             f"{name} is no environment: it needs reset(item, seed) and step(reply), and may have close(). One of another shape is named "
             f"with its kind: {shapes}"

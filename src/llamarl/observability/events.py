@@ -20,11 +20,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter
 
 from llamarl.checkpoint.platform import platform_facts
 from llamarl.errors import EventLogError, FileError
@@ -60,20 +61,11 @@ class TickEvent:
     """(engine step of the tick, prompt index, sample index, turn) of each reply of an environment, in order."""
 
     def to_plain(self) -> dict[str, Any]:
-        record = asdict(self) | {"swaps": list(map(list, self.swaps)), "joins": list(map(list, self.joins))}
+        record: dict[str, Any] = _EVENT.dump_python(self, mode="json")
         return {key: value for key, value in record.items() if key != "joins" or value}
 
-    @classmethod
-    def from_plain(cls, record: Mapping[str, Any]) -> TickEvent:
-        return cls(
-            tick=int(record["tick"]),
-            rank=int(record["rank"]),
-            swaps=tuple((int(step), int(version)) for step, version in record["swaps"]),
-            steps=int(record["steps"]),
-            delivered=str(record["delivered"]),
-            digest=str(record["digest"]),
-            joins=tuple((int(s), int(p), int(n), int(t)) for s, p, n, t in record.get("joins", ())),
-        )
+
+_EVENT = TypeAdapter(TickEvent)
 
 
 class EventLog(LineLog):
@@ -148,8 +140,8 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
                 if record.get("format") != _FORMAT:
                     raise ValueError(f"format {record.get('format')!r}, this llamarl reads format {_FORMAT}")
                 continue
-            event = TickEvent.from_plain(record)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            event = _EVENT.validate_python(record)
+        except ValueError as error:
             raise EventLogError(_torn(path, number, error)) from None
         found[event.tick, event.rank] = event
     ranks = {rank for _, rank in found}

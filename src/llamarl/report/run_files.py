@@ -8,27 +8,27 @@ the others still tell.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from llamarl.controller.run_folder import CONFIG_FILE, who_holds
 from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.job_description import JOB_FILE
 from llamarl.observability.metrics import METRICS_FILE, read_metrics, read_warnings
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER
 from llamarl.observability.trace import TRACE_FILE, Trace, read_trace
-from llamarl.reading import read_object, read_text, read_toml, refuse_pipes, user_path
+from llamarl.reading import read_object, read_toml, refuse_pipes, user_path
 
 __all__ = ["MAX_RUNS", "RunFiles", "open_run", "read_run", "runs_of", "title_of"]
 
 MAX_RUNS = 16
 """On one page."""
 
-_CONFIG_FILE = "config.toml"
-_LOCK_FILE = ".lock"
-_MARKS = (_CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, TRACE_FILE)
+Status = Literal["running", "done", "stopped", "unknown"]
+
+_MARKS = (CONFIG_FILE, METRICS_FILE, ROLLOUTS_FOLDER, TRACE_FILE)
 """A folder that holds none of these is no run."""
 
 
@@ -38,7 +38,6 @@ class RunFiles:
 
     path: Path
     name: str
-    status: Literal["running", "done", "stopped", "unknown"]
     config: dict[str, Any]
     rows: list[dict[str, Any]]
     warnings: list[dict[str, Any]]
@@ -46,6 +45,7 @@ class RunFiles:
     trace: Trace
     missing: tuple[str, ...]
     """In words: files that are not there, and what the page lacks for it."""
+    status: Status = "unknown"
 
     @property
     def num_ticks(self) -> int | None:
@@ -110,7 +110,7 @@ def _runs_inside(path: Path) -> list[Path]:
     """
 
     def began(run: Path) -> tuple[float, str]:
-        config = run / _CONFIG_FILE
+        config = run / CONFIG_FILE
         return config.stat().st_mtime if config.exists() else 0.0, run.name
 
     try:
@@ -127,7 +127,7 @@ def read_run(path: Path) -> RunFiles:
     """
     refuse_pipes(path)  # each time: it may have begun since, and be a stranger's
     missing: list[str] = []
-    config = _object_or_empty(path / _CONFIG_FILE, missing, "configuration and its differences are not shown")
+    config = _object_or_empty(path / CONFIG_FILE, missing, "configuration and its differences are not shown")
     rows: list[dict[str, Any]] = []
     if (path / METRICS_FILE).exists():
         rows = [dict(row) for row in read_metrics(path)]
@@ -146,7 +146,6 @@ def read_run(path: Path) -> RunFiles:
     files = RunFiles(
         path=path,
         name=path.resolve().name,
-        status="unknown",
         config=config,
         rows=rows,
         warnings=read_warnings(path),
@@ -154,7 +153,8 @@ def read_run(path: Path) -> RunFiles:
         trace=trace,
         missing=tuple(missing),
     )
-    return _with_status(files)
+    num_done = int(rows[-1].get("step") or 0) + 1 if rows else 0
+    return dataclasses.replace(files, status=_status(path, num_done, files.num_ticks))
 
 
 def _object_or_empty(path: Path, missing: list[str], without: str) -> dict[str, Any]:
@@ -168,28 +168,9 @@ def _object_or_empty(path: Path, missing: list[str], without: str) -> dict[str, 
         return {}
 
 
-def _with_status(files: RunFiles) -> RunFiles:
-    last = int(files.rows[-1].get("step") or 0) + 1 if files.rows else 0
-    status: Literal["running", "done", "stopped", "unknown"] = "stopped"
-    if _is_held(files.path):
-        status = "running"
-    elif files.num_ticks is None:
-        status = "unknown"
-    elif last >= files.num_ticks:
-        status = "done"
-    return dataclasses.replace(files, status=status)
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a process holds the run's lock, told without taking it: a reader must never be in a run's way."""
-    try:
-        inode = os.stat(path / _LOCK_FILE).st_ino
-        owner = read_text(path / _LOCK_FILE, max_bytes=1 << 16).strip()
-        locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
-    except (OSError, FileError):
-        return False
-    for line in locks.splitlines():
-        fields = line.split()
-        if "FLOCK" in fields and fields[-3].rsplit(":", 1)[-1] == str(inode):
-            return owner in fields or os.path.exists(f"/proc/{owner}")
-    return False
+def _status(path: Path, num_done: int, num_ticks: int | None) -> Status:
+    if who_holds(path):
+        return "running"
+    if num_ticks is None:
+        return "unknown"
+    return "done" if num_done >= num_ticks else "stopped"

@@ -12,8 +12,16 @@ import pytest
 from made_responses import made_group, made_response
 
 from llamarl.config import validate
-from llamarl.environments.code import CodeOptions, CodeTask, Verdict, judge_program, same_output, warning_of_boxes
-from llamarl.environments.code_items import code_item, last_program
+from llamarl.environments.code import (
+    CodeOptions,
+    CodeTask,
+    Verdict,
+    code_item,
+    judge_program,
+    last_program,
+    same_output,
+    warning_of_boxes,
+)
 from llamarl.environments.config import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool

@@ -153,7 +153,7 @@ def test_a_class_of_another_shape_is_refused_with_the_kinds_that_there_are(own: 
         ("package.games:Game", "package.games:Game"),
         ("", ""),
         ("mastermind", ""),
-        *((kind.written, kind.written.partition(":")[2] if name in ("agent", "trl") else "") for name, kind in KINDS.items()),
+        *((written, written.partition(":")[2] if kind in ("agent", "trl") else "") for kind, (written, _) in KINDS.items()),
     ],
 )  # fmt: skip
 def test_the_configuration_knows_which_environments_are_code_of_the_users_own(name: str, path: str) -> None:
