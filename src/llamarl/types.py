@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 __all__ = ["Failure", "FailureKind", "FinishReason", "Group", "Opening", "Prompt", "Response", "Score", "Turn"]
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+FinishReason = Literal["stop", "length", "error"]
 FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation", "judge", "environment"]
 
 

@@ -85,7 +85,7 @@ def _gaps(model: PreTrainedModel, of: Sequence[TokenSequence]) -> Tensor:
     gaps = []
     for s in of:
         expected = logits_of(model, s).log_softmax(-1).gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
-        gaps.append((torch.tensor(s.raw_logprobs) - expected).abs())
+        gaps.append((torch.tensor(s.logprobs) - expected).abs())
     return torch.cat(gaps)
 
 

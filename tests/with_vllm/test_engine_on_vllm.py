@@ -55,7 +55,6 @@ def test_greedy_tokens_and_ends_are_the_native_engines(engine: VllmEngine) -> No
 def test_logprobs_are_those_of_the_trainers_forward(engine: VllmEngine) -> None:
     of = drain(engine, sequences(prompts(24), samples=4, tokens=48))
     assert largest_gap(trainers_model(BUNDLED), of) < BOUND
-    assert all(s.logprobs == s.raw_logprobs for s in of)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,6 @@ def test_logprobs_are_of_the_distribution_after_temperature_and_filters(
             kept &= probs >= params["min_p"] * probs.max(-1, keepdim=True).values
         expected = scaled.masked_fill(~kept, -math.inf).log_softmax(-1).gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(s.logprobs), expected, atol=2 * BOUND, rtol=0)
-        assert all(math.isnan(value) for value in s.raw_logprobs)  # vLLM reports one distribution, not two
 
 
 def test_tokens_are_drawn_as_often_as_their_logprob_says(engine: VllmEngine) -> None:
@@ -134,28 +132,6 @@ def test_suspended_sequences_go_on_where_they_were(engine: VllmEngine) -> None:
     assert waiting and not engine.has_work and 0 < len(waiting[0].tokens) < 30
     drain(engine, waiting)
     assert endings(parts) == endings(whole)
-
-
-def test_a_cancelled_prompt_ends_at_once_and_the_others_as_if_it_had_not_been(engine: VllmEngine) -> None:
-    of = prompts(6)
-    undisturbed = drain(engine, sequences(of, samples=2, temperature=0.0))
-    these = sequences(of, samples=2, temperature=0.0)
-    engine.add(these)
-    for _ in range(2):
-        engine.step()
-    engine.cancel(3)
-    engine.cancel(4, 1)
-    ended = engine.step()
-    assert [(s.prompt_index, s.sample_index) for s in ended if s.finish_reason == "cancelled"] == [
-        (3, 0),
-        (3, 1),
-        (4, 1),
-    ]
-    while engine.has_work:
-        engine.step()
-    for s, expected in zip(these, undisturbed, strict=True):
-        if s.finish_reason != "cancelled":
-            assert (s.tokens, s.finish_reason) == (expected.tokens, expected.finish_reason)
 
 
 def test_handed_over_weights_are_computed_with_and_nothing_of_the_earlier_ones(engine: VllmEngine) -> None:

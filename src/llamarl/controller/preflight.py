@@ -351,6 +351,8 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
     rows = None if config.samples else make_demonstrations(config, tokenizer)
     if config.algorithm.imitates:
         assert rows is not None
+        if config.evaluation.every and config.evaluation.tp > 1:
+            _check_sampled_distribution(config)
         if isinstance(rows, PromptStream):
             rows.check_training_prompts()
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
@@ -390,7 +392,8 @@ def _check_sampled_distribution(config: RunConfig) -> None:
             raise ConfigError.at(
                 f"generator.sampling.{name}",
                 f"is {value:g}: samples would come from the likeliest tokens alone, and the trainer's log-probs are of all "
-                f"tokens, so that no loss could weigh one by the other; leave it out to train (llamarl eval and generate take it)",
+                "tokens, so that no loss could weigh one by the other, nor do tensor-parallel ranks draw so; leave it out to train "
+                "(llamarl eval and generate take it)",
             )
 
 

@@ -50,10 +50,6 @@ class Engine(Protocol):
         """Take every unfinished sequence out, in admission order, and drop all KV. ``add`` resumes them."""
         ...
 
-    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
-        """End the matching sequences with finish_reason ``cancelled``; the next ``step`` returns them."""
-        ...
-
     def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
         """Name -> live tensor as the trainer names it (tied weights once); what a weight version is written into."""
         ...

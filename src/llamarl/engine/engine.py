@@ -1,6 +1,6 @@
 """The native engine: continuous batching on the ``transformers`` module, with our scheduler, KV cache and sampler.
 
-    step():  deadlines ─▶ Scheduler.schedule ─▶ ModelRunner.execute ─▶ sample ─▶ append, stop checks ─▶ ended sequences
+    step():  Scheduler.schedule ─▶ ModelRunner.execute ─▶ sample ─▶ append, stop checks ─▶ ended sequences
 
 With pipeline stages a step begins one wave, a plan that takes its share of the sequences, and ends
 the oldest of as many waves as there are stages: while the last stage computes it, the others
@@ -12,8 +12,7 @@ Everything that decides a bit of the output is in the sequences and the order in
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from llamarl.engine.cut_sampler import sample_over_ranks
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.ranks import EngineRanks
-from llamarl.engine.sampler import Draws, sample
+from llamarl.engine.sampler import Draws, is_filtered, sample
 from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens
@@ -43,7 +42,6 @@ class NativeEngine:
         quantization: ``none`` serves the weights in ``config.dtype``; ``int8`` (CPU) and ``fp8``
             (CUDA) serve linear layers quantized from them, anew at each version.
         eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
-        clock: Seconds, monotonic; for deadlines.
         layout: This rank's place among the ranks of the engine, by ``tp`` and ``pp`` or ``cp``;
             None is a single rank. All ranks make the same calls with the same sequences, in the
             same order, and get the same tokens.
@@ -61,14 +59,12 @@ class NativeEngine:
         device: torch.device | str = "cpu",
         quantization: str = "none",
         eos_token_ids: Iterable[int] | None = None,
-        clock: Callable[[], float] = time.monotonic,
         layout: ParallelLayout | None = None,
         parked: bool = False,
         note_experts: bool = False,
     ) -> None:
         self.config = config
         self._tokenizer = tokenizer
-        self._clock = clock
         self._ranks = EngineRanks(layout)
         self._runner = ModelRunner(
             model_path,
@@ -89,7 +85,6 @@ class NativeEngine:
         self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
         self._policy_version = 0
         self._members: dict[int, Member] = {}
-        self._deadlines: dict[int, float] = {}
         self._ended: list[Member] = []
         self._stop_windows: dict[tuple[str, ...], int] = {}
         self._reset_counters()
@@ -108,15 +103,11 @@ class NativeEngine:
         """Admit sequences in order; all of them, or on an error none."""
         for sequence in sequences:
             self._check(sequence)
-        now = self._clock()
         for sequence in sequences:
             member = self._scheduler.add(sequence)
             self._members[member.order] = member
-            if sequence.params.deadline_s is not None:
-                self._deadlines[member.order] = now + sequence.params.deadline_s
 
     def step(self) -> list[TokenSequence]:
-        self._expire()
         plan = self._scheduler.schedule(num_shares=self._ranks.num_stages, drawing=self._waves.drawing)
         begun = bool(plan.chunks or plan.samples)
         assert begun or self._waves or self._ended or not self._members, "the scheduler made no progress"
@@ -130,14 +121,7 @@ class NativeEngine:
         for wave in self._waves.drop():
             forget_unread(wave.plan)
         self._members.clear()
-        self._deadlines.clear()
         return self._scheduler.take_all()
-
-    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
-        for member in list(self._members.values()):
-            sequence = member.sequence
-            if sequence.prompt_index == prompt_index and sample_index in (None, sequence.sample_index):
-                self._finish(member, "cancelled")
 
     def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
         return self._runner.parameters_for_sync()
@@ -242,20 +226,16 @@ class NativeEngine:
             raise ValueError(f"{where}: a seed has 64 bits without a sign, got {sequence.seed}")
         if params.stop_strings and self._tokenizer is None:
             raise ValueError(f"{where}: stop_strings {params.stop_strings} need an engine that was given a tokenizer")
+        if self._ranks.size > 1 and is_filtered(params):
+            raise ValueError(
+                f"{where}: top_k, top_p and min_p are for an engine of one rank, as eval and generate have"
+            )
         self._scheduler.check(sequence)
 
     def _take_ended(self) -> list[TokenSequence]:
         ended = sorted(self._ended, key=lambda m: m.order)
         self._ended = []
         return [member.sequence for member in ended]
-
-    def _expire(self) -> None:
-        if self._deadlines:
-            now = self._clock()
-            passed = self._ranks.share_flags([now >= deadline for deadline in self._deadlines.values()])
-            for order, late in zip(list(self._deadlines), passed, strict=True):
-                if late:
-                    self._finish(self._members[order], "deadline")
 
     def _begin(self, plan: StepPlan) -> None:
         """Compute this stage's part of a plan; the last one samples."""
@@ -293,14 +273,13 @@ class NativeEngine:
             if not draws.ok[i]:
                 self._fail(member)
                 continue
-            self._take(member, draws.tokens[i], draws.logprobs[i], draws.raw_logprobs[i])
+            self._take(member, draws.tokens[i], draws.logprobs[i])
 
-    def _take(self, member: Member, token: int, logprob: float, raw_logprob: float) -> None:
+    def _take(self, member: Member, token: int, logprob: float) -> None:
         """A token was drawn for a sequence."""
         sequence = member.sequence
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
-        sequence.raw_logprobs.append(raw_logprob)
         sequence.policy_versions.append(self._policy_version)
         sequence.loss_mask.append(True)
         self._tokens_sampled += 1
@@ -344,7 +323,6 @@ class NativeEngine:
     def _finish(self, member: Member, reason: FinishReason) -> None:
         member.sequence.finish_reason = reason
         del self._members[member.order]
-        self._deadlines.pop(member.order, None)
         self._ended.append(member)
         self._scheduler.remove(member)
 

@@ -175,14 +175,6 @@ class EpisodeEngine:
         self._order.clear()
         return taken
 
-    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
-        self._engine.cancel(prompt_index, sample_index)
-        for key, waiting in list(self._waiting.items()):
-            if key[0] == prompt_index and sample_index in (None, key[1]):
-                del self._waiting[key]
-                self._release(waiting.sequence)
-                self._end(waiting.sequence, "cancelled")
-
     def parameters_for_sync(self) -> Mapping[str, torch.Tensor]:
         return self._engine.parameters_for_sync()
 
@@ -342,6 +334,5 @@ def _append(sequence: TokenSequence, tokens: Sequence[int]) -> None:
     """Tokens that the policy did not write."""
     sequence.tokens += tokens
     sequence.logprobs += [math.nan] * len(tokens)
-    sequence.raw_logprobs += [math.nan] * len(tokens)
     sequence.policy_versions += [-1] * len(tokens)
     sequence.loss_mask += [False] * len(tokens)

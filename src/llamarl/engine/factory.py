@@ -108,7 +108,7 @@ def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase, 
 def to_response(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Response:
     """The record of a finished sequence. One that the engine had to give up is failed, not scored."""
     assert sequence.finish_reason is not None, "only a finished sequence becomes a response"
-    failed = sequence.finish_reason in ("error", "deadline", "cancelled")
+    failed = sequence.finish_reason == "error"
     episode = sequence.episode
     kind: FailureKind = "environment" if episode is not None and episode.failure else "generation"
     return Response(

@@ -4,7 +4,6 @@ Every rank runs the same scheduler on the same sequences, holds its heads' part 
 its stage's layers, and computes its part of their matrix products (tensor parallelism). What
 crosses between them, in this order, the same on every rank::
 
-    deadlines that have passed   rank 0's clock decides             only while a sequence has one
     sums behind embedding, o_proj, down_proj                        one, and two a layer
     the draws                    see ``cut_sampler.py``             the only values that decide what comes next
     replies of environments      rank 0 asks ─▶ all                 between steps; see ``episode_ranks.py``
@@ -20,7 +19,7 @@ So ranks cannot drift apart, even if their sums differed in the last bit: every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,20 +82,6 @@ class EngineRanks:
         dist.all_gather(parts, values.contiguous(), group=self._group)
         return torch.stack(parts)
 
-    def gather_on_leader(self, values: Tensor) -> Tensor | None:
-        """All ranks' ``values`` (of one shape), [ranks, ...], on rank 0; None on the others."""
-        if self._group is None:
-            return values[None]
-        parts = [torch.empty_like(values) for _ in range(self.size)] if self.is_stage_leader else None
-        dist.gather(values.contiguous(), parts, group=self._group, group_dst=0)
-        return None if parts is None else torch.stack(parts)
-
-    def from_leader(self, values: Tensor) -> Tensor:
-        """Rank 0's values, in place, on all of them."""
-        if self._group is not None:
-            dist.broadcast(values, group=self._group, group_src=0)
-        return values
-
     def gather_from_stages(self, value: Any) -> list[Any] | None:
         """The values (any that pickle) of the ranks that have this one's place in their stages,
         first stage to last, on that of the first stage; None on the others."""
@@ -124,12 +109,6 @@ class EngineRanks:
             if group is not None:
                 dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
         return int(values)
-
-    def share_flags(self, flags: Sequence[bool]) -> list[bool]:
-        """Rank 0's answers to questions that every rank asks in the same order."""
-        if self.alone:
-            return list(flags)
-        return [bool(value) for value in self._from_rank_0(torch.tensor(flags, dtype=torch.uint8)).tolist()]
 
     def _from_rank_0(self, values: Tensor) -> Tensor:
         """Rank 0's values, in place, on all of them: over the first stage, or part of the tokens,

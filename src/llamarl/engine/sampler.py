@@ -7,8 +7,7 @@ slices of the vocabulary, then inside one slice), which costs a few passes over 
 sort. Filters (in the order top-k, top-p, min-p, each on what the earlier one left, as in
 ``transformers``) look at the likeliest tokens only.
 
-Two log-probs come back: under the distribution sampled from, which is the mu of importance
-sampling, and under the unfiltered distribution at temperature 1.
+The log-prob that comes back is under the distribution sampled from, the mu of importance sampling.
 
 On a GPU everything is queued and read back once, at the end; only top-p without top-k asks in
 between, whether the tokens it looked at first were enough.
@@ -27,18 +26,7 @@ from torch import Tensor
 from llamarl.engine.sequence import SamplingParams
 from llamarl.models.transfer import indices, to_device
 
-__all__ = [
-    "Draws",
-    "among_likeliest",
-    "candidates_for",
-    "column",
-    "find_in_slices",
-    "in_slices",
-    "needs_candidates",
-    "rows_by_width",
-    "sample",
-    "uniforms",
-]
+__all__ = ["Draws", "column", "find_in_slices", "in_slices", "is_filtered", "sample", "uniforms"]
 
 _SLICE = 256  # vocabulary entries summed into one first-level entry
 _CANDIDATES = 1024  # likeliest tokens looked at first when only top-p asks
@@ -50,7 +38,6 @@ class Draws:
 
     tokens: list[int]
     logprobs: list[float]
-    raw_logprobs: list[float]
     ok: list[bool]
 
 
@@ -77,13 +64,12 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         seeds: [N] 64-bit seeds of the sequences.
         positions: [N] index in its response of the token being drawn.
     """
-    tokens, logprobs, raw, ok = _draw(logits, params, seeds, positions).tolist()
-    return Draws([int(token) for token in tokens], logprobs, raw, [bool(value) for value in ok])
+    tokens, logprobs, ok = _draw(logits, params, seeds, positions).tolist()
+    return Draws([int(token) for token in tokens], logprobs, [bool(value) for value in ok])
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[4, N] fp64, which holds each exactly: tokens, their log-probs, their unfiltered log-probs,
-    whether the row is ok."""
+    """[3, N] fp64, which holds each exactly: tokens, their log-probs, whether the row is ok."""
     logits_NV = logits.float()
     N = len(params)
     top_N = logits_NV.amax(dim=-1)
@@ -100,8 +86,8 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int]
         rows = _rows(greedy, N, logits.device)
         tokens_N[rows] = (logits_NV if whole else logits_NV[rows]).argmax(dim=-1)
 
-    dense = [i for i, p in enumerate(params) if p.temperature > 0 and not needs_candidates(p)]
-    ranked = [i for i, p in enumerate(params) if p.temperature > 0 and needs_candidates(p)]
+    dense = [i for i, p in enumerate(params) if p.temperature > 0 and not _needs_candidates(p)]
+    ranked = [i for i, p in enumerate(params) if p.temperature > 0 and _needs_candidates(p)]
     if dense:
         tempered = any(params[i].temperature != 1.0 for i in dense)
         whole = len(dense) == N
@@ -116,16 +102,15 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int]
         chosen, total = _invert(weights, u_N if whole else u_N[rows])
         tokens_N[rows] = chosen
         logprobs_N[rows] = (weights.gather(1, chosen[:, None])[:, 0].double() / total).log().float()
-    for rows_list in rows_by_width(ranked, params):
+    for rows_list in _rows_by_width(ranked, params):
         (rows,) = indices([rows_list], logits.device)
         chosen, logprob = _sample_ranked(logits_NV[rows] - top_N[rows, None], [params[i] for i in rows_list], u_N[rows])
         tokens_N[rows] = chosen
         logprobs_N[rows] = logprob
 
     ok_N &= logprobs_N.isfinite()
-    raw_N = logits_NV.gather(1, tokens_N[:, None])[:, 0] - log_norm_N
     tokens_N = torch.where(ok_N, tokens_N, -1)
-    return torch.stack([tokens_N.double(), logprobs_N.double(), raw_N.double(), ok_N.double()])
+    return torch.stack([tokens_N.double(), logprobs_N.double(), ok_N.double()])
 
 
 def _rows(chosen: list[int], total: int, device: torch.device) -> Tensor | slice:
@@ -136,7 +121,12 @@ def column(values: list[float], device: torch.device, dtype: torch.dtype = torch
     return to_device(torch.tensor(values, dtype=dtype), device)[:, None]
 
 
-def needs_candidates(params: SamplingParams) -> bool:
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether some tokens cannot be drawn."""
+    return _needs_candidates(params) or params.min_p > 0.0
+
+
+def _needs_candidates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0
 
 
@@ -183,7 +173,7 @@ def _running_sums(rows: Tensor) -> Tensor:
     return rows.cumsum(dim=-1)
 
 
-def rows_by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
+def _rows_by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
     """Rows with the same top-k together: each set needs as many candidates."""
     sets: dict[int, list[int]] = {}
     for i in rows:
@@ -205,9 +195,9 @@ def _sample_ranked(
     scaled = shifted / column([p.temperature for p in params], shifted.device)
     top_k = min(params[0].top_k, V)
     mass = None if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
-    width = candidates_for(params, V, candidates)
+    width = _candidates_for(params, V, candidates)
     values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
-    chosen, logprobs, reached = among_likeliest(values, params, u, mass)
+    chosen, logprobs, reached = _among_likeliest(values, params, u, mass)
     tokens = indices.gather(1, chosen[:, None])[:, 0]
     if not top_k and width < V:
         # Apart from the others: the order among equal logits depends on how many are asked for, and
@@ -220,12 +210,12 @@ def _sample_ranked(
     return tokens, logprobs
 
 
-def candidates_for(params: list[SamplingParams], V: int, candidates: int = _CANDIDATES) -> int:
+def _candidates_for(params: list[SamplingParams], V: int, candidates: int = _CANDIDATES) -> int:
     """How many of the likeliest tokens rows with this top-k (the same for all) look at."""
     return min(params[0].top_k, V) or min(candidates, V)
 
 
-def among_likeliest(
+def _among_likeliest(
     values: Tensor, params: list[SamplingParams], u: Tensor, mass: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw among the likeliest tokens of each row, by top-p and min-p.

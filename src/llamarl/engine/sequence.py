@@ -32,8 +32,6 @@ class SamplingParams:
     """Keep tokens at least this fraction as likely as the likeliest."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    deadline_s: float | None = None
-    """Wall-clock limit from admission; None is none (the only repeatable choice)."""
 
     def __post_init__(self) -> None:
         """Raises ValueError on what no distribution has."""
@@ -63,8 +61,6 @@ class Sequence:
     """Response tokens so far."""
     logprobs: list[float] = field(default_factory=list)
     """log mu of each, under the distribution sampled from (after temperature and filters)."""
-    raw_logprobs: list[float] = field(default_factory=list)
-    """log-prob of each under the unfiltered distribution at temperature 1."""
     policy_versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -4,9 +4,7 @@ installation, in this process.
     add / step / suspend ─▶ LLMEngine.add_request / step / abort_request      one request a sequence
     parameters_for_sync  ─▶ staging tensors under the trainer's names ──weights_updated──▶ vLLM's reload_weights
 
-What differs from the native engine: bits are vLLM's own, and it promises none; ``raw_logprobs`` are
-known only where they equal ``logprobs`` (temperature 1, no filter) and NaN elsewhere, because vLLM
-reports one of the two; a sequence that was interrupted draws from a new seed, made of its own and
+What differs from the native engine: bits are vLLM's own, and it promises none; a sequence that was interrupted draws from a new seed, made of its own and
 its length. Sequences that run while weights change are computed again under the new ones, as in the
 native engine. The staging tensors take memory for one more copy of the model, on the host.
 """
@@ -16,8 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.engine.config import CPU_CACHE_BYTES, ENGINES, EngineConfig
-from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import check_supported, resolve_model_path
@@ -41,7 +37,7 @@ __all__ = ["OLDEST_VLLM", "VllmEngine", "import_vllm"]
 OLDEST_VLLM = (0, 32)
 """Release this was written against; earlier ones lack parts of the interface."""
 _QUANTIZATIONS = {"none": None, "fp8": "fp8"}
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def import_vllm() -> ModuleType:
@@ -82,7 +78,6 @@ class VllmEngine:
         device: Not used: vLLM knows.
         quantization: ``none``, or vLLM's own ``fp8`` on CUDA.
         eos_token_ids: Tokens that end every response; None takes those that vLLM reads from the model's folder.
-        clock: Seconds, monotonic; for deadlines.
 
     Raises:
         ConfigError: vLLM is missing or too old, or cannot quantize so.
@@ -97,7 +92,6 @@ class VllmEngine:
         device: str = "",
         quantization: str = "none",
         eos_token_ids: Iterable[int] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if quantization not in _QUANTIZATIONS:
             raise ConfigError(
@@ -106,7 +100,6 @@ class VllmEngine:
             )
         self.config = config
         self._vllm = import_vllm()
-        self._clock = clock
         self._eos = None if eos_token_ids is None else sorted(eos_token_ids)
         folder = resolve_model_path(model_path)
         check_supported(folder, "vllm")
@@ -145,7 +138,6 @@ class VllmEngine:
         self._next_order = 0
         self._running: dict[str, TokenSequence] = {}
         """By name (the admission number as text), in admission order."""
-        self._deadlines: dict[str, float] = {}
         self._ended: list[tuple[int, TokenSequence]] = []
         self._steps = self._tokens_sampled = 0
 
@@ -160,20 +152,14 @@ class VllmEngine:
     def add(self, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
             self._check(sequence)
-        now = self._clock()
         for sequence in sequences:
             order, self._next_order = self._next_order, self._next_order + 1
             prompt = self._vllm.TokensPrompt(prompt_token_ids=sequence.prompt_tokens + sequence.tokens)
             name = str(order)  # outputs and aborts go by this name, whatever vLLM calls the request inside
             self._llm.llm_engine.add_request(name, prompt, self._sampling_params(sequence))
             self._running[name] = sequence
-            if sequence.params.deadline_s is not None:
-                self._deadlines[name] = now + sequence.params.deadline_s
 
     def step(self) -> list[TokenSequence]:
-        now = self._clock() if self._deadlines else 0.0
-        for name in [name for name, deadline in self._deadlines.items() if now >= deadline]:
-            self._end(name, "deadline", abort=True)
         if self._running:
             self._steps += 1
             for output in self._llm.llm_engine.step():
@@ -188,13 +174,8 @@ class VllmEngine:
         self._llm.llm_engine.abort_request(list(self._running))
         while self._llm.llm_engine.has_unfinished_requests():
             self._llm.llm_engine.step()  # nothing of it is wanted
-        self._running, self._deadlines = {}, {}
+        self._running = {}
         return sequences
-
-    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None:
-        for name, sequence in list(self._running.items()):
-            if sequence.prompt_index == prompt_index and sample_index in (None, sequence.sample_index):
-                self._end(name, "cancelled", abort=True)
 
     def parameters_for_sync(self) -> Mapping[str, Tensor]:
         """Staging tensors on the host, read from the folder when first asked for; vLLM holds fused
@@ -289,10 +270,8 @@ class VllmEngine:
                 sequence.error = f"log-prob is not finite at token {len(sequence.tokens)} under policy version {self._policy_version}"
                 self._end(name, "error", abort=output.finish_reason is None)
                 return
-            plain = _is_plain(params)
             sequence.tokens.append(token)
             sequence.logprobs.append(0.0 if params.temperature == 0 else logprob)
-            sequence.raw_logprobs.append(logprob if plain else math.nan)
             sequence.policy_versions.append(self._policy_version)
             sequence.loss_mask.append(True)
             self._tokens_sampled += 1
@@ -308,7 +287,6 @@ class VllmEngine:
         sequence = self._running.pop(name)
         sequence.finish_reason = reason
         self._ended.append((int(name), sequence))
-        self._deadlines.pop(name, None)
 
 
 def _prepare_heads(model: nn.Module) -> None:
@@ -323,8 +301,3 @@ def _prepare_heads(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
             module.quant_method.process_weights_after_loading(module)
-
-
-def _is_plain(params: SamplingParams) -> bool:
-    """Whether what is sampled from is the unfiltered distribution at temperature 1."""
-    return params.temperature == 1.0 and params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0

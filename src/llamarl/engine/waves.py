@@ -79,17 +79,15 @@ class StageLinks:
     def send_draws(self, draws: Draws) -> None:
         """From the last stage to every other."""
         ok = [float(value) for value in draws.ok]
-        values = torch.tensor(
-            [list(map(float, draws.tokens)), draws.logprobs, draws.raw_logprobs, ok], dtype=torch.float64
-        )
+        values = torch.tensor([list(map(float, draws.tokens)), draws.logprobs, ok], dtype=torch.float64)
         for stage in range(self.num_stages - 1):
             self._send(values, stage)
 
     def receive_draws(self, num_rows: int) -> Draws:
         """On every stage but the last; the numbers are those of the last stage, bit for bit."""
-        values = self._receive(torch.empty((4, num_rows), dtype=torch.float64), self.num_stages - 1)
-        tokens, logprobs, raw_logprobs, ok = values.tolist()
-        return Draws([int(token) for token in tokens], logprobs, raw_logprobs, [bool(value) for value in ok])
+        values = self._receive(torch.empty((3, num_rows), dtype=torch.float64), self.num_stages - 1)
+        tokens, logprobs, ok = values.tolist()
+        return Draws([int(token) for token in tokens], logprobs, [bool(value) for value in ok])
 
     def finish(self) -> None:
         """Return when everything has left; all stages have received what they were sent."""

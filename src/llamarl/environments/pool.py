@@ -99,7 +99,7 @@ class RewardPool(WorkerPool):
     def score(self, groups: Sequence[Group], *, limit_s: float | None = None) -> list[Group]:
         """The same groups in the same order, every response with a ``Score`` or a ``Failure``.
 
-        A response that already has an outcome keeps it; one whose generation ended in ``error`` or ``cancelled`` is
+        A response that already has an outcome keeps it; one whose generation ended in ``error`` is
         failed without being judged. Waits at most ``timeout_s`` a sample, plus the start of replaced workers.
 
         Args:
@@ -119,7 +119,7 @@ class RewardPool(WorkerPool):
             for place, response in enumerate(group.responses):
                 if response.outcome is not None:
                     outcomes[number, place] = response.outcome
-                elif response.finish_reason in ("error", "cancelled"):
+                elif response.finish_reason == "error":
                     detail = f"generation ended with finish_reason {response.finish_reason!r}"
                     outcomes[number, place] = Failure(kind="generation", detail=detail)
                 elif response.turns and not self._tasks[label].judges:

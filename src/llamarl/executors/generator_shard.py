@@ -233,7 +233,6 @@ class _SavedSequence:
 
     tokens: list[int]
     logprobs: list[float]
-    raw_logprobs: list[float]
     policy_versions: list[int]
     loss_mask: list[bool]
     finish_reason: FinishReason | None
@@ -271,7 +270,7 @@ def _check_sequence(sequence: TokenSequence, tick: int, limits: Limits) -> None:
     """Raises ValueError for numbers that no engine writes."""
     noted = (sequence.logprobs, sequence.policy_versions, sequence.loss_mask)
     where, length = f"sample {sequence.sample_index} of prompt {sequence.prompt_index}", len(sequence.tokens)
-    if any(len(values) != length for values in (*noted, sequence.raw_logprobs)):
+    if any(len(values) != length for values in noted):
         raise ValueError(f"{where}: {length} tokens, and other numbers of what is noted of them")
     most = sequence.params.max_new_tokens - (sequence.episode is None and not sequence.finished)
     if length > most:

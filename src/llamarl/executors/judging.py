@@ -26,7 +26,7 @@ __all__ = ["add_verdicts", "asks_models_alone", "to_judge", "with_score", "zero_
 
 def to_judge(response: Response) -> bool:
     """Whether a model is asked about it: its generation came to an end, and nobody has failed it."""
-    return response.outcome is None and response.finish_reason not in ("error", "cancelled")
+    return response.outcome is None and response.finish_reason != "error"
 
 
 def with_score(response: Response, score: float, *, name: str, weight: float) -> Response:

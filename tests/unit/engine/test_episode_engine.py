@@ -64,7 +64,6 @@ class BatchEngine:
             draw = hashlib.sha256(batch + bytes([sequence.prompt_index, sequence.sample_index])).digest()
             sequence.tokens.append(END if draw[0] < self.ends else 97 + draw[1] % 26)
             sequence.logprobs.append(-draw[2] / 64)
-            sequence.raw_logprobs.append(-draw[2] / 64)
             sequence.policy_versions.append(self.policy_version)
             sequence.loss_mask.append(True)
             if sequence.tokens[-1] == END:
@@ -78,8 +77,6 @@ class BatchEngine:
     def suspend(self) -> list[TokenSequence]:
         taken, self.inside = self.inside, []
         return taken
-
-    def cancel(self, prompt_index: int, sample_index: int | None = None) -> None: ...
 
 
 class LatePool:
@@ -198,7 +195,7 @@ def test_an_episode_that_lay_in_a_checkpoint_goes_on_to_the_same_tokens(seed: in
             for old, new in zip(held, fresh, strict=True):
                 assert isinstance(old.episode, Episode) and isinstance(new.episode, Episode)
                 load_episode(new.episode, save_episode(old.episode), len(old.tokens))
-                for name in ("tokens", "logprobs", "raw_logprobs", "policy_versions", "loss_mask", "finish_reason"):
+                for name in ("tokens", "logprobs", "policy_versions", "loss_mask", "finish_reason"):
                     setattr(new, name, getattr(old, name))
             held = fresh
         play(engine, [s for s in held if not s.finished])
@@ -297,15 +294,6 @@ def test_an_episode_that_never_opened_ends_without_a_token() -> None:
     ended = play(player(LatePool()), given)
     assert ended == given
     assert [(s.finish_reason, s.error, s.tokens) for s in given] == [("error", "it hung", [])] * 2
-
-
-def test_a_cancelled_episode_ends_wherever_it_is() -> None:
-    given = sequences(2, max_turn_tokens=1)
-    engine = player(LatePool(), reply_delay=50)
-    engine.add(given)
-    engine.step()  # both wait for their replies
-    engine.cancel(0, 0)
-    assert [s.finish_reason for s in engine.step() if s is given[0]] == ["cancelled"]
 
 
 def test_sequences_without_an_episode_pass_through() -> None:

@@ -56,10 +56,7 @@ def _greedy(folder: Path, prompt: list[int], n: int) -> list[int]:
 
 def _state(sequences: list[Sequence]) -> list[tuple[object, ...]]:
     ordered = sorted(sequences, key=lambda s: (s.prompt_index, s.sample_index))
-    return [
-        (s.tokens, s.logprobs, s.raw_logprobs, s.policy_versions, s.loss_mask, s.finish_reason, s.error)
-        for s in ordered
-    ]
+    return [(s.tokens, s.logprobs, s.policy_versions, s.loss_mask, s.finish_reason, s.error) for s in ordered]
 
 
 def test_greedy_tokens_equal_generate_in_a_mixed_batch_with_preemption_and_chunked_prefill(folder: Path) -> None:
@@ -88,9 +85,8 @@ def test_logprobs_equal_the_trainers_packed_forward(folder: Path) -> None:
     for i, s in enumerate(sequences):
         first = int(ends[i]) + len(s.prompt_tokens)
         predicting = logits[first - 1 : first - 1 + len(s.tokens)]
-        for recorded, temperature in ((s.raw_logprobs, 1.0), (s.logprobs, 0.7)):
-            expected = torch.log_softmax(predicting / temperature, -1).gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(recorded), expected, atol=1e-4, rtol=0)
+        expected = torch.log_softmax(predicting / 0.7, -1).gather(1, torch.tensor(s.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(s.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_prompt_of_a_group_is_computed_and_stored_once(folder: Path) -> None:
@@ -243,24 +239,13 @@ def test_a_stop_string_with_a_space_in_front_is_found_at_the_start_of_a_response
         assert (done.finish_reason, len(done.tokens)) == ("stop" if length == 1 else "length", length)
 
 
-def test_cancelled_and_expired_sequences_are_returned_by_the_next_step_and_free_their_memory(folder: Path) -> None:
-    now = [100.0]
-    config = EngineConfig(kv_cache_bytes=1 << 20, **SMALL_BLOCKS)  # type: ignore[arg-type]
-    engine = NativeEngine(folder, config, eos_token_ids=(), clock=lambda: now[0])
-    patient, hasty = _sequences(_prompts(2), group=2), _sequences([[9, 8, 7]], deadline_s=2.0)
-    hasty[0].prompt_index = 50
-    engine.add([*patient, *hasty])
-    engine.step()
-    now[0] = 102.5
-    assert engine.step() == hasty
-    assert hasty[0].finish_reason == "deadline"
-    engine.cancel(0, 1)
-    assert [s.finish_reason for s in engine.step()] == ["cancelled"]
-    engine.cancel(0)
-    engine.cancel(1)
-    assert len(engine.step()) == 3
+@pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_an_engine_over_ranks_refuses_filters(folder: Path, kept: dict[str, float]) -> None:
+    engine = _engine(folder)
+    engine._ranks.size = 2
+    with pytest.raises(ValueError, match="for an engine of one rank"):
+        engine.add(_sequences([[4, 5, 6]], temperature=1.0, **kept))
     assert not engine.has_work
-    assert engine.stats()["kv_bytes_used"] == 0
 
 
 def test_requests_that_cannot_fit_are_refused_and_nothing_is_admitted(folder: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_state_of_another_shape_or_of_groups_that_cannot_be_is_refused() -> No
 
     def long(shard: dict[str, Any]) -> None:
         sequence = shard["active"][0]["sequences"][0]
-        sequence |= {"tokens": [5] * 999, "logprobs": [-1.0] * 999, "raw_logprobs": [-1.0] * 999}
+        sequence |= {"tokens": [5] * 999, "logprobs": [-1.0] * 999}
         sequence |= {"policy_versions": [0] * 999, "loss_mask": [True] * 999}
 
     for change in (cursor, twice, complete, early, late, long):
@@ -249,4 +249,4 @@ def test_a_state_of_another_shape_or_of_groups_that_cannot_be_is_refused() -> No
         except (ValueError, TypeError, LookupError):
             continue
         assert json.loads(rank.journal(0) or b"")["shards"].keys() == state["shards"].keys()
-        assert name in ("logprobs", "raw_logprobs", "error", "experts", "completed", "sequences"), name
+        assert name in ("logprobs", "error", "experts", "completed", "sequences"), name
