@@ -130,8 +130,7 @@ class _Shape:
 
 @cache
 def _shape_of(path: str) -> _Shape:
-    from llamarl.models.decoder import cache_shape
-    from llamarl.models.loading import load_model_config
+    from llamarl.models.loading import cache_shape, load_model_config
     from llamarl.models.precision import num_parameters
 
     config: Any = load_model_config(path).get_text_config()
@@ -227,19 +226,16 @@ def _width(dtype: str) -> int:
 def fit_sizes(
     config: RunConfig, executors: Sequence[ExecutorSpec], sizes: Mapping[str, float], in_turn: Sequence[str] = ()
 ) -> RunConfig:
-    """``config`` with the sizes that it leaves open: the small ones on CPUs and where a GPU's memory
-    is not known, else what the GPUs hold.
+    """``config`` with the sizes that it leaves open: what the GPUs hold.
 
     Args:
         config: With precisions and devices settled.
         sizes, in_turn: As of ``GpuMemory``.
     """
     trainer, engine = config.trainer, config.generator.engine
-    config = _with(config, "trainer", share_prompts=trainer.shares_prompts(trainer.device))
-    config = _with(config, "engine", block_size=engine.block_size_on(config.generator.device))
     if not trainer.max_tokens_per_microbatch:
-        beside = engine.kv_cache_bytes or int(_CACHE_SHARE * min(sizes.values(), default=0.0))
-        choices = _MICROBATCHES if trainer.device != "cpu" and sizes else (MICROBATCH_TOKENS,)
+        beside = engine.kv_cache_bytes or int(_CACHE_SHARE * min(sizes.values()))
+        choices = _MICROBATCHES if trainer.device != "cpu" else (MICROBATCH_TOKENS,)
         for tokens in choices:
             config = _with(config, "trainer", max_tokens_per_microbatch=tokens)
             if GpuMemory(held(_with(config, "engine", kv_cache_bytes=beside), executors), sizes, in_turn).fits:

@@ -39,7 +39,7 @@ from llamarl.runtime.placement import ColocatedGroup, Placement, place, share_of
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
-from llamarl.transports.network import Network
+from llamarl.transports.network import Network, join
 from llamarl.transports.run_key import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -301,10 +301,6 @@ class JobHosts:
         one = self.cluster.inventories[host]
         return Network(space=one.space, address=one.address, key=self.run_key, ports=one.ports, tls=one.tls)
 
-    def own_network(self) -> Network:
-        """This process."""
-        return self.network(self.cluster.here)
-
     def open_files(
         self, run_dir: Path, run_id: str, executors: Sequence[ExecutorSpec], load_from: Path | None
     ) -> JobFiles:
@@ -395,8 +391,9 @@ class JobHosts:
         return "; ".join(parts)
 
     def close(self) -> None:
-        """Leave the cluster; nothing of this job is left there. Idempotent."""
+        """Leave the cluster and its network; nothing of this job is left there. Idempotent."""
         self.cluster.close()
+        join(None)
         atexit.unregister(self.close)
 
     def _given(self, executor: str) -> tuple[int, ...]:
@@ -415,7 +412,7 @@ class JobHosts:
 
 
 def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
-    """The nodes of the cluster that a configuration names.
+    """The nodes of the cluster that a configuration names; this process is on their network from then on.
 
     Args:
         begun: Of the run that is gone on with: it may do so without some of the nodes that it was given.
@@ -439,6 +436,7 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
     }
     hosts = JobHosts(cluster, RayLauncher, config, [*(node.name for node in cluster.nodes), *absent], absent)
     atexit.register(hosts.close)
+    join(hosts.network(cluster.here))
     return hosts
 
 

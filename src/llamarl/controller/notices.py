@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import RunConfig
 from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.executors.config import GeneratorConfig
-from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
 
@@ -42,23 +41,25 @@ _SHOWN = 240
 
 def checkpoint_bytes(config: RunConfig) -> float:
     """Disk that one checkpoint takes, without unfinished responses."""
-    from llamarl.weight_sync.model_layouts import model_parameters  # which imports torch
+    from llamarl.models.loading import parameter_shapes  # which imports torch
 
-    parameters = model_parameters(resolve_model_path(config.model.path), dtype="float32")
-    whole = trained = float(parameters.num_elements)
+    parameters = parameter_shapes(config.model.path)
+    whole = trained = float(_count(parameters))
     if config.lora.rank:
-        shapes = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
-        trained = float(sum(config.lora.rank * sum(shape) for shape in shapes if len(shape) == 2))
+        trained = float(config.lora.num_parameters(parameters))
     handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
     width = 4 if config.trainer.dtype != "bfloat16" or config.lora.rank else 2
-    moved = [math.prod(p.shape) for name, p in parameters.items() if config.optimizer.is_matrix(name, len(p.shape))]
+    moved = [math.prod(shape) for name, shape in parameters.items() if config.optimizer.is_matrix(name, len(shape))]
     by_muon = 0.0 if config.optimizer.name != "muon" else trained if config.lora.rank else float(sum(moved))
     total = _MASTER_AND_MOMENTS * trained - _MOMENT * by_muon + width * config.schedule.max_staleness * handed_over
     for role in present_roles(config):
         if role.model is not None and role.model.trained and role.name != "trainer":
-            own = model_parameters(resolve_model_path(role.model.path(config)), dtype="float32")
-            total += _MASTER_AND_MOMENTS * own.num_elements
+            total += _MASTER_AND_MOMENTS * _count(parameter_shapes(role.model.path(config)))
     return total
+
+
+def _count(parameters: Mapping[str, Sequence[int]]) -> int:
+    return sum(map(math.prod, parameters.values()))
 
 
 def checkpoint_plan(config: RunConfig, num_bytes: float, *, num_held: int = 0, free_bytes: float = math.inf) -> str:
@@ -211,9 +212,9 @@ def overview(config: RunConfig, local: RunConfig, questions: Questions) -> dict[
         config: As it is written down: models of the Hub by their ids.
         local: The same with models by folders.
     """
-    from llamarl.weight_sync.model_layouts import model_parameters  # which imports torch
+    from llamarl.models.precision import num_parameters
 
-    parameters = model_parameters(resolve_model_path(local.model.path), dtype="float32").num_elements
+    parameters = num_parameters(local.model.path)
     return {
         "model": f"{config.model.path}, {_millions(parameters)} parameters, trained in {config.trainer.dtype}",
         "task": f"{config.task.titles}, {_data(config, questions)}",

@@ -95,7 +95,7 @@ def check_architectures(config: RunConfig) -> None:
     Raises:
         ModelError: It names the difference.
     """
-    from llamarl.executors.self_check import check_architecture
+    from llamarl.models.loading import load_model_config, record_of_check
 
     uses: dict[tuple[str, str], set[Use]] = {}
     for role in present_roles(config):
@@ -103,7 +103,11 @@ def check_architectures(config: RunConfig) -> None:
             uses.setdefault((role.model.path(config), role.model.key), set()).update(role.model.uses(config))
     for (path, key), asked in uses.items():
         generated, trained = "generate" in asked, bool(asked & {"train", "critic"})
-        if generated or trained:
+        if not generated and not trained:
+            continue
+        if not record_of_check(load_model_config(path), generated=generated, trained=trained).is_file():
+            from llamarl.executors.self_check import check_architecture
+
             check_architecture(path, key=key, generated=generated, trained=trained)
 
 
@@ -288,8 +292,7 @@ def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
 
 
 def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_tokens: int) -> None:
-    from llamarl.models.decoder import cache_shape
-    from llamarl.models.loading import load_model_config
+    from llamarl.models.loading import cache_shape, load_model_config
     from llamarl.models.precision import engine_dtype
 
     engine = generator.engine

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
-from llamarl.controller.device_memory import GpuMemory, held
 from llamarl.controller.graph import Graph, colocated_group, llamarl_graph
 from llamarl.controller.notices import Questions, overview, replica_line
 from llamarl.controller.preflight import (
@@ -36,7 +35,6 @@ from llamarl.reading import user_path
 from llamarl.roles import present_roles
 from llamarl.runtime.placement import Placement, here, memory_of_gpus, place
 from llamarl.trainer.config import TrainerConfig
-from llamarl.transports.network import join
 
 if TYPE_CHECKING:
     from llamarl.controller.job_hosts import JobHosts
@@ -46,7 +44,6 @@ __all__ = [
     "absolute_dir",
     "describe_plan",
     "description",
-    "join_network",
     "plan_run",
     "prepare",
 ]
@@ -180,8 +177,13 @@ def _place_executors(
     processor = hosts.facts["processor"] if hosts is not None else ""
     recorded = settle_on(recorded, Machine(placement.executors, processor, gpus, in_turn))
     config = local(recorded)
-    memory = GpuMemory(held(config, placement.executors), gpus, in_turn)
-    memory.check()
+    gpu_memory = ""
+    if any(spec.device.startswith("cuda") for spec in placement.executors):
+        from llamarl.controller.device_memory import GpuMemory, held
+
+        memory = GpuMemory(held(config, placement.executors), gpus, in_turn)
+        memory.check()
+        gpu_memory = memory.table() if hosts is None else ""
     try:
         _raise_all(
             lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
@@ -199,9 +201,7 @@ def _place_executors(
     _tell_of_micro_batches(config, folder)
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
-    return Prepared(
-        recorded, config, graph, placement, weight_edges, hosts, gpu_memory=memory.table() if hosts is None else ""
-    )
+    return Prepared(recorded, config, graph, placement, weight_edges, hosts, gpu_memory=gpu_memory)
 
 
 def _raise_all(*checks: Callable[[], None]) -> None:
@@ -318,8 +318,3 @@ def absolute_dir(config: RunConfig) -> Path:
 def description(prepared: Prepared) -> dict[str, Any]:
     """What a checkpoint says of its run. Thread counts and devices are settled in the configuration."""
     return {"config": to_plain(prepared.config)}
-
-
-def join_network(prepared: Prepared) -> None:
-    """Say where this process is among the hosts of the job, before any memory of it is made."""
-    join(prepared.hosts.own_network() if prepared.hosts is not None else None)

@@ -22,7 +22,6 @@ from llamarl.controller.prepare import (
     Prepared,
     absolute_dir,
     describe_plan,
-    join_network,
     prepare,
 )
 from llamarl.controller.products import incomplete_products, rewrite_product
@@ -122,7 +121,6 @@ def _continue_run(
 ) -> None:
     """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
-    join_network(prepared)
     resumed = load_journal(
         run_dir,
         folder.identity.run_id,

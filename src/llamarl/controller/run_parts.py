@@ -24,7 +24,7 @@ from llamarl.config import GROUP_BASELINES, RunConfig, save_config, to_plain
 from llamarl.controller.early_end import EarlyEnd, most_ahead
 from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
-from llamarl.controller.prepare import Prepared, description, join_network
+from llamarl.controller.prepare import Prepared, description
 from llamarl.controller.recovery import Recovery, Stragglers
 from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, mark
@@ -85,7 +85,6 @@ class RunParts:
         patience = Patience(config.deadlines.disk_s)
         self._events = EventLog(run_dir, resume_after_tick, platform=self._platform, patience=patience)
         self.recorder = self._make_recorder(resume_after_tick)
-        join_network(prepared)
         self._log = self._make_log()
         real = self._make_runtime()
         self._store, self.checkpoints = self._make_checkpoints()

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llamarl.config import RunConfig, to_plain, validate
-from llamarl.controller.device_memory import fit_sizes
 from llamarl.controller.run_models import pinned
+from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
@@ -25,8 +25,9 @@ from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolve_precision
 from llamarl.plural import plural
 from llamarl.roles import present_roles, with_settings
+from llamarl.trainer.config import MICROBATCH_TOKENS
 
-__all__ = ["Machine", "fix_end_of_decay", "settle_on", "settle_recipe", "with_num_ticks"]
+__all__ = ["Machine", "fix_end_of_decay", "settle_on", "settle_recipe", "with_num_ticks", "with_sizes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def settle_on(config: RunConfig, machine: Machine) -> RunConfig:
     Raises:
         ModelError: No layer of the model can have an adapter.
     """
-    for step in (_with_devices, _with_precisions, _with_adapted_layers, _with_sizes):
+    for step in (_with_devices, _with_precisions, _with_adapted_layers, with_sizes):
         config = step(config, machine)
     return config
 
@@ -127,7 +128,24 @@ def _with_precisions(config: RunConfig, machine: Machine) -> RunConfig:
     return resolve_precision(config, machine.processor)
 
 
-def _with_sizes(config: RunConfig, machine: Machine) -> RunConfig:
+def with_sizes(config: RunConfig, machine: Machine) -> RunConfig:
+    """The small ones on CPUs and where a GPU's memory is not known, else what the GPUs hold."""
+    trainer, generator, known = config.trainer, config.generator, bool(machine.gpu_bytes)
+    engine = dataclasses.replace(
+        generator.engine,
+        block_size=generator.engine.block_size_on(generator.device),
+        kv_cache_bytes=generator.engine.kv_cache_bytes or (0 if known else CPU_CACHE_BYTES),
+    )
+    trainer = dataclasses.replace(
+        trainer,
+        share_prompts=trainer.shares_prompts(trainer.device),
+        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch or (0 if known else MICROBATCH_TOKENS),
+    )
+    config = dataclasses.replace(config, trainer=trainer, generator=dataclasses.replace(generator, engine=engine))
+    if not known:
+        return config
+    from llamarl.controller.device_memory import fit_sizes
+
     return fit_sizes(config, machine.executors, machine.gpu_bytes, machine.in_turn)
 
 

@@ -6,6 +6,7 @@ at the start of a run, before anything is allocated.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,10 @@ from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import parameter_shapes
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import transport_kind
-from llamarl.weight_sync.layout import STAGE_AXIS, MeshLayout
-from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, holding_stages, model_parameters
 
 __all__ = ["Place", "WeightEdge", "choose_transport", "choose_transports", "edge_copies_held", "versions_held"]
 
@@ -38,16 +37,16 @@ class WeightEdge:
     versions: int
     """That lie at the source at once, at most."""
     bytes_per_rank: float
-    """Memory of these versions at the source rank that holds most."""
+    """Memory of these versions at a source rank, if all hold as much; the fullest holds a little more."""
     checkpoint_copies: int = 0
     """Earlier versions that the source also copies near checkpoints, at most at once, in float32."""
     checkpoint_bytes_per_rank: float = 0.0
-    """Host memory of these copies at the source rank that holds most."""
+    """Host memory of these copies, likewise."""
 
     def summary(self) -> str:
         """One line for people."""
         line = (
-            f"{self.transport} ({self.reason}); holds {plural(self.versions, 'version')}, {format_bytes(self.bytes_per_rank)} a "
+            f"{self.transport} ({self.reason}); holds {plural(self.versions, 'version')}, about {format_bytes(self.bytes_per_rank)} a "
             f"{self.source} rank"
         )
         if self.checkpoint_copies:
@@ -185,16 +184,12 @@ def _places(spec: ExecutorSpec, hosts: Sequence[str], process: str) -> list[Plac
 
 
 def _version_bytes(config: RunConfig, dtype: str) -> float:
-    """Bytes of one version in ``dtype`` at the trainer rank that holds most of it."""
-    parameters: ModelParameters = model_parameters(resolve_model_path(config.model.path), dtype=dtype)
+    """Bytes of one version in ``dtype`` at a trainer rank, if all hold as much."""
+    shapes, trainer = parameter_shapes(config.model.path), config.trainer
     if config.lora.rank and config.lora.hand_over == "adapter":
-        adapted = [spec.shape for name, spec in parameters.items() if name.split(".")[-2] in config.lora.targets]
-        return float(sum(4 * config.lora.rank * sum(shape) for shape in adapted if len(shape) == 2))
-    trainer = config.trainer
-    mesh = {STAGE_AXIS: trainer.pp, "fsdp": trainer.fsdp * trainer.cp, "tp": trainer.tp}
-    layout = MeshLayout(parameters, mesh, fsdp_tp_placements(parameters), holding_stages(parameters, trainer.pp))
-    first = range(0, layout.num_ranks, layout.num_ranks // trainer.pp)  # of each stage: later chunks are not larger
-    return float(max(layout.bytes_of(rank) for rank in first))
+        return 4.0 * config.lora.num_parameters(shapes)
+    parts = trainer.pp * trainer.fsdp * trainer.cp * trainer.tp
+    return (4.0 if dtype == "float32" else 2.0) * sum(map(math.prod, shapes.values())) / parts
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
-from llamarl.models.decoder import cache_shape, logit_scale, logit_softcap
+from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching
+from llamarl.models.loading import cache_shape
 from llamarl.models.paged_attention import DecodeBatch, PagedBatch, PrefillChunk, paged_step
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import engine_dtype

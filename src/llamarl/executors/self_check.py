@@ -14,8 +14,6 @@ as a gap, whatever the family is called.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,20 +25,18 @@ import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-import llamarl
 from llamarl.config import RunConfig
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ModelError
-from llamarl.models.loading import load_model_config, quiet
+from llamarl.models.loading import load_model_config, quiet, record_of_check
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.small_copy import NUM_TOKENS, small_model
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.shared_prompts import can_share_prompts
-from llamarl.user_folders import cache_folder
 
 __all__ = ["Finding", "check_architecture", "check_generated", "find_differences"]
 
@@ -97,7 +93,7 @@ def check_architecture(
         ModelError: With the differences found.
     """
     config = load_model_config(path)
-    passed = _passed_file(config, generated, trained)
+    passed = record_of_check(config, generated=generated, trained=trained)
     if passed.is_file():
         return
     where = f": {path}: architecture {config.model_type!r} is not supported"
@@ -123,17 +119,6 @@ def check_architecture(
     with contextlib.suppress(OSError):  # no home to write to: it is computed again next time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
-
-
-def _passed_file(config: PretrainedConfig, *asked: bool) -> Path:
-    """The file that says that this was checked and passed."""
-    values = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
-    versions = [transformers.__version__, torch.__version__, llamarl.__version__, str(asked)]
-    digest = hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode())
-    for room in ("models", "engine", "trainer", "executors"):
-        for file in sorted((Path(llamarl.__file__).parent / room).glob("*.py")):
-            digest.update(file.read_bytes())
-    return cache_folder() / "architectures" / digest.hexdigest()[:32]
 
 
 def check_generated(config: RunConfig) -> None:

@@ -10,25 +10,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.experts import expert_layers
 
-__all__ = ["adaptable_layers", "cache_shape", "changes_with_length", "decoder_layers", "logit_scale", "logit_softcap"]
-
-
-def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(layers, key-value heads, features of a head): what one token keeps for later ones, twice.
-
-    Latent attention keeps what its latents become, keys and values of every head, at the width of the wider ones.
-    """
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    if getattr(text, "qk_nope_head_dim", None):
-        return (
-            int(text.num_hidden_layers),
-            int(heads),
-            max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim),
-        )
-    shared = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(text.num_hidden_layers), int(shared), int(head_dim)
+__all__ = ["adaptable_layers", "changes_with_length", "decoder_layers", "logit_scale", "logit_softcap"]
 
 
 def changes_with_length(config: PretrainedConfig) -> bool:

@@ -12,6 +12,8 @@ tokenizer may bring code, where the user said so (``model.trust_remote_code``).
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +36,12 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
+import llamarl
 from llamarl.errors import FileError, ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.support import Use, text_part
 from llamarl.reading import read_object
+from llamarl.user_folders import cache_folder
 
 transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 
@@ -46,6 +50,7 @@ _WEIGHT_FILES = ("model.safetensors.index.json",)
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 __all__ = [
+    "cache_shape",
     "context_length",
     "decoder_arguments",
     "listed",
@@ -54,7 +59,9 @@ __all__ = [
     "load_model_config",
     "load_tokenizer",
     "open_tensors",
+    "parameter_shapes",
     "quiet",
+    "record_of_check",
     "resolve_model_path",
     "stored_files",
     "use_of",
@@ -161,6 +168,49 @@ def context_length(path: str | Path) -> int | None:
     """Tokens that a model can hold at once; None where its folder does not say."""
     length = getattr(load_model_config(path).get_text_config(), "max_position_embeddings", None)
     return None if length is None else int(length)
+
+
+def cache_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """(layers, key-value heads, features of a head): what one token keeps for later ones, twice.
+
+    Latent attention keeps what its latents become, keys and values of every head, at the width of the wider ones.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    if getattr(text, "qk_nope_head_dim", None):
+        return (
+            int(text.num_hidden_layers),
+            int(heads),
+            max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim),
+        )
+    shared = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(text.num_hidden_layers), int(shared), int(head_dim)
+
+
+def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a model's parameters, tied ones once, by its configuration alone: a model of the Hub may have
+    no weights here yet.
+
+    Raises:
+        ModelError: Its configuration is not usable.
+    """
+    config = load_model_config(path)
+    with _reading(resolve_model_path(path), f"{path}/config.json is not usable", _CONFIG_FILES), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def record_of_check(config: PretrainedConfig, *, generated: bool, trained: bool) -> Path:
+    """The file that says that an architecture has passed ``executors/self_check.py`` with these libraries and this
+    code, in these uses; it is there once it has."""
+    values = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
+    versions = [transformers_version, torch.__version__, llamarl.__version__, str((generated, trained))]
+    digest = hashlib.sha256(json.dumps([values, versions], sort_keys=True, default=str).encode())
+    for room in ("models", "engine", "trainer", "executors"):
+        for file in sorted((Path(llamarl.__file__).parent / room).glob("*.py")):
+            digest.update(file.read_bytes())
+    return cache_folder() / "architectures" / digest.hexdigest()[:32]
 
 
 def use_of(attention: str | None) -> Use:

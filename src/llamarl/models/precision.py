@@ -13,6 +13,7 @@ began.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,9 +134,7 @@ def has_bfloat16_products(processor: str) -> bool:
 
 
 def num_parameters(model: str | Path) -> int:
-    """Numbers in a model, tied ones once, by its configuration alone: a model of the Hub may have
-    no weights here yet."""
-    from llamarl.models.sharded_loading import make_skeleton
+    """Numbers in a model, tied ones once."""
+    from llamarl.models.loading import parameter_shapes
 
-    skeleton = make_skeleton(model, attention="eager")
-    return sum(parameter.numel() for parameter in skeleton.parameters())
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())

@@ -79,7 +79,7 @@ def describe_job(
 
     Args:
         details: Executor -> what it does, in a few words.
-        version_bytes: Weights channel -> bytes of one version at the source rank that holds most of it.
+        version_bytes: Weights channel -> bytes of one version at a source rank, if all hold as much.
     """
     lanes = [
         Lane(name=e.name, num_ranks=e.num_ranks, threads=e.threads, device=e.device, detail=details.get(e.name, ""))

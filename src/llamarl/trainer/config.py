@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -259,6 +259,11 @@ class LoraConfig:
 
     export_merged: Annotated[bool, NO_BITS] = True
     """Besides the adapter folder (``RUN/adapter``), write the policy as a whole model (``RUN/model``)."""
+
+    def num_parameters(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Numbers in all adapters beside a model's parameters, by their names and shapes."""
+        adapted = [shape for name, shape in shapes.items() if name.split(".")[-2] in self.targets]
+        return sum(self.rank * sum(shape) for shape in adapted if len(shape) == 2)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 from llamarl.config import RunConfig, validate
 from llamarl.controller import preflight, prepare
-from llamarl.controller.device_memory import GpuMemory, fit_sizes, held
+from llamarl.controller.device_memory import GpuMemory, held
+from llamarl.controller.settle import Machine, with_sizes
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import placement
@@ -110,7 +111,7 @@ def test_what_is_sure_to_be_too_much_is_refused_and_what_may_be_is_said(model: P
 
 def test_sizes_of_a_cpu_are_what_they_always_were(model: Path) -> None:
     config = _run(model, {"generator.device": "cpu", "trainer.device": "cpu"})
-    fitted = fit_sizes(config, _specs(), {})
+    fitted = with_sizes(config, Machine(_specs()))
     engine, trainer = fitted.generator.engine, fitted.trainer
     assert (engine.block_size, engine.kv_cache_bytes) == (2, 1 << 30)
     assert (trainer.max_tokens_per_microbatch, trainer.share_prompts) == (4096, True)
@@ -122,7 +123,7 @@ def test_a_recipe_that_says_its_sizes_keeps_them(model: Path) -> None:
         "trainer.max_tokens_per_microbatch": 333, "trainer.share_prompts": True,
     }  # fmt: skip
     config = _run(model, asked)
-    fitted = fit_sizes(config, _specs(generator="cuda:0", trainer="cuda:0"), {"cuda:0": 80 * GB})
+    fitted = with_sizes(config, Machine(_specs(generator="cuda:0", trainer="cuda:0"), gpu_bytes={"cuda:0": 80 * GB}))
     assert fitted == config
 
 
@@ -142,7 +143,7 @@ def test_sizes_of_a_gpu_fill_it_and_fit(
     specs = _specs(generator=devices[0], trainer=devices[1])
     sizes = {"cuda:0": gigabytes * GB, "cuda:1": gigabytes * GB}
     config = _run(model, {"schedule.max_staleness": 0} | ({"schedule.colocated": True} if in_turn else {}))
-    fitted = fit_sizes(config, specs, sizes, in_turn)
+    fitted = with_sizes(config, Machine(specs, gpu_bytes=sizes, in_turn=in_turn))
     engine, trainer = fitted.generator.engine, fitted.trainer
     assert (engine.block_size, trainer.max_tokens_per_microbatch, trainer.share_prompts) == (16, tokens, False)
     longest = 256 * (1024 + config.generator.sampling.max_new_tokens + 16)  # sequences of so many tokens
@@ -156,7 +157,7 @@ def test_sizes_of_a_gpu_fill_it_and_fit(
 
 
 def test_a_gpu_that_nobody_could_ask_gets_the_small_sizes(model: Path) -> None:
-    fitted = fit_sizes(_run(model), _specs(generator="cuda:0", trainer="cuda:1"), {})
+    fitted = with_sizes(_run(model), Machine(_specs(generator="cuda:0", trainer="cuda:1")))
     assert fitted.generator.engine.kv_cache_bytes == 1 << 30
     assert (fitted.generator.engine.block_size, fitted.trainer.max_tokens_per_microbatch) == (16, 4096)
 
