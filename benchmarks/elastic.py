@@ -24,10 +24,10 @@ from train_step import random_smollm2
 
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import llamarl_graph
+from llamarl.determinism import pin
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.models.folders import resolve_model_path
-from llamarl.runtime.determinism import pin
 
 TINY, LARGE = "bundled:tiny", "135m"
 _WORK = {TINY: (16, 80), LARGE: (8, 16)}

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import validate
 from llamarl.engine.factory import make_engine, sampling_params
+from llamarl.environments.factory import make_prompt_stream
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator import sample_groups
-from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.loading import load_tokenizer, resolve_model_path
 from llamarl.types import Group, Score

@@ -21,7 +21,8 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
 from llamarl.executors.base import BaseExecutor, ExecutorSpec, StepResult
 from llamarl.runtime.base import Report
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.inline import InlineRuntime
+from llamarl.runtime.processes import ProcessRuntime
 
 
 class Source(BaseExecutor):
@@ -78,7 +79,7 @@ def build(delay: int = 2) -> Graph:
 def main(runtime_name: str = "local") -> None:
     graph = build()
     print(graph.describe())
-    runtime = make_runtime(runtime_name)
+    runtime = {"local": ProcessRuntime, "inline": InlineRuntime}[runtime_name]()
     try:
         run_graph(Marking(graph, num_ticks=5), runtime, seed=0, observers=[Printer()])
     finally:

@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from llamarl.runtime.determinism import environment
+from llamarl.determinism import environment
 from llamarl.runtime.fork_server import allow_fork_of_this_process, read_on_import
 
 __all__ = ["ENVIRONMENT", "SERVER", "Started", "as_python", "forking_here", "run_llamarl"]

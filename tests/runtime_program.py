@@ -15,7 +15,7 @@ from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import LlamaRLError
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.processes import ProcessRuntime
 
 
 class Pids:
@@ -26,7 +26,7 @@ class Pids:
 def main() -> int:
     arguments = json.loads(sys.argv[1])
     executors, channels = job(**{name: Config(**config) for name, config in arguments["configs"].items()})
-    runtime = make_runtime("local", channel_factory=str(HERE))
+    runtime = ProcessRuntime(channel_factory=str(HERE))
     code = 0
     try:
         run_graph(

@@ -21,7 +21,12 @@ def train(recipe: Path, words: list[str], networks: dict[str, list[Network]] | N
     """To ``failure``: what an executor's failure said, or nothing."""
     os.environ.update(ENVIRONMENT)
     allow_fork_of_this_process()
-    run_module.make_runtime = lambda name, **_: ProcessRuntime(networks=networks)  # type: ignore[assignment]
+
+    class OverSpaces(ProcessRuntime):
+        def __init__(self, **_: object) -> None:
+            super().__init__(networks=networks)
+
+    run_module.ProcessRuntime = OverSpaces  # type: ignore[assignment]
     config, said = load_config(recipe, words), ""
     start_fork_servers(config)
     try:

@@ -306,7 +306,7 @@ ROLES: Mapping[str, Role] = {
         ),
         Role(
             name="demonstrations",
-            factory="llamarl.executors.prompts:DemonstrationsExecutor",
+            factory="llamarl.executors.demonstrations:DemonstrationsExecutor",
             does="reads what there is to train on",
             writes=("scored",),
             present=lambda config: not config.samples,

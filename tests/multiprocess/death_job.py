@@ -24,10 +24,10 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
+from llamarl.determinism import rank_environment
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children, local
 from llamarl.runtime.base import Report
-from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.fork_server import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from llamarl.determinism import rank_environment
 from llamarl.runtime.children import forks_work
-from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.fork_server import ready
 
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
@@ -18,7 +18,7 @@ import asyncio, json, os, signal, socket, sys, types
 from pathlib import Path
 from llamarl.runtime import fork_server
 from llamarl.runtime.children import ForkServer
-from llamarl.runtime.determinism import rank_environment
+from llamarl.determinism import rank_environment
 
 OURS, IMPORTED_BEFORE, THREADS, SEEN = json.loads(sys.argv[1])
 

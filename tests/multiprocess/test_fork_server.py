@@ -15,6 +15,7 @@ import pytest
 from forked_command import SERVER
 from tools.chaos.processes import alive, wait_for_end
 
+from llamarl.determinism import rank_environment
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import children
 from llamarl.runtime.children import (
@@ -26,7 +27,6 @@ from llamarl.runtime.children import (
     shared_modules,
     start_early,
 )
-from llamarl.runtime.determinism import rank_environment
 
 pytestmark = pytest.mark.skipif(not forks_work(), reason="this system has no pidfd: every rank is started by itself")
 

@@ -27,7 +27,7 @@ from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ConfigError, DeadlineExceeded, ExecutorFailed
 from llamarl.runtime.base import JobStart, Order, Report, Runtime
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.inline import InlineRuntime
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 
@@ -67,16 +67,16 @@ def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamarl.runtime.local.shared_modules", lambda specs, threads: ("llamarl.runtime.commands",))
 
 
-@pytest.fixture(params=["inline", "local"])
+@pytest.fixture(params=[InlineRuntime, ProcessRuntime], ids=["inline", "local"])
 def runtime(request: pytest.FixtureRequest, ranks_are_forks: None) -> Iterator[Runtime]:
-    made = make_runtime(request.param, channel_factory=str(HERE))
+    made = request.param(channel_factory=str(HERE))
     yield made
     made.close()
 
 
 @pytest.fixture
 def local(ranks_are_forks: None) -> Iterator[Runtime]:
-    made = make_runtime("local", channel_factory=str(HERE))
+    made = ProcessRuntime(channel_factory=str(HERE))
     yield made
     made.close()
 
@@ -123,7 +123,7 @@ def test_a_saved_job_goes_on_as_if_never_stopped(runtime: Runtime, tmp_path: Pat
 
     run(runtime, job(), num_ticks=3, checkpoints=EveryTick())
     assert (tmp_path / "2" / "sink" / "rank_0" / "state").read_text() == f"2 {by_hand(3)[2]}"
-    again = make_runtime("inline", channel_factory=str(HERE))
+    again = InlineRuntime(channel_factory=str(HERE))
     # The fake's initial tokens do not know earlier totals, so only what the sink carries over is compared.
     recorder = run(again, job(), first_tick=3, num_ticks=4, load_from=tmp_path / "2")
     assert recorder.metric("sink/total") == {3: by_hand(3)[2] + 2 * (30 + 100 + 1)}
@@ -284,7 +284,7 @@ def test_a_setup_that_hangs_ends_at_the_deadline_and_is_named(local: Runtime) ->
 
 
 def test_inline_tells_a_missed_deadline_after_the_step() -> None:
-    runtime = make_runtime("inline", channel_factory=str(HERE))
+    runtime = InlineRuntime(channel_factory=str(HERE))
     executors, channels = job()
     ready = runtime.start(JobStart(executors=executors, channels=channels, deadline_s=60.0))
     runtime.fire(Order(executor="source", tick=0, inputs={"back": ready["sink"].initial_tokens["back"][-2]}))
@@ -294,7 +294,7 @@ def test_inline_tells_a_missed_deadline_after_the_step() -> None:
 
 def test_inline_refuses_several_ranks() -> None:
     with pytest.raises(ConfigError, match="'doubler' asks for 2"):
-        run(make_runtime("inline", channel_factory=str(HERE)), job(num_ranks=2))
+        run(InlineRuntime(channel_factory=str(HERE)), job(num_ranks=2))
 
 
 # -- a controller that is a program of its own ----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tools.chaos.processes import descendants, wait_for_end
 
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import JobStart, Order, Runtime
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.processes import ProcessRuntime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -104,7 +104,7 @@ def _knock(family: int, address: object) -> str:
 
 @pytest.fixture
 def local() -> Iterator[Runtime]:
-    made = make_runtime("local", channel_factory=str(HERE))
+    made = ProcessRuntime(channel_factory=str(HERE))
     yield made
     made.close()
 

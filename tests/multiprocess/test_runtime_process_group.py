@@ -14,12 +14,13 @@ from runtime_fakes import HERE, Config
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import JobStart, Order, Report, Runtime
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.inline import InlineRuntime
+from llamarl.runtime.processes import ProcessRuntime
 
 
 @pytest.fixture
 def local() -> Iterator[Runtime]:
-    made = make_runtime("local", channel_factory=str(HERE), collective_timeout_s=60.0)
+    made = ProcessRuntime(channel_factory=str(HERE), collective_timeout_s=60.0)
     yield made
     made.close()
 
@@ -75,7 +76,7 @@ def hang_in_a_group_of_some() -> None:
     """In a process that has imported torch, of which the ranks are forks."""
     config = Config("hang", trouble_tick=1, trouble_rank=1)
     let_ranks_be_forks([reducer(4, config, "MeshReducer", threads=1)])
-    local = make_runtime("local", channel_factory=str(HERE), collective_timeout_s=60.0)
+    local = ProcessRuntime(channel_factory=str(HERE), collective_timeout_s=60.0)
     try:
         _hang_in_a_group_of_some(local, config)
     finally:
@@ -101,7 +102,7 @@ def test_a_lone_rank_has_its_group_inline_too_and_torch_is_left_as_it_was(monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth-of-the-user")
 
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    runtime = make_runtime("inline", channel_factory=str(HERE))
+    runtime = InlineRuntime(channel_factory=str(HERE))
     try:
         start(runtime, 1, Config())
         assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0"), "gloo listens, though there is nobody to meet"

@@ -12,7 +12,7 @@ import llamarl
 ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"types", "errors", "strict", "seeding", "running_time", "process_tree", "frames"}
+        {"types", "errors", "determinism", "strict", "seeding", "running_time", "process_tree", "frames"}
         | {
             "bounded_server",
             "plural",
@@ -21,12 +21,10 @@ LAYERS: tuple[frozenset[str], ...] = (
             "roles",
             "import_path",
             "other_names",
-            "shipped",
             "recipes",
             "config",
             "tick_schedule",
             "tick_shares",
-            "user_folders",
         }
     ),
     frozenset({"algorithms", "data", "transports"}),

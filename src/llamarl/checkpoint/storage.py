@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.checkpoint.platform import platform_facts
 from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
 from llamarl.checkpoint.written import files_below, sync_folder, sync_path, what_is_wrong, why_not_whole
+from llamarl.determinism import platform_facts
 from llamarl.errors import CheckpointError
 from llamarl.reading import read_bytes
 

@@ -26,16 +26,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
     from llamarl.data.items import TaskItem
     from llamarl.environments.episode import Environment, Observation, Step
+    from llamarl.executors.base import ExecutorContext
     from llamarl.executors.mismatch import Mismatch
     from llamarl.models.support import Use
 
@@ -351,9 +354,21 @@ def _bundled_model() -> str:
 
 
 def _processes() -> str:
-    from llamarl.runtime.make_runtime import probe_processes
+    from llamarl.executors.base import ExecutorSpec
+    from llamarl.runtime.base import JobStart
+    from llamarl.runtime.processes import ProcessRuntime
 
-    return f"one up and back in {probe_processes(30.0):.1f} s, nothing that another user could connect to"
+    began, runtime = time.monotonic(), ProcessRuntime()
+    try:
+        probe = ExecutorSpec(name="probe", factory=f"{__name__}:_idle_executor")
+        runtime.start(JobStart(executors=[probe], channels=[], deadline_s=30.0))
+    finally:
+        runtime.close()
+    return f"one up and back in {time.monotonic() - began:.1f} s, nothing that another user could connect to"
+
+
+def _idle_executor(config: object, context: ExecutorContext) -> SimpleNamespace:
+    return SimpleNamespace(name=context.name, setup=lambda: None, close=lambda: None)
 
 
 def _shared_memory() -> str:

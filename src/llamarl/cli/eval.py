@@ -132,10 +132,10 @@ def _evaluate(
     from llamarl.engine.episodes import make_player
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.environments.episode_pool import EpisodePool
+    from llamarl.environments.factory import make_prompt_stream
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups, standard_error
     from llamarl.executors.measures import answered
-    from llamarl.executors.prompts import make_prompt_stream
     from llamarl.executors.reward import count_causes
     from llamarl.executors.self_check import check_generated
     from llamarl.executors.version_loader import load_adapter
@@ -250,7 +250,7 @@ def _compute_as_in_a_run(threads: int) -> None:
     Args:
         threads: As the run recorded it; 0: as many as torch takes.
     """
-    from llamarl.runtime.determinism import environment, pin
+    from llamarl.determinism import environment, pin
 
     if threads and "torch" not in sys.modules:
         os.environ.update(environment(threads))

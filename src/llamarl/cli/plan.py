@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.forecast_flags import Question, add_devices, add_job, ask, staleness_levels
-from llamarl.reading import read_toml
-from llamarl.shipped import shipped_or_path
+from llamarl.reading import read_toml, shipped_or_path
 
 if TYPE_CHECKING:
     from llamarl.forecast.search import Options, Plan

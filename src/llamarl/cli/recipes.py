@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from llamarl.shipped import find_recipe, shipped_recipes
+from llamarl.reading import find_recipe, shipped_recipes
 
 __all__ = ["add_arguments", "run"]
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
     from llamarl.controller.preflight import find_missing, find_without_effect
     from llamarl.errors import ConfigError
-    from llamarl.executors.prompts import num_training_rows
+    from llamarl.executors.demonstrations import num_training_rows
 
     for name, given in (("--epochs", args.epochs), ("--batch", args.batch)):
         if not given > 0:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.forecast_flags import add_devices, add_job, ask, refuse_flags, staleness_levels
 from llamarl.errors import PlanError
-from llamarl.shipped import shipped_or_path
+from llamarl.reading import shipped_or_path
 
 if TYPE_CHECKING:
     from llamarl.forecast.hardware import Hardware

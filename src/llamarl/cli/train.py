@@ -164,9 +164,9 @@ def start_fork_servers(config: RunConfig) -> None:
     """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the
     checks that follow do."""
     from llamarl.controller.graph import colocated_group, llamarl_graph
+    from llamarl.determinism import rank_environment
     from llamarl.errors import LlamaRLError
     from llamarl.runtime.children import shared_modules, start_early
-    from llamarl.runtime.determinism import rank_environment
     from llamarl.runtime.placement import here, may_have_gpus, place
 
     if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.channels.base import ChannelSpec
-from llamarl.checkpoint.platform import joint_facts
 from llamarl.config import RunConfig
 from llamarl.controller.config import HERE, hosts_named, parse_ports
 from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
+from llamarl.determinism import joint_facts
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles

@@ -343,11 +343,12 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         folder: Of the model.
 
     Raises:
-        ConfigError, DataError: As ``executors.prompts`` and ``data.prompts`` say.
+        ConfigError, DataError: As ``environments.factory`` and ``data.prompts`` say.
     """
     from llamarl.data.turn_template import TurnTemplate
     from llamarl.environments.episode_pool import EpisodePool
-    from llamarl.executors.prompts import make_demonstrations, make_prompt_stream
+    from llamarl.environments.factory import make_prompt_stream
+    from llamarl.executors.demonstrations import make_demonstrations
     from llamarl.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.platform import platform_differences
 from llamarl.config import RunConfig, load_config, to_plain
 from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.prepare import absolute_dir, prepare
@@ -16,6 +15,7 @@ from llamarl.controller.run import start
 from llamarl.controller.run_folder import CONFIG_FILE
 from llamarl.controller.run_models import refuse_other_models
 from llamarl.controller.settings import differences
+from llamarl.determinism import platform_differences
 from llamarl.errors import ConfigError
 from llamarl.observability.events import EVENTS_FILE, event_platform, read_events
 from llamarl.observability.keys import is_timing_key

@@ -11,7 +11,6 @@ from typing import Any
 
 from llamarl.channels.samples import Limits
 from llamarl.checkpoint.mirror import Mirror
-from llamarl.checkpoint.platform import platform_differences
 from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
 from llamarl.config import RunConfig, load_config, to_plain
 from llamarl.controller.early_end import EarlyEnd
@@ -31,6 +30,7 @@ from llamarl.controller.run_models import fetch_weights, refuse_other_models
 from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain
 from llamarl.controller.settle import fix_end_of_decay
+from llamarl.determinism import platform_differences
 from llamarl.errors import ConfigError
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.plural import plural

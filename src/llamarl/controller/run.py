@@ -60,7 +60,8 @@ def start(prepared: Prepared, *, repeats: Path | None = None, by_log: bool = Fal
         refuse_a_run(run_dir)  # another process may have run here since
         folder.begin()
         mirror = stack.enter_context(mirror_of(prepared.config, folder))
-        remove_records(run_dir / JOURNAL_FOLDER)
+        if (run_dir / JOURNAL_FOLDER).is_dir():  # of a run that ended before it wrote its configuration
+            remove_records(run_dir / JOURNAL_FOLDER)
         (run_dir / REPLAY_FILE).unlink(missing_ok=True)  # of a replay that ended before its first tick
         if repeats is not None and by_log:
             shutil.copyfile(repeats / EVENTS_FILE, run_dir / REPLAY_FILE)  # a killed replay goes on from there

@@ -32,23 +32,25 @@ from llamarl.errors import ConfigError, FileError, RunFolderLost
 from llamarl.observability.writing import replace_file
 from llamarl.reading import read_bytes
 from llamarl.roles import ROLES
-from llamarl.user_folders import key_file, user_key
 
 __all__ = [
     "CONFIG_FILE",
     "MARK_FILE",
     "RunFolder",
     "held",
+    "key_file",
     "make_folder",
     "mark",
     "refuse_a_run",
     "refuse_if_held",
+    "user_key",
     "who_holds",
     "why_not_own",
 ]
 
 CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
+_KEY_BYTES = 32
 _LOOKED_AT_S = 0.2
 """Longest time for which somebody who only asks whether a folder is held may seem to hold it."""
 _EXPORTS = tuple(product.folder for role in ROLES.values() for product in role.products)
@@ -286,6 +288,47 @@ def _holds_something(path: Path) -> bool:
 
 MARK_FILE = ".begun_by"
 _MAX_BYTES = 1 << 24
+
+
+def key_file() -> Path:
+    """``$XDG_STATE_HOME/llamarl/run_key``, else ``~/.local/state/llamarl/run_key``."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(state) / "llamarl" / "run_key"
+
+
+def user_key(*, create: bool) -> bytes:
+    """The user's own random key, which no other user can read.
+
+    Args:
+        create: Make it where there is none.
+
+    Raises:
+        OSError: There is none and none can be made, or others may read it.
+    """
+    path = key_file()
+    if not path.is_absolute():
+        raise OSError(errno.ENOENT, "this user has no home folder")
+    if create and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, secrets.token_bytes(_KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+                os.link(new, path)
+        finally:
+            os.close(descriptor)
+            os.unlink(new)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found, key = os.fstat(descriptor), os.read(descriptor, _KEY_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError(errno.EACCES, "it is not a file of this user's alone (chmod 600)")
+    if len(key) != _KEY_BYTES:
+        raise OSError(errno.EINVAL, f"it does not hold {_KEY_BYTES} bytes")
+    return key
 
 
 def mark(config: RunConfig, settings: bytes, run_dir: Path) -> None:

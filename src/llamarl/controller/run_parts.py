@@ -41,7 +41,7 @@ from llamarl.observability.writing import Patience
 from llamarl.plural import plural
 from llamarl.roles import present_roles
 from llamarl.runtime.base import Report, Runtime
-from llamarl.runtime.make_runtime import make_runtime
+from llamarl.runtime.inline import InlineRuntime
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed, TickLog
 
@@ -220,7 +220,9 @@ class RunParts:
         config, hosts = self._prepared.config, self._prepared.hosts
         if hosts is not None:
             return hosts.runtime(self._files, log=self._log)
-        return make_runtime(config.run.runtime, collective_timeout_s=config.deadlines.collective_s, log=self._log)
+        if config.run.runtime == "inline":
+            return InlineRuntime()
+        return ProcessRuntime(collective_timeout_s=config.deadlines.collective_s, log=self._log)
 
     def _make_log(self) -> TickLog | None:
         if not self._prepared.config.recovery.max_restarts:

@@ -20,7 +20,7 @@ from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.executors.prompts import num_training_rows
+from llamarl.executors.demonstrations import num_training_rows
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolve_precision
 from llamarl.plural import plural

@@ -1,18 +1,25 @@
-"""From a task's configuration to the task. Each kind is imported only when it is asked for."""
+"""From a task's configuration to the task, and to its prompts. Each kind is imported only when it is asked for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from llamarl.config import RunConfig
+from llamarl.data.chat import Tokenizer
+from llamarl.data.mixture import MixedStream
+from llamarl.data.prompts import PromptStream
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
-from llamarl.errors import DataError, Mistake
+from llamarl.errors import ConfigError, DataError, Mistake
 from llamarl.import_path import check
 
-__all__ = ["PRESETS", "make_task", "task_mistakes", "with_preset"]
+if TYPE_CHECKING:
+    from llamarl.environments.episode_pool import Environments
+
+__all__ = ["PRESETS", "make_prompt_stream", "make_task", "task_mistakes", "with_preset"]
 
 
 T = TypeVar("T", bound=TaskConfig)
@@ -43,6 +50,43 @@ def make_task(config: TaskConfig, seed: int) -> Task:
 
         task = FunctionTask(task, config.judges, config.reward_batch_size)
     return task
+
+
+def make_prompt_stream(
+    config: RunConfig, tokenizer: Tokenizer, environments: Environments | None = None
+) -> PromptStream | MixedStream:
+    """The same stream wherever it is made: every executor that reads prompts makes its own.
+
+    Args:
+        environments: Where the recipe's environments live; None only where it has none.
+
+    Raises:
+        ConfigError: The longest response leaves no room for a prompt.
+        DataError: The task cannot be made.
+    """
+    from llamarl.models.loading import context_length
+
+    context, longest = context_length(config.model.path), config.generator.sampling.max_new_tokens
+    if context is not None and context <= longest:
+        raise ConfigError(
+            f"generator.sampling.max_new_tokens = {longest} leaves no room for a prompt in the context of "
+            f"{config.model.path} ({context} tokens): lower it"
+        )
+    seed, room = config.run.seed, None if context is None else context - longest
+
+    def stream_of(task: TaskConfig, label: str = "") -> PromptStream:
+        opener = None
+        if task.environment:
+            assert environments is not None, "a recipe with an environment needs a pool of them"
+            from llamarl.environments.episode_pool import EpisodeOpener
+
+            opener = EpisodeOpener(environments, task, label)
+        return PromptStream(make_task(task, seed), tokenizer, config.data, seed=seed, room=room, opener=opener)
+
+    if not config.task.mixture:
+        return stream_of(config.task)
+    streams = {label: stream_of(task, label) for label, task in config.task.tasks.items()}
+    return MixedStream(streams, {task.title: task.weight for task in config.task.mixture}, seed)
 
 
 def task_mistakes(config: TaskConfig, seed: int) -> Iterator[Mistake]:

@@ -20,10 +20,10 @@ from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
+from llamarl.environments.factory import make_prompt_stream
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.evaluator_ranks import EvaluatorRanks, evaluator_weights
-from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.reward import JUDGING_SHARE, part_means
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer

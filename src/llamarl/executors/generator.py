@@ -43,13 +43,13 @@ from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
+from llamarl.environments.factory import make_prompt_stream
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.base import BaseExecutor, ExecutorContext, Feed, StepResult
 from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of, why_ranks_unfit
 from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_sampled, shards_of_rank
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
-from llamarl.executors.prompts import make_prompt_stream
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.observability.keys import REPLICA_KEY, own_metrics

@@ -28,7 +28,7 @@ from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_fil
 from llamarl.errors import TransferError
 from llamarl.files.incoming_file import PIECE_BYTES, IncomingFile
 from llamarl.files.safe_folder import SafeFolder
-from llamarl.user_folders import cache_folder
+from llamarl.reading import cache_folder
 
 __all__ = ["FarFile", "HostFiles", "default_base"]
 

@@ -40,8 +40,7 @@ import llamarl
 from llamarl.errors import FileError, ModelError
 from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.support import Use, text_part
-from llamarl.reading import read_object
-from llamarl.user_folders import cache_folder
+from llamarl.reading import cache_folder, read_object
 
 transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console
 

@@ -17,8 +17,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from llamarl.checkpoint.platform import platform_facts
 from llamarl.config import RunConfig
+from llamarl.determinism import platform_facts
 from llamarl.engine.config import EngineConfig
 from llamarl.roles import Role, present_roles, with_settings
 
@@ -90,7 +90,7 @@ def resolve_dtype(asked: str, *, device: str, model: str | Path, processor: str 
         asked: "", "auto", "float32", "bfloat16", ...
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA where this machine has it.
         model: Hugging Face folder.
-        processor: As ``checkpoint.platform`` describes it; empty is this machine's. Of several
+        processor: As ``llamarl.determinism`` describes it; empty is this machine's. Of several
             kinds (``joint_facts``) all must have the instructions.
     """
     if asked not in _OPEN:

@@ -27,7 +27,7 @@ from typing import Any
 import xxhash
 from pydantic import TypeAdapter
 
-from llamarl.checkpoint.platform import platform_facts
+from llamarl.determinism import platform_facts
 from llamarl.errors import EventLogError, FileError
 from llamarl.observability.writing import LineLog, Patience
 from llamarl.reading import parse_json, read_bytes

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.checkpoint.platform import platform_facts
+from llamarl.determinism import platform_facts
 from llamarl.observability.writing import replace_file, writes
 
 if TYPE_CHECKING:

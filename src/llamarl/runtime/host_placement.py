@@ -49,7 +49,7 @@ class Machine:
     cores: int
     cuda_devices: int
     facts: Mapping[str, str] = field(default_factory=dict)
-    """``checkpoint.platform.platform_facts``."""
+    """``determinism.platform_facts``."""
 
 
 def spread(

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from llamarl.determinism import LOOPBACK
 from llamarl.errors import ConfigError, DeadlineExceeded
 from llamarl.running_time import running_s
 from llamarl.runtime.base import JobStart, News, Order, Report, SetupReport
-from llamarl.runtime.determinism import LOOPBACK
 from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers
 from llamarl.runtime.worker import CHANNEL_FACTORY, Worker, capture
 

@@ -19,6 +19,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
+from llamarl.determinism import rank_environment
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import (
     Child,
@@ -32,7 +33,6 @@ from llamarl.runtime.children import (
     start_rank,
 )
 from llamarl.runtime.commands import Link
-from llamarl.runtime.determinism import rank_environment
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan
 

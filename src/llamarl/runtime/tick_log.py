@@ -147,7 +147,7 @@ class TickLog:
         self._saved = 0
         """The first tick whose state before it can be had."""
         self._folder, self._run_id, self._tell = folder, run_id, tell
-        self._number = next_number(folder) if folder is not None else 0
+        self._number = next_number(folder) if folder is not None and folder.is_dir() else 0
         self._backlog = 0
         self._off = ""
         """Why nothing is written any more."""

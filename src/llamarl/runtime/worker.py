@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
+from llamarl.determinism import pin
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, SourceGone
 from llamarl.executors.base import (
     Elastic,
@@ -41,7 +42,6 @@ from llamarl.executors.base import (
 from llamarl.import_path import load_module, resolve
 from llamarl.progress import forget
 from llamarl.runtime.base import News, Order
-from llamarl.runtime.determinism import pin
 from llamarl.runtime.rank_saves import RankSaves, rank_folder, record_products
 from llamarl.runtime.tick_record import MAX_STATE_BYTES, State, read_state, write_state
 from llamarl.transports.network import Network, join

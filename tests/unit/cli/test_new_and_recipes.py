@@ -12,7 +12,7 @@ from llamarl.cli.main import main
 from llamarl.config import load_config
 from llamarl.controller.preflight import find_missing
 from llamarl.errors import ConfigError
-from llamarl.shipped import find_recipe, shipped_or_path, shipped_recipes
+from llamarl.reading import find_recipe, shipped_or_path, shipped_recipes
 
 
 def test_a_new_task_is_a_recipe_without_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

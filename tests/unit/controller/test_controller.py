@@ -264,11 +264,11 @@ def test_a_run_gives_its_ranks_the_limit_that_its_deadlines_make(
     class Made(Exception):
         """The runtime would be made."""
 
-    def make_runtime(name: str, **how: Any) -> None:
-        raise Made(name, how["collective_timeout_s"])
+    def make(**how: Any) -> None:
+        raise Made(how["collective_timeout_s"])
 
-    monkeypatch.setattr(run_parts, "make_runtime", make_runtime)
-    words = ["--run.dir", str(tmp_path / "run"), "--run.runtime", "inline", "--deadlines.step_s", "5000"]
+    monkeypatch.setattr(run_parts, "ProcessRuntime", make)
+    words = ["--run.dir", str(tmp_path / "run"), "--deadlines.step_s", "5000"]
     with pytest.raises(Made) as made:
         start_run(load_config(RECIPE, [*words, "--run.cores", "2"]))
-    assert made.value.args == ("inline", 5030.0)
+    assert made.value.args == (5030.0,)

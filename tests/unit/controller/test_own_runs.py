@@ -13,9 +13,8 @@ from llamarl.cli.main import main
 from llamarl.config import load_config, save_config
 from llamarl.controller import fork, resume, run
 from llamarl.controller.begun import begun_config
-from llamarl.controller.run_folder import MARK_FILE, mark
+from llamarl.controller.run_folder import MARK_FILE, key_file, mark, user_key
 from llamarl.errors import ConfigError
-from llamarl.user_folders import key_file, user_key
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 

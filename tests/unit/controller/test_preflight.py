@@ -22,8 +22,8 @@ from llamarl.controller.prepare import plan_run
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.factory import sampling_params
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.environments.factory import make_prompt_stream
 from llamarl.errors import ConfigError, DataError, ModelError
-from llamarl.executors.prompts import make_prompt_stream
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_tokenizer
 

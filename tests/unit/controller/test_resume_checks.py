@@ -14,13 +14,13 @@ import pytest
 import tomli_w
 
 from llamarl.checkpoint import storage
-from llamarl.checkpoint.platform import platform_facts
 from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller import prepare, resume, run
 from llamarl.controller.begun import begun_config, refuse_code_of_a_run
 from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.settle import fix_end_of_decay
+from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.runtime.tick_log import Resumed

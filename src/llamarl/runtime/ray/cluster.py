@@ -275,7 +275,7 @@ def _with_inventories(ports: tuple[int, int]) -> Cluster:
     import ray
     from ray.exceptions import RayError
 
-    from llamarl.checkpoint.platform import platform_facts
+    from llamarl.determinism import platform_facts
     from llamarl.runtime.host_placement import Machine, unlike
 
     here_id = ray.get_runtime_context().get_node_id()

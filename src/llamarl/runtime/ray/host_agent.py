@@ -19,10 +19,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from llamarl.determinism import LOOPBACK
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
 from llamarl.runtime.children import ForkServer, Stores, forks_work
-from llamarl.runtime.determinism import LOOPBACK
 from llamarl.runtime.ray.hosted_rank import HostedRank, Say, Word
 from llamarl.runtime.ray.inventory import Inventory
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llamarl.checkpoint.platform import platform_facts
+from llamarl.determinism import platform_facts
 from llamarl.transports.network import TlsFiles, this_space
 
 __all__ = ["Inventory", "health_of", "interface_of", "take_inventory"]
@@ -40,7 +40,7 @@ class Inventory:
     health: Mapping[str, int] = field(default_factory=dict)
     """Its ``RAY_health_check_*`` without the beginning, milliseconds and a count; those of the head decide."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Versions and processor: ``checkpoint.platform.platform_facts``."""
+    """Versions and processor: ``determinism.platform_facts``."""
 
 
 def take_inventory(address: str, cores: int, cuda_devices: int, ports: tuple[int, int] = (0, 0)) -> Inventory:

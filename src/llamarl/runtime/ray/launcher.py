@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llamarl.determinism import environment
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import Killed, cause_of_death, shares_imports
 from llamarl.runtime.commands import Link
-from llamarl.runtime.determinism import environment
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ray.cluster import Cluster
 from llamarl.runtime.ray.hosted_rank import Say, Word

@@ -1,5 +1,5 @@
-"""The prompts of a recipe, and the executor that gives what is there already in place of a generator
-and its judges: rows of demonstrations, or samples that an earlier run has recorded.
+"""The executor that gives what is there already in place of a generator and its judges: rows of
+demonstrations, or samples that an earlier run has recorded.
 
 Demonstrations, in: nothing; out: ``scored``, the rows of the tick, and at ticks that are evaluated the held-out
 ones behind them, which the trainer knows by their numbers (from ``EVAL_INDEX_OFFSET`` on): of these
@@ -16,12 +16,7 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.data.chat import Tokenizer
 from llamarl.data.demonstrations import DemonstrationStream
-from llamarl.data.mixture import MixedStream
-from llamarl.data.prompts import PromptStream
-from llamarl.environments.config import TaskConfig
-from llamarl.environments.episode_pool import Environments, EpisodeOpener
 from llamarl.environments.factory import make_task
-from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.recorded import RecordedStream
 from llamarl.models.folders import resolve_model_path
@@ -29,40 +24,7 @@ from llamarl.models.loading import context_length, load_tokenizer
 from llamarl.reading import user_path
 from llamarl.types import Group
 
-__all__ = ["DemonstrationsExecutor", "make_demonstrations", "make_prompt_stream", "num_training_rows"]
-
-
-def make_prompt_stream(
-    config: RunConfig, tokenizer: Tokenizer, environments: Environments | None = None
-) -> PromptStream | MixedStream:
-    """The same stream wherever it is made: every executor that reads prompts makes its own.
-
-    Args:
-        environments: Where the recipe's environments live; None only where it has none.
-
-    Raises:
-        ConfigError: The longest response leaves no room for a prompt.
-        DataError: The task cannot be made.
-    """
-    context, longest = context_length(config.model.path), config.generator.sampling.max_new_tokens
-    if context is not None and context <= longest:
-        raise ConfigError(
-            f"generator.sampling.max_new_tokens = {longest} leaves no room for a prompt in the context of "
-            f"{config.model.path} ({context} tokens): lower it"
-        )
-    seed, room = config.run.seed, None if context is None else context - longest
-
-    def stream_of(task: TaskConfig, label: str = "") -> PromptStream:
-        opener = None
-        if task.environment:
-            assert environments is not None, "a recipe with an environment needs a pool of them"
-            opener = EpisodeOpener(environments, task, label)
-        return PromptStream(make_task(task, seed), tokenizer, config.data, seed=seed, room=room, opener=opener)
-
-    if not config.task.mixture:
-        return stream_of(config.task)
-    streams = {label: stream_of(task, label) for label, task in config.task.tasks.items()}
-    return MixedStream(streams, {task.title: task.weight for task in config.task.mixture}, seed)
+__all__ = ["DemonstrationsExecutor", "make_demonstrations", "num_training_rows"]
 
 
 def make_demonstrations(config: RunConfig, tokenizer: Tokenizer) -> DemonstrationStream | RecordedStream:

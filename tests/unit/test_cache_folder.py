@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.user_folders import cache_folder
+from llamarl.reading import cache_folder
 
 
 def test_cache_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

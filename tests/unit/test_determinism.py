@@ -2,8 +2,8 @@
 
 import pytest
 
-from llamarl.checkpoint import platform
-from llamarl.checkpoint.platform import describe_processor, joint_facts, platform_differences, platform_facts
+from llamarl import determinism
+from llamarl.determinism import describe_processor, joint_facts, platform_differences, platform_facts
 
 
 def test_a_processor_is_its_name_and_the_instruction_sets_that_choose_kernels() -> None:
@@ -21,7 +21,7 @@ def test_an_arm_processor_without_a_name_is_told_by_its_part() -> None:
 
 def test_each_fact_that_differs_is_named_with_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"torch": "2.13.0", "numpy": "2.4.6", "processor": "x86_64 A avx2"}
-    monkeypatch.setattr(platform, "platform_facts", lambda: here)
+    monkeypatch.setattr(determinism, "platform_facts", lambda: here)
     assert platform_differences(here) == []
     assert platform_differences({**here, "torch": "2.11.0", "processor": "x86_64 B"}) == [
         "processor: it has 'x86_64 B', this machine 'x86_64 A avx2'",
