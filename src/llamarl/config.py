@@ -68,7 +68,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 _MAX_TICKS = 1_000_000
 """Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
 _RUN_ID = ".run_id"
-"""Lies beside the configuration of a run (``checkpoint.run_identity``), which says paths as seen from where it began."""
+"""Lies beside the configuration of a run (``checkpoint.storage.RunIdentity``), which says paths as seen from where it began."""
 
 
 def _run_dir(text: str) -> str:

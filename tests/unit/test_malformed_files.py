@@ -27,9 +27,9 @@ from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import record_files
 from llamarl.cli import generate
 from llamarl.config import load_config
-from llamarl.data.chat import render_prompt
 from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
+from llamarl.data.prompts import render_prompt
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.errors import LlamaRLError

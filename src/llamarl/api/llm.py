@@ -270,8 +270,8 @@ class LLM:
             self._engine.suspend()  # nothing of an interrupted call may answer in the next one
 
     def _encode(self, prompt: str | Messages, name: str, chat_template: bool) -> list[int]:
-        from llamarl.data.chat import render_prompt
         from llamarl.data.items import TaskItem, read_messages
+        from llamarl.data.prompts import render_prompt
 
         data: DataConfig = self.config.data
         if isinstance(prompt, str):

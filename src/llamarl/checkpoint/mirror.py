@@ -28,9 +28,8 @@ from typing import Any, BinaryIO, TypeVar
 import xxhash
 
 from llamarl.checkpoint.config import why_no_storage
-from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, checksum_file
-from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.storage import CheckpointStore, RunIdentity
 from llamarl.checkpoint.written import files_below, is_inside, what_is_wrong
 from llamarl.errors import CheckpointError, ConfigError, RunFolderLost
 from llamarl.plural import format_bytes, plural

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.run import Run
     from llamarl.checkpoint.storage import CheckpointStore
-    from llamarl.controller.run_models import fetch_weights, local
+    from llamarl.controller.settle import fetch_weights, local
 
     given = Run(args.run_dir)
     run_dir, config, out = given.dir, given.config, Path(args.out).expanduser()

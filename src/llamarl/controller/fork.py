@@ -25,10 +25,9 @@ from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import absolute_dir, description, prepare
 from llamarl.controller.run import execute, mirror_of
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.controller.run_models import fetch_weights, record_models
 from llamarl.controller.run_parts import save_settings
 from llamarl.controller.settings import Difference, differences
-from llamarl.controller.settle import fix_end_of_decay
+from llamarl.controller.settle import fetch_weights, fix_end_of_decay, record_models
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.observability.events import EVENTS_FILE
 from llamarl.observability.metrics import METRICS_FILE

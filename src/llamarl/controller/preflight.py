@@ -17,9 +17,8 @@ from llamarl.checkpoint.config import why_no_storage
 from llamarl.config import RunConfig, read_settings
 from llamarl.controller.notices import Questions
 from llamarl.controller.run_folder import CONFIG_FILE, refuse_a_run, refuse_if_held
-from llamarl.data.chat import uses_chat_template
 from llamarl.data.mixture import MixedStream
-from llamarl.data.prompts import PromptStream
+from llamarl.data.prompts import PromptStream, uses_chat_template
 from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError

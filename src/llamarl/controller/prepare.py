@@ -26,8 +26,7 @@ from llamarl.controller.preflight import (
     check_reward,
     check_reward_models,
 )
-from llamarl.controller.run_models import local
-from llamarl.controller.settle import Machine, settle_on, settle_recipe
+from llamarl.controller.settle import Machine, local, settle_on, settle_recipe
 from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path

@@ -13,8 +13,8 @@ from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.prepare import absolute_dir, prepare
 from llamarl.controller.run import start
 from llamarl.controller.run_folder import CONFIG_FILE
-from llamarl.controller.run_models import refuse_other_models
 from llamarl.controller.settings import differences
+from llamarl.controller.settle import refuse_other_models
 from llamarl.determinism import platform_differences
 from llamarl.errors import ConfigError
 from llamarl.observability.events import EVENTS_FILE, event_platform, read_events

@@ -21,9 +21,9 @@ from llamarl.controller.preflight import (
 from llamarl.controller.prepare import Prepared, absolute_dir, prepare
 from llamarl.controller.products import write_products
 from llamarl.controller.run_folder import RunFolder, held, make_folder, refuse_a_run
-from llamarl.controller.run_models import fetch_weights, record_models
 from llamarl.controller.run_parts import RunParts, save_settings
 from llamarl.controller.saving import StopRequest
+from llamarl.controller.settle import fetch_weights, record_models
 from llamarl.errors import NothingTrained
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE
 from llamarl.observability.metrics import METRICS_FILE

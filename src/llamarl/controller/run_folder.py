@@ -1,7 +1,7 @@
 """The folder of a run: who may make it, who holds it, and whether this user has begun it.
 
 RUN/config.toml   resolved configuration: there is a run, or one was tried
-RUN/.run_id       tells this run from every other (``checkpoint.run_identity``)
+RUN/.run_id       tells this run from every other (``checkpoint.storage.RunIdentity``)
 RUN/.lock         held (``flock``) by the one process that writes here; the system frees it when that process ends
 RUN/.begun_by     a mark that nobody else can make: config.toml and the working directory, signed (HMAC) with the user's key
 
@@ -25,8 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from llamarl.checkpoint.run_identity import RUN_ID_FILE, RunIdentity
-from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.storage import RUN_ID_FILE, CheckpointStore, RunIdentity
 from llamarl.config import RunConfig
 from llamarl.errors import ConfigError, FileError, RunFolderLost
 from llamarl.observability.writing import replace_file

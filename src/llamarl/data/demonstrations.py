@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.data.chat import Tokenizer
 from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, TaskItem
-from llamarl.data.prompts import PromptStream
+from llamarl.data.prompts import PromptStream, Tokenizer
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.types import Group, Prompt, Response, Score
 

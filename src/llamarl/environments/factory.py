@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from llamarl.config import RunConfig
-from llamarl.data.chat import Tokenizer
 from llamarl.data.mixture import MixedStream
-from llamarl.data.prompts import PromptStream
+from llamarl.data.prompts import PromptStream, Tokenizer
 from llamarl.environments.base import Task
 from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.errors import ConfigError, DataError, Mistake

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llamarl.data.chat import apply_template
+from llamarl.data.prompts import apply_template
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.factory import load_engine
 from llamarl.engine.sequence import SamplingParams

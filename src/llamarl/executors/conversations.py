@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llamarl.data.chat import apply_template
+from llamarl.data.prompts import apply_template
 from llamarl.errors import ModelError
 from llamarl.types import Prompt, Response
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.run_identity import RunIdentity
+from llamarl.checkpoint.storage import RunIdentity
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.observability.keys import own_metrics
 from llamarl.trainer.critic import Critic

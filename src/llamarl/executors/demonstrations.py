@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.data.chat import Tokenizer
 from llamarl.data.demonstrations import DemonstrationStream
+from llamarl.data.prompts import Tokenizer
 from llamarl.environments.factory import make_task
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.recorded import RecordedStream

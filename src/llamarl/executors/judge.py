@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
+from llamarl.checkpoint.storage import RunIdentity
 from llamarl.executors.asking import EngineJudge, Question, ServerJudge, Verdict
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.config import JudgeConfig

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.data.chat import Tokenizer
 from llamarl.data.items import Split, split_questions
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, shuffled
+from llamarl.data.prompts import EVAL_INDEX_OFFSET, Tokenizer, shuffled
 from llamarl.errors import DataError
 from llamarl.observability.rollouts import Rollout, read_rollouts
 from llamarl.types import Group, Prompt, Response, Score

@@ -21,7 +21,7 @@ import numpy as np
 from llamarl.channels.base import ChannelKind
 from llamarl.channels.plain_values import from_bytes, to_bytes
 from llamarl.channels.samples import Limits
-from llamarl.checkpoint.run_identity import RunIdentity
+from llamarl.checkpoint.storage import RunIdentity
 from llamarl.config import RunConfig
 from llamarl.data.curriculum import Outcome, bands, outcomes_of
 from llamarl.environments.pool import RewardPool

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload
-from llamarl.checkpoint.run_identity import RunIdentity
+from llamarl.checkpoint.storage import RunIdentity
 from llamarl.config import RunConfig
 from llamarl.data.prompts import EVAL_INDEX_OFFSET
 from llamarl.errors import DeadlineExceeded, TrainingDiverged

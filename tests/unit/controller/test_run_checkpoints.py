@@ -9,9 +9,8 @@ from typing import Any, cast
 import pytest
 
 from llamarl.checkpoint.config import CheckpointConfig
-from llamarl.checkpoint.run_identity import RunIdentity
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.storage import CheckpointStore, RunIdentity
 from llamarl.checkpoint.written import record_files
 from llamarl.controller import run_checkpoints
 from llamarl.controller.run_checkpoints import RunCheckpoints

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import llamarl.data.chat as chat
+import llamarl.data.prompts as chat
 from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
 from llamarl.errors import DataError

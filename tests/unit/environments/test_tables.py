@@ -15,7 +15,7 @@ from hub_server import Hub, serving_here  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
 
 from llamarl.config import RunConfig  # noqa: E402
-from llamarl.controller.run_models import local, pinned  # noqa: E402
+from llamarl.controller.settle import local, pinned  # noqa: E402
 from llamarl.environments.config import TaskConfig, TaskSection  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
 from llamarl.environments.items import TableItems  # noqa: E402

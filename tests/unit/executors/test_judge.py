@@ -15,7 +15,7 @@ import pytest
 from test_reward_model import ask, respond  # the same prompts and responses
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.checkpoint.run_identity import RUN_ID_FILE
+from llamarl.checkpoint.storage import RUN_ID_FILE
 from llamarl.config import validate
 from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.preflight import find_missing

@@ -18,7 +18,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.prepare import plan_run
-from llamarl.controller.run_models import MODELS_FILE, frozen_paths, record_models, refuse_other_models
+from llamarl.controller.settle import MODELS_FILE, frozen_paths, record_models, refuse_other_models
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.conversations import conversation, transcript
