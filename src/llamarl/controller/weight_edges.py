@@ -22,7 +22,7 @@ from llamarl.plural import format_bytes, plural
 from llamarl.roles import carries_version
 from llamarl.transports.table import transport_kind
 
-__all__ = ["Place", "WeightEdge", "choose_transport", "choose_transports", "edge_copies_held", "versions_held"]
+__all__ = ["Place", "WeightEdge", "choose_transport", "choose_transports", "versions_held"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class WeightEdge:
         )
         if self.checkpoint_copies:
             size = format_bytes(self.checkpoint_bytes_per_rank)
-            line += f"; near checkpoints copies of {plural(self.checkpoint_copies, 'version')} more, {size}"
+            line += f"; near checkpoints copies of at most {plural(self.checkpoint_copies, 'version')} more, {size}"
         return line
 
 
@@ -75,13 +75,7 @@ def choose_transports(
         hosts = {spec.name: [platform.node() or "this host"] * spec.num_ranks for spec in graph.executors}
     num_ticks = config.run.num_ticks
     slot_bytes = _version_bytes(config, config.generator.served_dtype)  # as it travels
-    staleness = config.schedule.max_staleness
-    by_clock = (
-        min(staleness, num_ticks) - 1 if config.checkpoint.every_minutes else -1
-    )  # it may come after any tick: one
-    copies = edge_copies_held(
-        staleness, num_ticks, lambda tick: tick == by_clock or config.checkpoint.is_due(tick, num_ticks)
-    )
+    copies = _copies_for_checkpoints(config)
     channels: list[ChannelSpec] = []
     edges: list[WeightEdge] = []
     for channel in graph.channels:
@@ -154,28 +148,15 @@ def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -
     return most
 
 
-def edge_copies_held(staleness: int, num_ticks: int, saves: Callable[[int], bool]) -> int:
+def _copies_for_checkpoints(config: RunConfig) -> int:
     """Most earlier versions that a trainer rank copies to host memory at once, for checkpoints to hold them.
 
-    The checkpoint after tick c holds versions c + 1 - staleness .. c + 1, the last from the weights
-    themselves: versions ``v`` are copied if a checkpoint comes at one of the ticks v .. v +
-    staleness - 1, and kept for ``staleness`` ticks.
-
-    Args:
-        saves: Whether a checkpoint is taken after a tick.
+    The checkpoint after tick c holds versions c + 1 - staleness .. c + 1, the last from the weights themselves. A copy
+    is kept for ``staleness`` ticks, in which those of the next checkpoint may be made.
     """
-    last_due = max((tick for tick in range(staleness - 1) if saves(tick)), default=-1)
-    copied: deque[int] = deque()
-    most = 0
-    for version in range(num_ticks + 1 if staleness else 0):
-        if saves(version + staleness - 1):
-            last_due = version + staleness - 1
-        if last_due >= version:
-            copied.append(version)
-        while copied and copied[0] < version - staleness:
-            copied.popleft()
-        most = max(most, len(copied))
-    return most
+    staleness, checkpoint = config.schedule.max_staleness, config.checkpoint
+    saves = checkpoint.every or checkpoint.every_minutes or checkpoint.at_end
+    return staleness + 1 if staleness and saves else 0
 
 
 def _places(spec: ExecutorSpec, hosts: Sequence[str], process: str) -> list[Place]:

@@ -15,7 +15,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import llamarl_graph
-from llamarl.controller.weight_edges import edge_copies_held
+from llamarl.controller.weight_edges import choose_transports
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors import trainer as trainer_module
 from llamarl.executors.base import ExecutorContext
@@ -131,8 +131,8 @@ def test_copy_that_never_ends_stops_the_trainer_within_its_limit(job: Job, monke
     assert not job.updates and same(job.values(), sent)
 
 
-@pytest.mark.parametrize(("staleness", "every"), [(1, 3), (2, 1), (3, 2), (4, 10), (2, 0)])
-def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int, every: int) -> None:
+@pytest.mark.parametrize(("staleness", "every", "copies"), [(1, 3, 1), (2, 1, 3), (3, 2, 4), (4, 10, 5), (2, 0, 2)])
+def test_copies_that_are_kept_for_checkpoints_are_no_more_than_said(staleness: int, every: int, copies: int) -> None:
     """Each tick is told the saves of its reach; when one comes, the versions on the edge are there."""
     num_ticks = 12
     config = load_config(
@@ -147,7 +147,8 @@ def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int
         ],
     )
     saves = [tick for tick in range(num_ticks) if config.checkpoint.is_due(tick, num_ticks)]
-    writes = llamarl_graph(config).outputs["trainer"]
+    graph = llamarl_graph(config)
+    writes = graph.outputs["trainer"]
     executor = TrainerExecutor(
         config, ExecutorContext(name="t", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, writes=writes)
     )
@@ -160,4 +161,4 @@ def test_copies_that_are_kept_for_checkpoints_are_as_many_as_said(staleness: int
         if tick in saves:
             assert set(range(max(0, tick + 1 - staleness), tick + 1)) <= executor._edge_versions.keys()
         most = max(most, len(executor._edge_versions))
-    assert most == edge_copies_held(staleness, num_ticks, lambda tick: config.checkpoint.is_due(tick, num_ticks))
+    assert most == copies <= choose_transports(config, graph)[1][0].checkpoint_copies
