@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
-from llamarl.controller.graph import Graph, colocated_group, llamarl_graph
+from llamarl.controller.graph import Graph, WeightEdge, choose_transports, colocated_group, llamarl_graph
 from llamarl.controller.notices import Questions, overview, replica_line
 from llamarl.controller.preflight import (
     check_architectures,
@@ -27,7 +27,6 @@ from llamarl.controller.preflight import (
     check_reward_models,
 )
 from llamarl.controller.settle import Machine, local, settle_on, settle_recipe
-from llamarl.controller.weight_edges import WeightEdge, choose_transports
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import user_path

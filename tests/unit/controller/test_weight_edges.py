@@ -10,9 +10,8 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.ends import make_receiver, make_sender
 from llamarl.channels.weights import WeightsPayload
 from llamarl.config import RunConfig, load_config
-from llamarl.controller.graph import Graph, llamarl_graph
+from llamarl.controller.graph import Graph, WeightEdge, choose_transports, llamarl_graph, versions_held
 from llamarl.controller.prepare import plan_run
-from llamarl.controller.weight_edges import WeightEdge, choose_transports, versions_held
 from llamarl.errors import ConfigError
 from llamarl.models.precision import resolve_precision
 from llamarl.transports.table import TRANSPORTS

@@ -14,8 +14,7 @@ from whole_versions import read_all
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, load_config
-from llamarl.controller.graph import llamarl_graph
-from llamarl.controller.weight_edges import choose_transports
+from llamarl.controller.graph import choose_transports, llamarl_graph
 from llamarl.errors import DeadlineExceeded
 from llamarl.executors import trainer as trainer_module
 from llamarl.executors.base import ExecutorContext

@@ -8,7 +8,7 @@ from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.controller.weight_edges import Place, choose_transport
+from llamarl.controller.graph import Place, choose_transport
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.checksum import block_digest, digest
 from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource, pack_handles, unpack_handles
