@@ -299,10 +299,6 @@ class MeshLayout:
         boxes = {grid: grid.held(rank) for grid in set(self.grids.values())}
         return tuple(Piece(name, box) for name, grid in self.grids.items() if (box := boxes[grid]) is not None)
 
-    def bytes_of(self, rank: int) -> int:
-        """Bytes of what one rank holds."""
-        return sum(box_elements(p.box) * dtype_bytes(self.parameters[p.parameter].dtype) for p in self.pieces_of(rank))
-
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the parameters: these name their grid by its number."""
         kinds = list(dict.fromkeys((grid.mesh, grid.cuts, grid.stages) for grid in self.grids.values()))

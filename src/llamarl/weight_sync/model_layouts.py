@@ -6,7 +6,6 @@ Nothing is downloaded or allocated: the decoder is built on PyTorch's meta devic
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -51,10 +50,6 @@ class ModelParameters(dict[str, ParameterSpec]):
     def __init__(self, specs: Mapping[str, ParameterSpec], cuts: Mapping[str, Shard]) -> None:
         super().__init__(specs)
         self.cuts = dict(cuts)
-
-    @property
-    def num_elements(self) -> int:
-        return sum(math.prod(spec.shape) for spec in self.values())
 
 
 def model_parameters(config: str | Path | Mapping[str, Any], *, dtype: str = "bfloat16") -> ModelParameters:

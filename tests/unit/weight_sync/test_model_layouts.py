@@ -9,7 +9,7 @@ from tiny_models import tiny_config, tiny_model
 
 from llamarl.models.sizes import fitting_sizes
 from llamarl.models.stages import cut_into_stage
-from llamarl.weight_sync.layout import MeshLayout, box_elements
+from llamarl.weight_sync.layout import MeshLayout
 from llamarl.weight_sync.model_layouts import (
     ModelParameters,
     fsdp_tp_placements,
@@ -59,8 +59,8 @@ def test_tied_and_untied_vocabularies_are_cut() -> None:
     assert model_parameters(phi).cuts["lm_head.bias"].dim == 0
 
 
-def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_right() -> None:
-    """Random heads and meshes on both sides: every element arrives, once, with its value; the fullest rank holds what is said."""
+def test_any_layout_of_a_model_is_handed_over_to_any_other_whole() -> None:
+    """Random heads and meshes on both sides: every element arrives, once, with its value."""
     replicated = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -78,12 +78,6 @@ def test_any_layout_of_a_model_is_handed_over_to_any_other_whole_and_counted_rig
         cuts = fsdp_tp_placements(parameters), tp_placements(parameters)
         source, sink = (MeshLayout(parameters, mesh, cut) for mesh, cut in zip(meshes, cuts, strict=True))
         check_plan(source, sink, full_values(parameters), seed)
-        for layout in (source, sink):
-            sizes_of = [
-                sum(4 * box_elements(piece.box) for piece in pieces)
-                for pieces in map(layout.pieces_of, range(layout.num_ranks))
-            ]
-            assert layout.bytes_of(0) == max(sizes_of)
     assert replicated > 15
 
 
