@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,6 @@ def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
     job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
     job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
     job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
-    job.add_argument("--reward-s", type=float, help="seconds the rewards of a step take (default 0, or the run's)")
     return job
 
 
@@ -118,9 +116,6 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         pools = [(fit.hardware, pools[0][1])]
         notes.append(f"fitted: {fit.text()}")
     lengths, prompt_tokens = _lengths(args, config, run_dir, notes)
-    reward_s = args.reward_s if args.reward_s is not None else fit.reward_s if fit and run_dir else 0.0
-    if not 0 <= reward_s < math.inf:
-        raise PlanError(f"--reward-s: reward_s must be >= 0 seconds, got {reward_s}")
     if config and (missing := left_out(config)):
         notes.append(f"not counted: {', '.join(missing)}")
 
@@ -133,7 +128,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         prompts_per_step=pick(args.prompts, config.schedule.prompts_per_step if config else None, 128),
         group_size=pick(args.group_size, config.generator.group_size if config else None, 16),
         prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
-        reward_s=reward_s,
+        reward_s=fit.reward_s if fit and run_dir else 0.0,
         muon=config is not None and config.optimizer.name == "muon",
     )
     if fit and work.model.name != fit.model:

@@ -37,14 +37,12 @@ Response lengths as in llamarl plan --help. docs/forecast.md says what the model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.set_defaults(run=run, overrides=(), max_pipeline=1, precision=None)
+    parser.set_defaults(run=run, overrides=(), max_pipeline=1, precision=None, max_segments=None)
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
     add_job(parser, "a recipe or run")
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
     how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's)")
-    how.add_argument("--max-segments", type=int, help="versions a response may span; 1: no partial rollouts")
-    how.add_argument("--oversubscription", type=float, help="active groups in units of a step's, 1 to max-segments")
     how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
     how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
@@ -96,14 +94,7 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list
 
 def _schedule_overrides(args: argparse.Namespace) -> list[str]:
     """The command line's changes of a recipe: settings as in ``llamarl train``, and the flags that stand for some."""
-    flags = {
-        "schedule.prompts_per_step": args.prompts,
-        "generator.group_size": args.group_size,
-        "generator.max_segments": args.max_segments,
-        "generator.oversubscription": args.oversubscription,
-    }
-    if args.max_segments == 1 and args.oversubscription is None:
-        flags["generator.oversubscription"] = 1.0
+    flags = {"schedule.prompts_per_step": args.prompts, "generator.group_size": args.group_size}
     return [*args.overrides, *(f"--{key}={value}" for key, value in flags.items() if value is not None)]
 
 

@@ -152,13 +152,8 @@ def digest_of(said: Observation | Step) -> str:
 
 def save_episode(episode: Episode) -> dict[str, Any]:
     """What ``begin_episode`` does not know, as JSON values."""
-    return {
-        "turns": [dataclasses.asdict(turn) for turn in episode.turns],
-        "digests": list(episode.digests),
-        "turn_start": episode.turn_start,
-        "due_in": episode.due_in,
-        "failure": episode.failure,
-    }
+    known = {field.name: getattr(episode, field.name) for field in dataclasses.fields(_Saved)}
+    return dataclasses.asdict(_Saved(**known))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,5 +184,5 @@ def load_episode(episode: Episode, saved: Mapping[str, Any], num_tokens: int) ->
         raise ValueError(f"an episode has turns at {ends[:-1]}, and {num_tokens} tokens")
     if not len(given.turns) - 1 <= len(given.digests) <= len(given.turns) - waits:
         raise ValueError(f"an episode has {len(given.turns)} turns and {len(given.digests)} answers")
-    for name in ("turns", "digests", "turn_start", "due_in", "failure"):
-        setattr(episode, name, getattr(given, name))
+    for field_ in dataclasses.fields(given):
+        setattr(episode, field_.name, getattr(given, field_.name))

@@ -11,9 +11,9 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llamarl.determinism import platform_facts
 from llamarl.observability.writing import replace_file, writes
@@ -81,23 +81,14 @@ def describe_job(
         details: Executor -> what it does, in a few words.
         version_bytes: Weights channel -> bytes of one version at a source rank, if all hold as much.
     """
-    lanes = [
-        Lane(name=e.name, num_ranks=e.num_ranks, threads=e.threads, device=e.device, detail=details.get(e.name, ""))
-        for e in executors
-    ]
-    edges = [
-        Edge(
-            name=c.name,
-            source=c.source,
-            sink=c.sink,
-            delay=c.delay,
-            capacity=c.capacity,
-            transport=c.transport,
-            version_bytes=version_bytes.get(c.name),
-        )
-        for c in channels
-    ]
-    return JobDescription(title=title, lanes=tuple(lanes), edges=tuple(edges), facts=dict(facts))
+    lanes = tuple(Lane(**_shared(Lane, spec), detail=details.get(spec.name, "")) for spec in executors)
+    edges = tuple(Edge(**_shared(Edge, spec), version_bytes=version_bytes.get(spec.name)) for spec in channels)
+    return JobDescription(title=title, lanes=lanes, edges=edges, facts=dict(facts))
+
+
+def _shared(kind: type[Lane | Edge], spec: Any) -> dict[str, Any]:
+    """The fields of a part of the job that its description has too."""
+    return {field.name: getattr(spec, field.name) for field in fields(kind) if hasattr(spec, field.name)}
 
 
 def write_job(run_dir: str | os.PathLike[str], job: JobDescription) -> None:

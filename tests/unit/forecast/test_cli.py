@@ -80,7 +80,6 @@ def test_the_70b_plan_names_the_unmeasured_constant_behind_its_pace(capsys: pyte
         (f"plan {JOB} --staleness a", "whole numbers"),
         (f"plan {JOB} --precision bf17", "unknown bf17"),
         (f"plan {JOB} --max-segments 0", "at least 1"),
-        (f"plan {JOB} --reward-s nan", "reward_s"),
         (f"plan {JOB} --prompts 0", "prompts_per_step"),
         (f"plan {JOB} --fit /nowhere", "is no run's folder"),
         ("simulate", "nothing to simulate"),
@@ -168,7 +167,7 @@ def test_a_written_plan_is_simulated_near_its_forecast_and_failures_cost_time(sh
 
 
 def test_a_recipe_and_changes_of_it_are_simulated(shown: list[Any]) -> None:
-    job = f"{RECIPE} --hardware h100 --max-segments 1 --ticks 20"
+    job = f"{RECIPE} --hardware h100 --generator.max_segments 1 --generator.oversubscription 1 --ticks 20"
     (one,) = simulations(shown, job)
     (two,) = simulations(shown, f"{job} --generator.dp 2")
     assert (one.scenario.replicas, two.scenario.replicas) == (1, 2)

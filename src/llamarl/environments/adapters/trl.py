@@ -41,23 +41,19 @@ def trl(path: str, **options: Any) -> TrlEnvironment:
     Raises:
         DataError: There is no such class.
     """
-    make = import_user(path, "task.environment")
-    ours = {p.name for p in inspect.signature(TrlEnvironment).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    own = {name: value for name, value in options.items() if name not in ours}
-    return TrlEnvironment(
-        functools.partial(make, **own), **{name: value for name, value in options.items() if name in ours}
-    )
+    return TrlEnvironment(import_user(path, "task.environment"), **options)
 
 
 class TrlEnvironment(ToolEnvironment):
     """Plays such a class.
 
     Args:
-        make: Makes an instance, without arguments.
+        make: Makes an instance.
         max_moves: Replies of an episode, the final answer included.
         max_result_chars: Longer results of tools are cut.
         show_errors: Whether the policy sees what a tool raises; False fails the sample instead.
         in_text: Tools are described in the question, for chat templates that know none.
+        own: Arguments of ``make``.
 
     Raises:
         TypeError: It has no ``reset``.
@@ -73,12 +69,13 @@ class TrlEnvironment(ToolEnvironment):
         max_result_chars: Annotated[int, Field(ge=16)] = 2000,
         show_errors: bool = True,
         in_text: bool = False,
+        **own: Any,
     ) -> None:
         super().__init__(
             max_moves=max_moves, max_result_chars=max_result_chars, show_errors=show_errors, in_text=in_text
         )
-        self._make = make
-        self._instance: Any = make()
+        self._make = functools.partial(make, **own)
+        self._instance: Any = self._make()
         if not callable(getattr(self._instance, "reset", None)):
             raise TypeError(f"{type(self._instance).__name__} has no reset(**row)")
         self._used = False
