@@ -27,12 +27,12 @@ def own_episodes() -> None:
     EPISODES[0] += 10
 
 
-def config(name: str, num_workers: int = 1, **options: object) -> TaskConfig:
+def config(name: str, num_workers: int = 1, timeout_s: float = 10.0, **options: object) -> TaskConfig:
     return TaskConfig(
         name="episodes",
         environment=f"{ENVIRONMENTS}:{name}",
         environment_options=options,
-        pool=RewardPoolConfig(num_workers=num_workers, timeout_s=10.0),
+        pool=RewardPoolConfig(num_workers=num_workers, timeout_s=timeout_s),
     )
 
 
@@ -61,7 +61,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(log: Path) -> Iterator[EpisodePool]:
-    with EpisodePool(config("Awkward", log=str(log)), timeout_s=2.0) as made:
+    with EpisodePool(config("Awkward", log=str(log), timeout_s=2.0)) as made:
         yield made
 
 
@@ -144,7 +144,7 @@ def test_an_environment_that_does_not_repeat_is_found_out_when_it_is_played_agai
 @pytest.mark.parametrize("words", [1, 400_000], ids=["sent at once", "more than a socket takes"])
 def test_time_in_which_nobody_looks_is_not_the_environments(log: Path, words: int) -> None:
     first, second = ask("a", key=1), ask("b " * words, key=2)
-    with EpisodePool(config("Awkward", log=str(log)), timeout_s=0.5) as pool:
+    with EpisodePool(config("Awkward", log=str(log), timeout_s=0.5)) as pool:
         pool.ask(first)
         pool.ask(second)
         assert step(pool.wait(first)).text == "1 a"  # the second is handed out when this is there

@@ -61,6 +61,10 @@ def config(tmp_path: Path) -> TaskConfig:
     )
 
 
+def one_worker(config: TaskConfig, **settings: float) -> TaskConfig:
+    return dataclasses.replace(config, pool=dataclasses.replace(config.pool, num_workers=1, **settings))
+
+
 def _group(index: int, *texts: str) -> Group:
     responses = (made_response(i, index=index, text=text) for i, text in enumerate(texts))
     return made_group(responses, index=index, text="pp", answer="aaa", task="function")
@@ -116,7 +120,7 @@ BAD = {
 
 
 def test_a_bad_reward_fails_its_sample_only_and_says_why(config: TaskConfig) -> None:
-    with RewardPool(config, num_workers=1) as pool:
+    with RewardPool(one_worker(config)) as pool:
         outcomes = _outcomes(pool.score([_group(0, *(word for text in BAD for word in ("x", text, "xx")))])[0])
     for before, bad, after, (kind, words) in zip(
         outcomes[::3], outcomes[1::3], outcomes[2::3], BAD.values(), strict=True
@@ -129,7 +133,7 @@ def test_a_bad_reward_fails_its_sample_only_and_says_why(config: TaskConfig) -> 
 
 @pytest.mark.parametrize("text", ["hang", "regex", "orphan"])
 def test_a_sample_over_its_time_is_failed_and_its_worker_and_children_are_gone(config: TaskConfig, text: str) -> None:
-    with RewardPool(config, num_workers=1, timeout_s=0.5) as pool:
+    with RewardPool(one_worker(config, timeout_s=0.5)) as pool:
         (old,) = pool.worker_pids
         bad, after = _outcomes(pool.score([_group(0, text, "xx")])[0])
         assert after == Score(value=7.0)
@@ -142,7 +146,7 @@ def test_a_sample_over_its_time_is_failed_and_its_worker_and_children_are_gone(c
 
 
 def test_a_batch_over_its_limit_fails_what_is_left_and_the_pool_goes_on(config: TaskConfig) -> None:
-    with RewardPool(config, num_workers=1) as pool:
+    with RewardPool(one_worker(config)) as pool:
         scored = pool.score([_group(0, "x", "hang"), _group(1, "xx", "hang")], limit_s=1.0)
         first, *left = [outcome for group in scored for outcome in _outcomes(group)]
         assert first == Score(value=6.0)
@@ -159,7 +163,7 @@ def test_a_generation_error_is_failed_without_being_judged_and_an_outcome_is_kep
     group = _group(0, "x", "x")
     first = made_response(text="x", finish_reason="error")
     kept = dataclasses.replace(group.responses[1], outcome=Score(value=0.25))
-    with RewardPool(config, num_workers=1) as pool:
+    with RewardPool(one_worker(config)) as pool:
         scored = pool.score([Group(prompt=group.prompt, responses=(first, kept))])
     failed, same = _outcomes(scored[0])
     assert isinstance(failed, Failure)
@@ -168,7 +172,7 @@ def test_a_generation_error_is_failed_without_being_judged_and_an_outcome_is_kep
 
 
 def test_an_idle_worker_that_dies_costs_no_sample(config: TaskConfig) -> None:
-    with RewardPool(config, num_workers=1) as pool:
+    with RewardPool(one_worker(config)) as pool:
         (pid,) = pool.worker_pids
         os.kill(pid, signal.SIGKILL)
         assert not wait_for_end({pid}, 10.0)
@@ -177,7 +181,7 @@ def test_an_idle_worker_that_dies_costs_no_sample(config: TaskConfig) -> None:
 
 
 def test_a_worker_that_is_killed_from_outside_at_its_work_costs_no_verdict(config: TaskConfig) -> None:
-    with RewardPool(config, num_workers=1) as pool:
+    with RewardPool(one_worker(config)) as pool:
 
         def kill() -> None:
             assert _wait_until(lambda: pool._workers[0].job is not None)

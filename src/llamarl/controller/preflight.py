@@ -20,6 +20,7 @@ from llamarl.controller.run_folder import CONFIG_FILE, refuse_a_run, refuse_if_h
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream, uses_chat_template
 from llamarl.engine.config import CPU_CACHE_BYTES
+from llamarl.environments.config import TaskSection
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.config import GeneratorConfig
@@ -368,7 +369,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         environments = None
         if config.task.has_environment:  # begins an episode or two, so that one that never does is found here
             TurnTemplate(tokenizer, config.data)
-            environments = pools.enter_context(EpisodePool(config.task, num_workers=1))
+            environments = pools.enter_context(EpisodePool(_with_one_worker(config.task)))
         stream = make_prompt_stream(config, tokenizer, environments)
         _check_stop_tokens(config, folder)
         stream.check_training_prompts()
@@ -478,6 +479,10 @@ def _why_no_copy(config: RunConfig) -> str:
     return ""
 
 
+def _with_one_worker(task: TaskSection) -> TaskSection:
+    return dataclasses.replace(task, pool=dataclasses.replace(task.pool, num_workers=1))
+
+
 def check_reward(config: RunConfig) -> None:
     """Make the judge once, in a worker process that may hang or die of it: import the user's reward
     function, try the box that programs run in. Else prove the references.
@@ -491,7 +496,7 @@ def check_reward(config: RunConfig) -> None:
     if any(task.judges or task.name == "code" for task in tasks):
         from llamarl.environments.pool import RewardPool
 
-        RewardPool(config.task, num_workers=1, seed=config.run.seed).close()
+        RewardPool(_with_one_worker(config.task), seed=config.run.seed).close()
     for task in tasks:
         if task.name in ("math", "gsm8k") and not task.judges:
             from llamarl.environments.math import check_references

@@ -44,10 +44,8 @@ class EpisodePool(WorkerPool):
     """Environments in worker processes.
 
     Args:
-        task_config: Which environment, and the pool's settings.
-        num_workers: Overrides ``task_config.pool.num_workers``.
-        timeout_s: Overrides ``task_config.pool.timeout_s``: what one reset or step may take, and of
-            an episode that is played again all of them together.
+        task_config: Which environment, and the pool's settings. ``pool.timeout_s`` is what one reset or
+            step may take, and of an episode that is played again all of them together.
 
     Raises:
         DataError: The environment cannot be imported; carries the worker's cause.
@@ -58,11 +56,9 @@ class EpisodePool(WorkerPool):
     busy_with = "the environment"
     redoes_exits = True
 
-    def __init__(
-        self, task_config: TaskConfig, *, num_workers: int | None = None, timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, task_config: TaskConfig) -> None:
         suspect = f" (it imports task.environment {task_config.environment!r})"
-        super().__init__(("play", task_config, 0), task_config.pool, num_workers, timeout_s, suspect)
+        super().__init__(("play", task_config, 0), task_config.pool, suspect)
 
     def ask(self, ask: Ask) -> None:
         """Put a question, unless it has been put; returns at once."""

@@ -35,9 +35,6 @@ __all__ = [
 ]
 
 
-Caller = Callable[[Any, Any, Any, Any], Any]
-"""Takes prompt, response, answer and metadata, or a list of each."""
-
 _ONE = ("prompt", "response", "answer")
 _MANY = ("prompts", "responses", "answers")
 
@@ -59,11 +56,6 @@ class CompletionsCaller:
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in kinds)
         self._names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._needed = [p.name for p in kinds if p.name in self._names and p.default is p.empty]
-
-    def __call__(self, prompt: Any, response: Any, answer: Any, metadata: Any) -> Any:
-        """One sample."""
-        (value,) = self.judge([prompt], [response], [answer], [metadata], [[]])
-        return value
 
     def judge(
         self,
@@ -91,6 +83,10 @@ class CompletionsCaller:
         if missing := [name for name in self._needed if name not in columns]:
             raise TypeError(f"{self._shown} needs {missing[0]!r}, but there are only {', '.join(sorted(columns))}")
         return self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names})
+
+
+Caller = Callable[[Any, Any, Any, Any], Any] | CompletionsCaller
+"""Takes prompt, response, answer and metadata, or a list of each."""
 
 
 def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> Caller:

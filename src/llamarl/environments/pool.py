@@ -67,8 +67,6 @@ class RewardPool(WorkerPool):
 
     Args:
         task_config: Task and pool settings.
-        num_workers: Overrides ``task_config.pool.num_workers``.
-        timeout_s: Overrides ``task_config.pool.timeout_s``.
         seed: The run's seed; workers make the same task from it as the prompt stream does.
 
     Raises:
@@ -81,20 +79,12 @@ class RewardPool(WorkerPool):
     busy_with = "judging"
     redoes_exits = False
 
-    def __init__(
-        self,
-        task_config: TaskConfig,
-        num_workers: int | None = None,
-        timeout_s: float | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, task_config: TaskConfig, seed: int = 0) -> None:
         self._tasks = task_config.by_label
         judges = ", ".join(repr(part.function) for task in self._tasks.values() for part in task.judges)
         needed = any(not task.environment or task.judges for task in self._tasks.values())
         suspect = f" (it imports task.reward {judges})" if judges else ""
-        super().__init__(
-            ("judge", task_config, seed), task_config.pool, num_workers if needed else 0, timeout_s, suspect
-        )
+        super().__init__(("judge", task_config, seed), task_config.pool, suspect, needed=needed)
 
     def score(self, groups: Sequence[Group], *, limit_s: float | None = None) -> list[Group]:
         """The same groups in the same order, every response with a ``Score`` or a ``Failure``.
@@ -166,7 +156,7 @@ class RewardPool(WorkerPool):
                 detail = (
                     f"{left} of {sum(map(len, jobs))} samples had no verdict after {limit_s:.1f} s, and were failed so that the "
                     f"tick keeps its deadline (deadlines.step_s): raise task.pool.num_workers ({len(self._workers)}) or "
-                    f"deadlines.step_s, or lower task.pool.timeout_s ({self._timeout_s})"
+                    f"deadlines.step_s, or lower task.pool.timeout_s ({self._config.timeout_s})"
                 )
                 _log.warning("reward pool: %s", detail)
                 self.fail_all("timeout", detail)

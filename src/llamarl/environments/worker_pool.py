@@ -50,9 +50,8 @@ class WorkerPool:
 
     Args:
         hello: The first request to each worker: what it shall be.
-        num_workers: Overrides ``config.num_workers``.
-        timeout_s: Overrides ``config.timeout_s``.
         suspect: Whose code may be to blame where a worker does not start, for errors.
+        needed: False starts no worker.
 
     Raises:
         DataError: A worker refuses; carries its cause.
@@ -67,10 +66,7 @@ class WorkerPool:
     redoes_exits: ClassVar[bool]
     """Whether a job is put again also where its worker ended by itself; else only where SIGKILL ended it."""
 
-    def __init__(
-        self, hello: Any, config: RewardPoolConfig, num_workers: int | None, timeout_s: float | None, suspect: str
-    ) -> None:
-        self._timeout_s = config.timeout_s if timeout_s is None else timeout_s
+    def __init__(self, hello: Any, config: RewardPoolConfig, suspect: str, *, needed: bool = True) -> None:
         self._config = config
         self._hello = pack_request(hello)
         self._suspect = suspect
@@ -92,7 +88,7 @@ class WorkerPool:
                 "task.pool.pass_env: not set here, and so not in the %s workers: %s", self.title, ", ".join(unset)
             )
         try:
-            for number in range(config.num_workers if num_workers is None else num_workers):
+            for number in range(config.num_workers if needed else 0):
                 self._workers.append(self._start(number))
             while not all(worker.ready for worker in self._workers):
                 self.turn()
@@ -158,7 +154,7 @@ class WorkerPool:
             if (worker.job is not None or not worker.ready) and now >= worker.deadline:
                 if worker in moved and worker.job is not None and not worker.had_more_time:
                     # it had waited for this process, which had not looked: between two ticks minutes can pass
-                    worker.had_more_time, worker.deadline = True, now + self._timeout_s
+                    worker.had_more_time, worker.deadline = True, now + self._config.timeout_s
                 else:
                     self._expired(worker)
         self._hand_out()
@@ -210,7 +206,7 @@ class WorkerPool:
             if job.home is not None:
                 self._homes[job.home] = worker.number
             request = pack_request((job.number, job.request, self._released.pop(worker.number, [])))
-            worker.assign(job, request, self._timeout_s)
+            worker.assign(job, request, self._config.timeout_s)
 
     def _next_for(self, number: int) -> Job | None:
         """The first job that this worker may take: one whose home it holds, or nobody does."""
@@ -291,7 +287,7 @@ class WorkerPool:
                 f"the {self.title} pool waited {waited:.1f} s for worker {worker.number} to start{self._suspect}, limit "
                 f"{START_TIMEOUT_S:g} s: {worker.stop()}"
             )
-        detail = f"{self.busy_with} took longer than timeout_s={self._timeout_s} s; its worker was replaced"
+        detail = f"{self.busy_with} took longer than timeout_s={self._config.timeout_s} s; its worker was replaced"
         self._fail(worker, "timeout", detail)
 
     def _fail(self, worker: WorkerProcess, kind: FailureKind, detail: str) -> None:
