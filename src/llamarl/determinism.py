@@ -142,8 +142,7 @@ def pin(threads: int, *, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every torch.empty, adds no bits
 
 
-_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-LOOPBACK = {"GLOO_SOCKET_IFNAME": _INTERFACE, "NCCL_SOCKET_IFNAME": _INTERFACE}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of a job that stays on one machine: where process groups listen, which by themselves
 ask for the host's name and take its address. A lone rank's group listens too."""
 

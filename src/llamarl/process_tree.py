@@ -18,8 +18,7 @@ code, same signal):
 - its parent is another: the parent ended, and a copy of the socket is still open somewhere
 
 The kernel kills what is guarded if the guard dies. What a guard cannot hold: a program that kills
-it, as the same user may, after starting processes that left the group; processes of another user;
-and, without Linux's calls (macOS), processes that left the process group.
+it, as the same user may, after starting processes that left the group; and processes of another user.
 """
 
 from __future__ import annotations
@@ -196,19 +195,19 @@ def _wake(number: int, frame: object) -> None:
 
 
 def show_as(name: str) -> None:
-    """Give this process a name of at most 15 bytes for ``ps -o comm`` and ``top`` (Linux)."""
+    """Give this process a name of at most 15 bytes for ``ps -o comm`` and ``top``."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(name)
 
 
 def adopt_orphans() -> None:
-    """From now on a process below this one whose parent ends becomes this one's child (Linux):
+    """From now on a process below this one whose parent ends becomes this one's child:
     wherever it tries to hide, be it in a session of its own or forked twice."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when ``parent`` ends (Linux); exit now if it has ended.
+    """Have the kernel send this process a signal when ``parent`` ends; exit now if it has ended.
 
     The kernel counts the *thread* that started this process as the parent.
     """
@@ -218,7 +217,7 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user from reading this one's memory, environment and open files (Linux)."""
+    """Keep other processes of this user from reading this one's memory, environment and open files."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -239,14 +238,12 @@ def kill_descendants(leader: int) -> int | None:
     """Kill everything below this process, and again what was forked meanwhile, until nothing is left; at most 5 s.
 
     Args:
-        leader: A child that leads a process group; where the system has no ``/proc`` only this group is killed.
+        leader: A child.
 
     Returns:
         The exit code of ``leader``, as :func:`reap` tells it, if it ended now.
     """
     code, until = None, time.monotonic() + _SWEEP_S
-    if not os.path.isdir("/proc/self"):
-        _kill_group(leader)
     while time.monotonic() < until:
         descendants = _descendants()
         for group in set(descendants.values()):  # at once: none of its members can fork out of it meanwhile
@@ -270,14 +267,13 @@ def _kill_group(group: int) -> None:
 
 
 def _descendants() -> dict[int, int]:
-    """Process group of every process below this one; empty where the system has no ``/proc``."""
+    """Process group of every process below this one."""
     children: dict[int, list[tuple[int, int]]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-                    fields = stat.read().rpartition(b")")[2].split()  # the name before it may hold anything
-                    children.setdefault(int(fields[1]), []).append((int(name), int(fields[2])))
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()  # the name before it may hold anything
+                children.setdefault(int(fields[1]), []).append((int(name), int(fields[2])))
     found: dict[int, int] = {}
     parents = [os.getpid()]
     while parents:
@@ -288,10 +284,9 @@ def _descendants() -> dict[int, int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
+    import ctypes  # here: a program that starts no process needs none of it
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_process(code: int) -> None:

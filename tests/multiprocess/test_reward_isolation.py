@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -284,7 +283,6 @@ def test_a_forked_child_that_leaves_the_judge_ends_at_once_with_a_status_its_par
     assert statuses == [Score(value=0.0), Score(value=1.0), Score(value=7.0)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_neither_forked_nor_started_processes_inherit_the_workers_socket(judges: RewardPool) -> None:
     assert _judge(judges, "child_has_socket") == [Score(value=0.0)]
 
@@ -313,7 +311,6 @@ def test_workers_get_no_secrets_but_what_the_recipe_passes_on(tmp_path: Path, mo
     assert values == [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 @pytest.mark.parametrize("word", ["detach", "detach_hang", "detach_exit"])
 def test_detached_processes_that_ignore_signals_do_not_outlive_their_worker(tmp_path: Path, word: str) -> None:
     note = tmp_path / "pids"
@@ -339,7 +336,6 @@ def _hold_a_pool(config: TaskConfig, text: str, how: str, said: Connection) -> N
     time.sleep(60)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
 @pytest.mark.parametrize(("word", "how"), [("detach_regex", "alone"), ("detach", "fork")])
 def test_nobody_is_left_when_the_process_of_the_pool_is_killed(tmp_path: Path, word: str, how: str) -> None:
     note = tmp_path / "pids"

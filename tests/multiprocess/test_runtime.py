@@ -242,14 +242,6 @@ def test_who_dies_between_standing_ready_and_the_others_set_up_begins_once_more(
     assert dead == ["between two ticks"]
 
 
-def test_a_death_is_noticed_by_the_end_of_the_socket_where_there_is_no_pidfd(
-    local: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    with pytest.raises(ExecutorFailed, match=r"'doubler', rank 0 .*tick 2: its process was killed by signal 9"):
-        run(local, job(doubler=Config("kill")))
-
-
 def test_the_death_of_an_idle_executor_is_noticed_while_waiting_for_another(local: Runtime) -> None:
     executors, channels = job(source=Config("hang", 0))
     ready = local.start(JobStart(executors=executors, channels=channels, deadline_s=60.0))

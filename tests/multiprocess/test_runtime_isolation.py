@@ -20,8 +20,6 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import JobStart, Order, Runtime
 from llamarl.runtime.processes import ProcessRuntime
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
 NOBODY = 65534
 LISTENS, LISTENS_TCP = 0x10000, "0A"
 RECIPE = HERE.parents[1] / "recipes" / "tiny.toml"

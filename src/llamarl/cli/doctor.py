@@ -381,7 +381,7 @@ def _shared_memory() -> str:
         raise RuntimeError("a second mapping does not see what the first one wrote")
     reader.close()
     segment.close()
-    return f"256 MiB shared by {'a file' if segment.handle.path else 'memfd'}, /dev/shm not needed"
+    return "256 MiB shared by memfd, /dev/shm not needed"
 
 
 def _reward_workers() -> str:

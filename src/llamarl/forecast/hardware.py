@@ -212,11 +212,8 @@ def find_hardware(name: str) -> Hardware:
 def this_machine() -> Hardware:
     """This machine's cores as devices, one core each; rates are guesses until a run is fitted."""
     table = _table()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError, AttributeError):
-        memory = 8e9
+    cores = len(os.sched_getaffinity(0))
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     found: dict[str, Any] = {
         "title": f"this machine ({cores} CPU cores, one core a device)",
         "memory_bytes": memory / cores,

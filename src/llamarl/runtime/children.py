@@ -12,12 +12,9 @@ import asyncio
 import collections
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -34,7 +31,6 @@ __all__ = [
     "Stores",
     "cause_of_death",
     "fork_server",
-    "forks_work",
     "is_stopped",
     "shared_modules",
     "shares_imports",
@@ -52,9 +48,9 @@ class Child(Protocol):
 
     pid: int
 
-    async def code(self, reading: asyncio.Task[None]) -> int | None:
+    async def code(self) -> int | None:
         """Return when it has ended and is buried: its exit code, or minus the signal; None: it went
-        with the process that had forked it. ``reading`` ends when its control socket does."""
+        with the process that had forked it."""
         ...
 
     def signal(self, number: int) -> None:
@@ -69,19 +65,15 @@ class PlainChild:
         self.pid = process.pid
         self._process = process
 
-    async def code(self, reading: asyncio.Task[None]) -> int | None:
+    async def code(self) -> int | None:
+        pidfd = os.pidfd_open(self._process.pid)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(pidfd, ended.set)
         try:
-            pidfd = os.pidfd_open(self._process.pid)
-        except (AttributeError, OSError):  # macOS, an old kernel, a sandbox
-            await asyncio.wait({reading})
-        else:
-            loop, ended = asyncio.get_running_loop(), asyncio.Event()
-            loop.add_reader(pidfd, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(pidfd)
-                os.close(pidfd)
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
         while self._process.poll() is None:
             await asyncio.sleep(_POLL_S)
         return self._process.returncode
@@ -98,7 +90,7 @@ class ForkedChild:
         self._code = code
         self._pidfd = os.pidfd_open(pid)  # its number may be another's once the server has buried it
 
-    async def code(self, reading: asyncio.Task[None]) -> int | None:
+    async def code(self) -> int | None:
         code = await self._code
         fd, self._pidfd = self._pidfd, -1
         os.close(fd)
@@ -235,15 +227,14 @@ def start_early(
     Args:
         also: Further modules that it imports; whoever asks need not know of them.
     """
-    if modules and forks_work():
+    if modules:
         server = ForkServer([*modules, *also], environment, may_be_a_fork=may_be_a_fork)
         _early[modules] = dict(environment), server
 
 
 def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> ForkServer | None:
-    """A server that has this environment and imports these modules; None where there is nothing to
-    share, or no forking."""
-    if not modules or not forks_work():
+    """A server that has this environment and imports these modules; None where there is nothing to share."""
+    if not modules:
         return None
     had, server = _early.pop(modules, ({}, None))
     ours = {name: value for name, value in environment.items() if name in had or name not in _SET_BY_TORCH}
@@ -260,11 +251,6 @@ _early: dict[tuple[str, ...], tuple[dict[str, str], ForkServer]] = {}
 def _resolve(future: asyncio.Future[int | None], value: int | None) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def forks_work() -> bool:
-    """Whether this system has what a fork server needs."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
 
 
 def shared_modules(specs: Iterable[ExecutorSpec], threads: int) -> tuple[str, ...]:
@@ -315,32 +301,18 @@ class Stores:
     """Files in which the ranks of process groups meet: memory of this process, which only its user may open."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[str, int]] = []
-        """Paths and their descriptors (-1: a real file)."""
+        self._made: list[int] = []
 
     def new(self, name: str) -> str:
         """An ``init_method`` of ``torch.distributed`` for ranks on this machine."""
-        self._made.append(_new_store(name))
-        return f"file://{self._made[-1][0]}"
+        self._made.append(os.memfd_create(f"llamarl-{name}"))
+        return f"file:///proc/{os.getpid()}/fd/{self._made[-1]}"
 
     def close(self) -> None:
         """Give them back."""
-        for path, fd in self._made:
-            if fd >= 0:
-                os.close(fd)
-            else:
-                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+        for fd in self._made:
+            os.close(fd)
         self._made = []
-
-
-def _new_store(name: str) -> tuple[str, int]:
-    try:
-        fd = os.memfd_create(f"llamarl-{name}")
-        path = f"/proc/{os.getpid()}/fd/{fd}"
-        os.stat(path)
-        return path, fd
-    except (AttributeError, OSError):  # macOS, a sandbox without /proc: a folder that only this user may enter
-        return os.path.join(tempfile.mkdtemp(prefix="llamarl-"), "store"), -1
 
 
 class Killed(str):

@@ -3,7 +3,7 @@
     controller                     socket pair                    guard and rank (runtime/rank_process.py)
     LocalLink.command ─▶ frames ══════════════════════════════▶   executor's thread
     LocalLink.where   ─▶        ══════════════════════════════▶   diagnostics thread
-    ended             ◀─ pidfd of the guard, or end of socket     guard: ends as its rank ended, within milliseconds
+    ended             ◀─ pidfd of the guard                       guard: ends as its rank ended, within milliseconds
 
 Nothing listens: there is no path, port or name that another process could connect to. Nothing lies
 in a folder either: the file in which the ranks of a process group meet is memory of the controller
@@ -75,7 +75,7 @@ class LocalLink(Link):
 
     async def _watch(self, reading: asyncio.Task[None]) -> None:
         """Wait for the process to end, let what it said before be read, tell those who wait for more."""
-        code = await self._child.code(reading)
+        code = await self._child.code()
         cause = cause_of_death(code)
         await asyncio.wait({reading}, timeout=_DRAIN_S)
         reading.cancel()

@@ -153,7 +153,7 @@ class Placement:
 
 def available_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def available_cuda_devices() -> int:
@@ -170,7 +170,7 @@ def available_cuda_devices() -> int:
 
 def may_have_gpus() -> bool:
     """False where the system shows no device of NVIDIA's or AMD's: asked of it, since torch takes seconds to say."""
-    return sys.platform != "linux" or any(glob.glob(pattern) for pattern in _GPU_FILES)
+    return any(glob.glob(pattern) for pattern in _GPU_FILES)
 
 
 def here(*, cores: int | None = None, cuda_devices: int | None = None) -> Machine:

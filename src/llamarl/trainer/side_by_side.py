@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +68,7 @@ def in_order(
 
 
 def _stand_back() -> None:
-    """Lower the priority of the calling thread. On Linux alone has a thread one of its own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox that forbids it: then everyone is equal
-            me = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, me, min(19, os.getpriority(os.PRIO_PROCESS, me) + _NICE))
+    """Lower the priority of the calling thread."""
+    with contextlib.suppress(OSError):  # a sandbox that forbids it: then everyone is equal
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, min(19, os.getpriority(os.PRIO_PROCESS, me) + _NICE))

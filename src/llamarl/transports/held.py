@@ -27,12 +27,12 @@ class HeldSegment:
 
     Raises:
         SourceGone: The owner has ended.
-        ChannelError: The owner lives, and its segment cannot be held: it is a file, lies on another
-            host, has been closed, or this process may open no more descriptors.
+        ChannelError: The owner lives, and its segment cannot be held: it lies on another host,
+            has been closed, or this process may open no more descriptors.
     """
 
     def __init__(self, handle: SegmentHandle) -> None:
-        if handle.path or is_elsewhere(handle):
+        if is_elsewhere(handle):
             raise ChannelError("only memory of this machine can be held")
         self._fd = -1
         self._offered: tuple[SegmentServer, MappedSegment] | None = None

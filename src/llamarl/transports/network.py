@@ -6,7 +6,6 @@ A job on one machine has none of this: :func:`mine` is None, everything is share
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +58,5 @@ def this_space() -> str:
 
     Containers of one machine have one boot id and different pid namespaces, so they are apart.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        pids = os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        boot, pids = socket.gethostname(), ""
-    return f"{boot}/{pids}/{os.getuid()}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"

@@ -347,13 +347,13 @@ def _owner(endpoint: Endpoint) -> _Owner:
 
 
 def _in_words(handle: SegmentHandle) -> str:
-    values = [handle.pid, handle.fd, handle.size, handle.nonce.hex(), handle.path, handle.space, *handle.endpoint]
+    values = [handle.pid, handle.fd, handle.size, handle.nonce.hex(), handle.space, *handle.endpoint]
     return json.dumps(values)
 
 
 def _from_words(text: str) -> SegmentHandle:
-    pid, fd, size, nonce, path, space, address, port = json.loads(text)
-    return SegmentHandle(pid, fd, size, bytes.fromhex(nonce), path, space, (address, port))
+    pid, fd, size, nonce, space, address, port = json.loads(text)
+    return SegmentHandle(pid, fd, size, bytes.fromhex(nonce), space, (address, port))
 
 
 def _check(until: float, doing: str) -> None:

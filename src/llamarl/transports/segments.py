@@ -5,8 +5,7 @@
 A segment is a ``memfd``: anonymous memory that another process of the same user opens through
 ``/proc/<pid>/fd/<n>``. It needs no ``/dev/shm`` (64 MB in many containers) and leaves nothing
 behind, not even after SIGKILL: the kernel frees it with its last user. Its size is sealed, so a
-reader can never be killed by a bus error. Where the platform has no memfd or ``/proc``, a file in a
-folder takes its place; files of dead owners are removed by the next owner in that folder.
+reader can never be killed by a bus error.
 
 A header carries a random nonce. A reader compares it with the handle's, so a recycled pid, a recycled descriptor and a
 segment that has been replaced are all told apart from the real one.
@@ -19,15 +18,13 @@ says in which space it lies and where that server listens: a reader elsewhere as
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
-import re
 import stat
 import struct
-import tempfile
 import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,7 +54,6 @@ HEADER_BYTES = 4096
 _MAGIC = b"llamarl1"
 _HEADER = struct.Struct("<8s16sQ")
 _MEMFD_NAME = "llamarl"
-_FILE_PATTERN = re.compile(r"llamarl-(\d+)-[0-9a-f]{32}\.segment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +65,6 @@ class SegmentHandle:
     size: int
     """Payload bytes, without the header."""
     nonce: bytes
-    path: str = ""
-    """File that holds it, or empty for a memfd."""
     space: str = ""
     """Whose ``/proc`` shows it: see :class:`llamarl.transports.network.Network`. Empty in a job on one machine."""
     endpoint: Endpoint = ("", 0)
@@ -79,8 +73,6 @@ class SegmentHandle:
     def __reduce__(self) -> tuple[type[SegmentHandle], tuple[object, ...]]:
         """Pickled without what a job on one machine does not fill."""
         values: tuple[object, ...] = (self.pid, self.fd, self.size, self.nonce)
-        if self.path or self.space:
-            values += (self.path,)
         if self.space:
             values += (self.space, self.endpoint)
         return SegmentHandle, values
@@ -91,25 +83,19 @@ class Segment:
 
     Args:
         size: Payload bytes, > 0. Zero-filled; pages cost nothing until they are touched.
-        folder: Where to put a file if the platform has no memfd; None is the system's temporary folder.
-        use_memfd: None takes memfd where it works.
 
     Raises:
-        ChannelError: The memory or the file cannot be had.
+        ChannelError: The memory cannot be had.
     """
 
-    def __init__(self, size: int, *, folder: Path | None = None, use_memfd: bool | None = None) -> None:
+    def __init__(self, size: int) -> None:
         if size <= 0:
             raise ValueError(f"a segment needs size > 0 bytes, got {size}")
         self._server = server_here()
         nonce = os.urandom(16)
         total = HEADER_BYTES + size
-        self._path = ""
         try:
-            if _memfd_works() if use_memfd is None else use_memfd:
-                self._fd = _sealed_memfd(total)
-            else:
-                self._fd, self._path = _new_file(folder, nonce, total)
+            self._fd = _sealed_memfd(total)
             self._map = mmap.mmap(self._fd, total)
         except OSError as error:
             raise ChannelError(
@@ -117,7 +103,7 @@ class Segment:
                 "lower the channel's capacity or send smaller payloads"
             ) from error
         _HEADER.pack_into(self._map, 0, _MAGIC, nonce, size)
-        self.handle = SegmentHandle(os.getpid(), self._fd, size, nonce, self._path)
+        self.handle = SegmentHandle(os.getpid(), self._fd, size, nonce)
         if self._server is not None and (network := mine()) is not None:
             self._server.register(nonce, memoryview(self._map)[HEADER_BYTES:])
             self.handle = replace(self.handle, space=network.space, endpoint=self._server.endpoint)
@@ -136,8 +122,6 @@ class Segment:
             self._server.withdraw(self.handle.nonce)
         os.close(self._fd)
         self._fd = -1
-        if self._path:
-            Path(self._path).unlink(missing_ok=True)
         self.bytes = np.empty(0, np.uint8)
         _close_map(self._map)
 
@@ -172,10 +156,10 @@ def open_segment(handle: SegmentHandle) -> MappedSegment:
     Raises:
         ChannelError: Its owner is gone, has closed it, or the name now means something else.
     """
-    path = handle.path or f"/proc/{handle.pid}/fd/{handle.fd}"
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
     where = f"segment of process {handle.pid} ({path})"
     try:
-        if not handle.path and not os.readlink(path).startswith(f"/memfd:{_MEMFD_NAME}"):
+        if not os.readlink(path).startswith(f"/memfd:{_MEMFD_NAME}"):
             raise SourceGone(f"{where}: the descriptor now belongs to something else; its owner closed it or restarted")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -197,8 +181,6 @@ def open_segment(handle: SegmentHandle) -> MappedSegment:
 
 def owner_holds(handle: SegmentHandle) -> bool:
     """False if the owner has ended or closed the segment (its pages stay readable for who has them open)."""
-    if handle.path:
-        return os.path.exists(handle.path) and _alive(handle.pid)
     try:
         return os.readlink(f"/proc/{handle.pid}/fd/{handle.fd}").startswith(f"/memfd:{_MEMFD_NAME}")
     except OSError:
@@ -214,13 +196,7 @@ def tensor_over(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
         return torch.from_numpy(buffer)
 
 
-def _memfd_works() -> bool:
-    return hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd")
-
-
 def _sealed_memfd(total: int) -> int:
-    import fcntl
-
     fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, total)
@@ -229,41 +205,6 @@ def _sealed_memfd(total: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _new_file(folder: Path | None, nonce: bytes, total: int) -> tuple[int, str]:
-    folder = folder if folder is not None else Path(tempfile.gettempdir())
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_files_of_dead_owners(folder)
-    path = folder / f"llamarl-{os.getpid()}-{nonce.hex()}.segment"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, total)  # a full disk must fail here, not as a bus error later
-    except OSError:
-        os.close(fd)
-        path.unlink()
-        raise
-    return fd, str(path)
-
-
-def _remove_files_of_dead_owners(folder: Path) -> None:
-    """Remove this user's files alone: in a sticky folder those of others cannot be removed."""
-    for path in folder.iterdir():
-        match = _FILE_PATTERN.fullmatch(path.name)
-        if match is not None and not _alive(int(match.group(1))):
-            with contextlib.suppress(FileNotFoundError):  # another owner of this folder was quicker
-                if path.stat(follow_symlinks=False).st_uid == os.getuid():
-                    path.unlink()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
-    return True
 
 
 def _close_map(mapping: mmap.mmap) -> None:

@@ -11,11 +11,9 @@ from llamarl.errors import ChannelError
 from llamarl.transports.segments import Segment, open_segment, tensor_over
 
 
-@pytest.fixture(params=["memfd", "file"])
-def segment(request: pytest.FixtureRequest, tmp_path: Path) -> Segment:
-    if request.param == "memfd" and not hasattr(os, "memfd_create"):
-        pytest.skip("no memfd on this platform")
-    return Segment(1000, folder=tmp_path, use_memfd=request.param == "memfd")
+@pytest.fixture
+def segment() -> Segment:
+    return Segment(1000)
 
 
 def test_reader_sees_what_the_owner_writes_without_a_copy(segment: Segment) -> None:
@@ -77,29 +75,6 @@ def test_descriptor_recycled_for_a_pipe_is_refused_without_waiting() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
-
-
-def test_file_of_a_dead_owner_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    dead = os.posix_spawn("/bin/true", ["true"], {})
-    os.waitpid(dead, 0)
-    left = tmp_path / f"llamarl-{dead}-{'0' * 32}.segment"
-    left.write_bytes(b"x")
-    other = tmp_path / "notes.txt"
-    other.write_text("mine")
-    segment = Segment(10, folder=tmp_path, use_memfd=False)
-    assert not left.exists() and other.exists()
-    segment.close()
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_file_of_another_users_dead_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = os.posix_spawn("/bin/true", ["true"], {})
-    os.waitpid(dead, 0)
-    left = tmp_path / f"llamarl-{dead}-{'0' * 32}.segment"
-    left.write_bytes(b"x")
-    monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
-    Segment(10, folder=tmp_path, use_memfd=False).close()
-    assert left.exists()
 
 
 def open_and_mapped() -> list[str]:

@@ -1,7 +1,6 @@
 """Micro-batches that are computed at the same time: who computes how many, and that order is all that counts."""
 
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,6 @@ def test_the_callers_number_of_threads_stays_and_the_computing_ones_divide_it() 
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there has a thread a priority of its own")
 def test_the_computing_threads_stand_back_and_the_caller_does_not() -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     found = list(in_order(lambda _: os.getpriority(os.PRIO_PROCESS, 0), range(2), at_once=2, threads=2))

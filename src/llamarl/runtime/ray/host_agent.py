@@ -22,7 +22,7 @@ from typing import Any
 from llamarl.determinism import LOOPBACK
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
-from llamarl.runtime.children import ForkServer, Stores, forks_work
+from llamarl.runtime.children import ForkServer, Stores
 from llamarl.runtime.ray.hosted_rank import HostedRank, Say, Word
 from llamarl.runtime.ray.inventory import Inventory
 
@@ -148,7 +148,7 @@ class HostAgent:
     def _server(self, modules: Collection[str], environment: Mapping[str, str]) -> ForkServer | None:
         """Who forks ranks with this environment, once it has imported these modules; None where
         they may not be forks."""
-        if not modules or not forks_work():
+        if not modules:
             return None
         key, wanted = frozenset(environment.items()), frozenset(modules)
         server, imported = self._servers.get(key, (None, frozenset()))

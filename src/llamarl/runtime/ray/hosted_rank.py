@@ -138,7 +138,7 @@ class HostedRank:
         for data in self._early:
             self._writer.write(data)
         relaying = asyncio.create_task(self._relay(reader))
-        code = await self._child.code(relaying)
+        code = await self._child.code()
         await asyncio.wait({relaying}, timeout=_DRAIN_S)
         relaying.cancel()
         self._writer.close()

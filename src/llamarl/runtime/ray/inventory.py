@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -81,10 +82,6 @@ def interface_of(address: str) -> str:
     """The network interface that owns a numeric address; empty if none does. Asks the kernel, never a name server."""
     if ":" in address:
         return _interface_of_v6(address)
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
