@@ -15,8 +15,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Failure", "FailureKind", "FinishReason", "Group", "Opening", "Prompt", "Response", "Score", "Turn"]
+__all__ = [
+    "DEMONSTRATIONS",
+    "Failure",
+    "FailureKind",
+    "FinishReason",
+    "Group",
+    "Opening",
+    "Prompt",
+    "Response",
+    "Score",
+    "Turn",
+]
 
+DEMONSTRATIONS = "demonstrations"
+"""``Response.sampled_by`` of a row to imitate: nobody's distribution is known that wrote it."""
 FinishReason = Literal["stop", "length", "error"]
 FailureKind = Literal["exception", "timeout", "crash", "not_a_number", "generation", "judge", "environment"]
 

@@ -19,7 +19,11 @@ MAXIMA = ("ratio/max",)
 
 @torch.no_grad()
 def token_statistics(
-    policy_logprobs: Tensor, behavior_logprobs: Tensor, entropy: Tensor, clipped: Tensor
+    policy_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    entropy: Tensor,
+    clipped: Tensor,
+    sampled: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Sums (and maxima) over the trained tokens of one micro-batch; scalars on the device.
 
@@ -28,6 +32,7 @@ def token_statistics(
         behavior_logprobs: log mu, nats, [T].
         entropy: Entropy of pi at each position, nats, [T].
         clipped: [T] bool, from the loss.
+        sampled: [T] bool; others count in no sum, since nothing is known of what wrote them. None: all are.
 
     Returns:
         ``ratio/mean``: sum of pi / mu. ``ratio/clipped_fraction``: number of clipped tokens. ``mismatch/kl``: sum of
@@ -35,6 +40,9 @@ def token_statistics(
     """
     log_ratio = policy_logprobs - behavior_logprobs
     ratio = log_ratio.exp()
+    if sampled is not None:
+        log_ratio, ratio, entropy = (torch.where(sampled, of, 0.0) for of in (log_ratio, ratio, entropy))
+        clipped = clipped & sampled
     return {
         "ratio/mean": ratio.sum(),
         "ratio/clipped_fraction": clipped.sum().to(ratio.dtype),
@@ -45,13 +53,17 @@ def token_statistics(
 
 
 @torch.no_grad()
-def weight_sums(batch: TokenBatch) -> Tensor:
+def weight_sums(batch: TokenBatch, sampled: Tensor | None = None) -> Tensor:
     """Number of responses with a trained token, and the sums of their weights w = pi(y) / mu(y) and of w^2, [3] float64.
 
     A weight is the product over the response's trained tokens; its logarithm is cut at ``MOST_LOG_RATIO``.
+    ``sampled`` as in ``token_statistics``.
     """
     log_weights = sequence_sums(batch.log_ratio.double(), batch)
-    here = sequence_sums(torch.ones_like(batch.log_ratio), batch) > 0
+    here = (
+        sequence_sums(torch.ones_like(batch.log_ratio) if sampled is None else sampled.to(batch.log_ratio.dtype), batch)
+        > 0
+    )
     weights = torch.where(here, log_weights.clamp(max=MOST_LOG_RATIO).exp(), 0.0)
     return torch.stack([here.sum().double(), weights.sum(), weights.square().sum()])
 

@@ -18,14 +18,12 @@ from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, TaskItem
 from llamarl.data.prompts import PromptStream, Tokenizer
 from llamarl.data.turn_template import TurnTemplate
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
 
 __all__ = ["CONTINUATION", "DemonstrationStream"]
 
 CONTINUATION = "continuation"
 """Of an item's metadata: messages from the first assistant's turn to the last."""
-
-_SOURCE = "demonstrations"
 
 
 class DemonstrationStream(PromptStream):
@@ -66,7 +64,7 @@ class DemonstrationStream(PromptStream):
             loss_mask=np.asarray(is_own, np.bool_),
             text="",
             finish_reason="stop",
-            sampled_by=_SOURCE,
+            sampled_by=DEMONSTRATIONS,
             outcome=Score(value=1.0),
         )
         return Group(prompt=prompt, responses=(response,))

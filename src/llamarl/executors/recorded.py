@@ -21,7 +21,7 @@ from llamarl.data.items import Split, split_questions
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, Tokenizer, shuffled
 from llamarl.errors import DataError
 from llamarl.observability.rollouts import Rollout, read_rollouts
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
 
 __all__ = ["RecordedStream"]
 
@@ -122,7 +122,7 @@ def _as_recorded(run: str, samples: Sequence[Rollout]) -> Group:
     for sample in samples:
         response = sample.response
         if (
-            response.sampled_by == "demonstrations"
+            response.sampled_by == DEMONSTRATIONS
             or not np.isfinite(response.behavior_logprobs[response.loss_mask]).all()
         ):
             raise DataError.at(
@@ -173,7 +173,7 @@ def _demonstrated(response: Response) -> Response:
         sample_index=0,
         behavior_logprobs=np.where(own, 0.0, np.nan).astype(np.float32),
         policy_versions=np.where(own, 0, -1).astype(np.int32),
-        sampled_by=_SOURCE,
+        sampled_by=DEMONSTRATIONS,
         outcome=Score(value=1.0),
     )
 

@@ -1,5 +1,6 @@
 """Where every sampled token of a run went: the ``tokens/*`` keys close exactly, tick by tick and so over the run. Pure.
 
+    imitated ──▶ trainer                                                rows of data beside what is sampled
     generated ─▶ [carried] ─▶ judged ─┬─▶ failed                        no reward
                 in the generator      ├─▶ dropped                       dynamic sampling: no signal, or too old
                                       ├─▶ [spare] ─▶ of a later tick    dynamic sampling: waits in the reward executor
@@ -10,7 +11,7 @@
 the executors is no part
 of a row: row k holds tick k of each, and the data edges between them have no delay. So for every row::
 
-    generated + carried before + spare before = trained - repeated + unused + failed + dropped + carried + spare
+    generated + imitated + carried before + spare before = trained - repeated + unused + failed + dropped + carried + spare
 
 Each term is counted by who sees the tokens, from the tokens themselves, none as the remainder of the others. Tokens of
 evaluations are no part of it.
@@ -50,7 +51,9 @@ def imbalance(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> int |
     """
     if not row.keys() >= _NEEDED or (before is not None and "tokens/carried" not in before):
         return None
-    came = _of(row, "tokens/generated") + sum(_of(before or {}, stock) for stock in _STOCKS)
+    came = (
+        _of(row, "tokens/generated") + _of(row, "tokens/imitated") + sum(_of(before or {}, stock) for stock in _STOCKS)
+    )
     went = sum(_of(row, key) for key in (*_OUT, *_STOCKS)) - _of(row, "tokens/repeated")
     return came - went
 
@@ -67,7 +70,9 @@ def check_ledger(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> No
     """
     missing = imbalance(row, before)
     if missing:
-        terms = {key: _of(row, key) for key in ("tokens/generated", *_OUT, "tokens/repeated", *_STOCKS)}
+        terms = {
+            key: _of(row, key) for key in ("tokens/generated", "tokens/imitated", *_OUT, "tokens/repeated", *_STOCKS)
+        }
         terms |= {f"{stock} before": _of(before or {}, stock) for stock in _STOCKS}
         listed = ", ".join(f"{key} {value}" for key, value in terms.items())
         raise TokensLost(

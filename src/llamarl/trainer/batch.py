@@ -9,7 +9,7 @@ P + j) is predicted at position P + j - 1. What follows a response's last traine
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from llamarl.models.transfer import to_device
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks, cut_row
 from llamarl.trainer.credit import response_reward, reward_parts, standardize, token_advantages
 from llamarl.trainer.shared_prompts import SharedPrompts
-from llamarl.types import Group, Response, Score
+from llamarl.types import DEMONSTRATIONS, Group, Response, Score
 
 __all__ = [
     "Microbatch",
@@ -174,6 +174,9 @@ def make_sequences(
 ) -> list[TrainingSequence]:
     """The responses that train, in order. Failed responses and those without a trained token are left out.
 
+    Rows to imitate (``DEMONSTRATIONS``) that come beside what was sampled are no part of any baseline: each has
+    the term ``ce`` alone, with its outcome's value as its weight.
+
     Args:
         sum_over_ranks: For advantages that look at the whole step: adds up over the ranks that hold its other groups.
 
@@ -181,12 +184,13 @@ def make_sequences(
         ValueError: A response was never judged, a trained token has no finite behaviour log-prob,
             or the algorithm needs values or reference log-probs that nobody has put there.
     """
-    rewards = [np.array([response_reward(r, config) for r in group.responses], dtype=np.float64) for group in groups]
+    judged = [(i, group) for i, group in enumerate(groups) if config.imitates or not _is_shown(group)]
+    rewards = [np.array([response_reward(r, config) for r in group.responses], np.float64) for _, group in judged]
     sequences = []
-    parts = [reward_parts(group.responses) for group in groups] if config.advantage == "gdpo" else None
-    for index, advantages in enumerate(compute_advantages(rewards, config, sum_over_ranks, parts)):
-        group = groups[index]
-        for response, advantage, reward in zip(group.responses, advantages, rewards[index], strict=True):
+    parts = [reward_parts(group.responses) for _, group in judged] if config.advantage == "gdpo" else None
+    of_groups = compute_advantages(rewards, config, sum_over_ranks, parts)
+    for (index, group), rewarded, advantages in zip(judged, rewards, of_groups, strict=True):
+        for response, advantage, reward in zip(group.responses, advantages, rewarded, strict=True):
             if trainable(response, config):
                 of_tokens = token_advantages(response, float(advantage), config)
                 one = training_sequence(group, response, float(advantage), index, of_tokens)
@@ -197,7 +201,21 @@ def make_sequences(
             dataclasses.replace(s, token_advantages=a, advantage=float(a.mean()))
             for s, a in zip(sequences, normal, strict=True)
         ]
+    for index, group in enumerate(groups):
+        if len(judged) < len(groups) and _is_shown(group):
+            sequences.extend(_to_imitate(group, index))
     return sequences
+
+
+def _is_shown(group: Group) -> bool:
+    return any(response.sampled_by == DEMONSTRATIONS for response in group.responses)
+
+
+def _to_imitate(group: Group, index: int) -> Iterator[TrainingSequence]:
+    for response in group.responses:
+        if isinstance(response.outcome, Score) and response.outcome.value and response.loss_mask.any():
+            row = training_sequence(group, response, 0.0, index)
+            yield dataclasses.replace(row, terms=TermWeights(ce=response.outcome.value))
 
 
 def trainable(response: Response, config: AlgorithmConfig) -> bool:
@@ -346,9 +364,12 @@ def _known_experts(sequences: Sequence[TrainingSequence]) -> list[npt.NDArray[np
 
 
 def _reference_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
-    rows = [s.reference_logprobs for s in sequences if s.reference_logprobs is not None]
-    if len(rows) < len(sequences):
-        return None
+    """Of every token; rows to imitate that no reference has seen, and that have no term of it, have 0."""
+    rows = []
+    for s in sequences:
+        if s.reference_logprobs is None and (s.terms.rl or s.terms.kl):
+            return None
+        rows.append(np.zeros(len(s.targets), np.float32) if s.reference_logprobs is None else s.reference_logprobs)
     return to_device(torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.float32)])), device)
 
 

@@ -62,21 +62,31 @@ def microbatch_loss(
     if microbatch.ce_weights is not None:
         losses = losses - microbatch.ce_weights * policy_logprobs
     sums = {"loss/policy": (losses.detach() * microbatch.weights).sum()}
+    sampled = _sampled(microbatch) if algorithm.term_weights.rl else None
     if algorithm.entropy_coef:
         losses = losses - algorithm.entropy_coef * entropy
     if has_reference:
         kl = _reference_kl(policy_logprobs, microbatch, algorithm)
         if microbatch.kl_weights is not None:
             losses = losses + microbatch.kl_weights * kl
-        sums["kl/reference"] = kl.detach().sum()
+        sums["kl/reference"] = (kl.detach() if sampled is None else torch.where(sampled, kl.detach(), 0.0)).sum()
     if not algorithm.term_weights.rl:  # what wrote the tokens has no distribution to compare with
         sums["entropy"] = entropy.detach().sum()
     else:  # by the recipe, not by what this micro-batch holds: ranks add up the same keys
-        sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, clipped)
-        sums |= dict(zip(WEIGHT_SUMS, weight_sums(batch), strict=True))
+        sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, clipped, sampled)
+        sums |= dict(zip(WEIGHT_SUMS, weight_sums(batch, sampled), strict=True))
         if masked:
-            sums["ratio/masked_fraction"] = (~keep).sum().to(losses.dtype)
+            sums["ratio/masked_fraction"] = (~keep if sampled is None else ~keep & sampled).sum().to(losses.dtype)
     return (losses * microbatch.weights).sum(), sums, clipped
+
+
+def _sampled(microbatch: Microbatch) -> Tensor | None:
+    """Which tokens something sampled, [T] bool, where others stand beside them that are to be imitated; None: all."""
+    if microbatch.ce_weights is None or not microbatch.num_sequences:
+        return None
+    if microbatch.rl_weights is None:
+        return torch.zeros_like(microbatch.ce_weights, dtype=torch.bool)
+    return microbatch.rl_weights > 0
 
 
 def _tokens(scores: TokenScores, microbatch: Microbatch, algorithm: AlgorithmConfig) -> TokenBatch:

@@ -14,7 +14,7 @@ from llamarl.trainer.batch import make_microbatch, make_sequences
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.step import Trainer
-from llamarl.types import Group, Prompt, Score
+from llamarl.types import DEMONSTRATIONS, Group, Prompt, Score
 
 KL = AlgorithmConfig(kl_coef=0.1, kl_estimator="k2")
 
@@ -111,6 +111,46 @@ def test_how_a_step_of_mixed_terms_is_cut_changes_no_gradient(tmp_path: Path, mo
     for other in found[1:]:
         for name, gradient in found[0].items():
             assert (other[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def rows_to_imitate(weight: float) -> list[Group]:
+    """Three, each a group of its own, of the same value."""
+    (group,) = make_groups(1, 3, failed=False, seed=5)
+    shown = (
+        dataclasses.replace(
+            response,
+            sampled_by=DEMONSTRATIONS,
+            behavior_logprobs=np.zeros(len(response.tokens), np.float32),
+            outcome=Score(value=weight),
+        )
+        for response in group.responses
+    )
+    return [dataclasses.replace(group, responses=(response,)) for response in shown]
+
+
+@pytest.mark.parametrize("advantage", ["group_std", "gdpo", "batch_std"])
+def test_rows_beside_samples_have_their_own_term_and_are_in_no_baseline(advantage: str) -> None:
+    config, sampled = AlgorithmConfig(advantage=advantage), make_groups(2, 4, failed=False)
+    alone = make_sequences(sampled, config)
+    first, *others = rows_to_imitate(0.25)
+    both = make_sequences([first, *sampled, *others, *rows_to_imitate(0.0)], config)
+    assert [(s.advantage, s.terms) for s in both[:8]] == [(s.advantage, TermWeights(rl=1.0)) for s in alone]
+    assert [(s.group, s.terms, s.advantage) for s in both[8:]] == [(i, TermWeights(ce=0.25), 0.0) for i in (0, 3, 4)]
+    assert all(len(s.policy_versions) == 0 for s in both[8:])  # nothing that could be stale
+
+
+def test_rows_beside_samples_enter_no_mean_over_what_was_sampled() -> None:
+    config = AlgorithmConfig(ratio_mask="token", kl_coef=0.1)
+    sampled, cpu = with_reference(make_groups(2, 4, failed=False), shift=0.3), torch.device("cpu")
+    both = make_sequences([*sampled, *rows_to_imitate(1.0)], config)
+    found = []
+    for sequences in (both[:8], both, both[8:]):
+        batch = make_microbatch(sequences, [1.0] * len(sequences), cpu)
+        pi = torch.linspace(-4.0, -0.1, sum(len(s.targets) for s in both))[: batch.num_trained]
+        found.append(microbatch_loss(aipo, token_scores(pi.clone()), batch, config, has_reference=True)[1])
+    alone, mixed, rows = ({k: float(v) for k, v in sums.items() if k != "loss/policy"} for sums in found)
+    assert mixed == pytest.approx(alone, rel=1e-6) and alone["responses"] == 8
+    assert rows.keys() == alone.keys() and not any(rows.values())
 
 
 def test_a_response_without_any_term_is_not_computed(tmp_path: Path) -> None:
