@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.algorithms.config import PRESETS, AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
 from llamarl.controller.config import DeadlineConfig, HostsConfig, RecoveryConfig, ScheduleConfig
 from llamarl.data.config import DataConfig
@@ -235,6 +235,9 @@ class RunConfig:
             return self
         others = {other: dataclasses.replace(one, settings={}) for other, one in self.executors.items()}
         plain = to_plain(dataclasses.replace(self, executors=others))
+        preset = PRESETS.get(own.settings.get("algorithm", {}).get("name"))
+        for key in preset.means if preset else ():  # what the name stands for, not what the recipe's own stood for
+            del plain["algorithm"][key]
         return validate(_merge_tables(plain, own.settings))
 
     @property

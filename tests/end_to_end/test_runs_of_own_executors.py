@@ -18,7 +18,7 @@ from llamarl.checkpoint.storage import CheckpointStore
     ["filter"]
     + [
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("two_generators", "second_reward", "judge_model", "two_that_follow")
+        for name in ("two_generators", "second_reward", "judge_model", "two_that_follow", "rows_beside")
     ],
 )
 def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_path: Path) -> None:
@@ -66,7 +66,18 @@ def both_trained(row: dict[str, Any]) -> None:
     assert row["staleness/max"] == row["staleness/mean"] == min(1, row["step"])
 
 
+def rows_imitated(row: dict[str, Any]) -> None:
+    """Four rows a tick beside twelve samples; no mean over samples knows of them."""
+    assert row["samples/delivered"] == 12 and row["rows/groups/generated"] == 4 and row["samples/trained"] == 16
+    assert row["tokens/imitated"] > 0
+    assert row["tokens/trained"] == row["tokens/generated"] + row["tokens/imitated"]
+    assert row["staleness/max"] == row["staleness/mean"] == min(1, row["step"])
+    if row["step"] == 0:
+        assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
 CLAIMS = {
+    "rows_beside": rows_imitated,
     "filter": filtered,
     "second_reward": brevity_added,
     "judge_model": judged,

@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_OWN_PROMPTS = 1 << 25
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSpec:
     """How to make one executor. Picklable: it travels to the processes that will hold it."""
@@ -273,6 +276,13 @@ class BaseExecutor:
             return dict(metrics)
         shared = ("time/", "tokens/")
         return {key if key.startswith(shared) else f"{self.name}/{key}": value for key, value in metrics.items()}
+
+    @property
+    def first_prompt(self) -> int:
+        """Where the indices of its prompts or rows begin: the standard job's at 0, those of each executor of the
+        user's own in a range of their own."""
+        others = [name for name in self.config.executors if name not in ROLES]
+        return 0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name))
 
     def items_of(self, inputs: Mapping[str, Any]) -> list[Any]:
         """What has come on all data channels that it reads, in their order: usually :class:`llamarl.types.Group`."""

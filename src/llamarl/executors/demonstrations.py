@@ -9,8 +9,10 @@ from tick to tick.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from llamarl.config import RunConfig
@@ -18,11 +20,12 @@ from llamarl.data.demonstrations import DemonstrationStream
 from llamarl.data.prompts import Tokenizer
 from llamarl.environments.factory import make_task
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
-from llamarl.executors.recorded import RecordedStream
+from llamarl.executors.recorded import RecordedStream, numbered
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import context_length, load_tokenizer
 from llamarl.reading import user_path
-from llamarl.types import Group
+from llamarl.roles import ROLES
+from llamarl.types import Group, Score
 
 __all__ = ["DemonstrationsExecutor", "make_demonstrations", "num_training_rows"]
 
@@ -57,23 +60,47 @@ def num_training_rows(config: RunConfig) -> int | None:
 
 
 class DemonstrationsExecutor(Stateless, BaseExecutor):
-    """Hands ``schedule.prompts_per_step`` rows to each tick."""
+    """Hands ``schedule.prompts_per_step`` rows to each tick.
+
+    A second time, as an executor of the user's own, it gives rows beside what a generator samples: nothing is held
+    out, each rank gives its part, and ``options.weight`` is what a row's loss is multiplied by.
+    """
 
     def setup(self) -> None:
         model = self.config.model
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self._rows = make_demonstrations(self.config, tokenizer)
         self._held_out: list[Group] = []
-        if self.config.evaluation.every and self.config.algorithm.imitates:
+        self._beside = self.name not in ROLES
+        self._weight = self.context.options.get("weight", 1.0)
+        if not isinstance(self._weight, (int, float)) or not 0 <= self._weight < math.inf:
+            raise ConfigError(f"executors.{self.name}.options: weight must be a number >= 0, got {self._weight!r}")
+        if self.config.evaluation.every and self.config.algorithm.imitates and not self._beside:
             self._held_out = self._rows.held_out(self.config.evaluation.num_prompts)
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         count, num_ticks = self.config.schedule.prompts_per_step, self.config.run.num_ticks
-        groups = [self._rows.demonstration(tick * count + i) for i in range(count)]
+        own = range(self.context.rank, count, self.context.num_ranks)
+        groups = [self._row(tick * count + i) for i in own]
+        if self._beside:
+            sampled = sum(response.num_sampled for group in groups for response in group.responses)
+            metrics = self.own_keys({"groups/generated": float(len(groups)), "tokens/imitated": float(sampled)})
+            return StepResult(outputs=self.outputs_of(groups), metrics=metrics)
         due = tick == 0 or self.config.evaluation.is_due(tick + 1, num_ticks)
         return StepResult(
             outputs=self.outputs_of(groups + (self._held_out if due else [])),
             metrics={"groups/generated": float(len(groups))},
             spans=(("read rows", started, time.monotonic()),),
         )
+
+    def _row(self, index: int) -> Group:
+        """Row ``index``; beside samples under a number of its own, with its weight as its outcome."""
+        group = self._rows.demonstration(index)
+        if not self._beside:
+            return group
+        group = numbered(group, self.first_prompt + index)
+        if not self.config.algorithm.imitates:
+            return group
+        weight = Score(value=float(self._weight))
+        return replace(group, responses=tuple(replace(response, outcome=weight) for response in group.responses))

@@ -64,8 +64,6 @@ from llamarl.types import Failure, Group
 __all__ = ["GeneratorExecutor"]
 
 _SAMPLING_SEED = 1
-_OWN_PROMPTS = 1 << 25
-"""Prompt indices of each further generator: the first one's begin at 0, the next one's here."""
 
 
 class GeneratorExecutor(BaseExecutor):
@@ -78,7 +76,6 @@ class GeneratorExecutor(BaseExecutor):
         if why := why_ranks_unfit(generator, context.num_ranks, config.groups_per_tick):
             raise ConfigError(f"executor {self.name!r} {why}")
         dealing = Dealing(generator.shares if generator.replicas else (1.0,) * num_shards, config.groups_per_tick)
-        others = [name for name in config.executors if name not in ROLES]
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
         own = generator.as_of_kind(self.replica.kind)
@@ -88,7 +85,7 @@ class GeneratorExecutor(BaseExecutor):
             GeneratorShard(
                 index,
                 dealing,
-                first_prompt=0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name)),
+                first_prompt=self.first_prompt,
                 oversubscription=generator.oversubscription,
                 max_segments=generator.max_segments,
                 new_group=self._new_group,

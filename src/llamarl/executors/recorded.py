@@ -23,7 +23,7 @@ from llamarl.errors import DataError
 from llamarl.observability.rollouts import Rollout, read_rollouts
 from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
 
-__all__ = ["RecordedStream"]
+__all__ = ["RecordedStream", "numbered"]
 
 _SOURCE = "rollouts"
 _SHOWN = 60
@@ -85,18 +85,18 @@ class RecordedStream:
         epoch, place = divmod(index, len(groups))
         if self._shuffle:
             place = int(shuffled(len(groups), self._seed, epoch)[place])
-        return _numbered(groups[place], index)
+        return numbered(groups[place], index)
 
     def held_out(self, num_rows: int) -> list[Group]:
         """The first ``num_rows`` held-out groups; fewer if there are fewer."""
-        return [_numbered(group, EVAL_INDEX_OFFSET + i) for i, group in enumerate(self._groups["eval"][:num_rows])]
+        return [numbered(group, EVAL_INDEX_OFFSET + i) for i, group in enumerate(self._groups["eval"][:num_rows])]
 
     def num_items(self, split: Split) -> int:
         """Groups of one split."""
         return len(self._groups[split])
 
 
-def _numbered(group: Group, index: int) -> Group:
+def numbered(group: Group, index: int) -> Group:
     """The group under its number in this run."""
     responses = tuple(dataclasses.replace(response, prompt_index=index) for response in group.responses)
     return dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, index=index), responses=responses)
