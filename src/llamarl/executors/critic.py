@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.storage import RunIdentity
+from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.observability.keys import own_metrics
 from llamarl.trainer.critic import Critic
@@ -30,9 +31,16 @@ __all__ = ["CriticExecutor", "ReferenceExecutor"]
 
 
 class ReferenceExecutor(Stateless, BaseExecutor):
-    """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder."""
+    """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder.
+
+    With ``options.tasks`` it scores groups of these tasks alone and hands the others on as they are: one teacher a task.
+    """
 
     def setup(self) -> None:
+        known, asked = list(self.config.task.tasks), self.context.options.get("tasks")
+        if asked is not None and (not isinstance(asked, list) or not asked or set(asked) - set(known)):
+            raise ConfigError(f"executors.{self.name}.options: tasks must be some of {known} in a list, got {asked!r}")
+        self._tasks = None if asked is None else frozenset(asked)
         self.scorer = FrozenScorer(
             self.config.reference.path or self.config.model.path,
             self.config.reference,
@@ -44,7 +52,10 @@ class ReferenceExecutor(Stateless, BaseExecutor):
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
-        groups = self.scorer.score(self.items_of(inputs))
+        groups = self.items_of(inputs)
+        own = [i for i, group in enumerate(groups) if self._tasks is None or group.prompt.task in self._tasks]
+        for i, scored in zip(own, self.scorer.score([groups[i] for i in own]), strict=True):
+            groups[i] = scored
         layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
         return StepResult(
             outputs=self.outputs_of(groups if layout.is_data_leader else []),
