@@ -364,6 +364,11 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         _check_temperature_of_rollouts(config)
     else:
         _check_sampled_distribution(config)
+    for name, own in config.executors.items():
+        if name not in ROLES and own.factory == ROLES["demonstrations"].factory:  # rows beside what is sampled
+            beside = make_demonstrations(config.for_executor(name), tokenizer)
+            if isinstance(beside, PromptStream):
+                beside.check_training_prompts()
     _tell_of_thinking(config, tokenizer)
     with contextlib.ExitStack() as pools:
         environments = None

@@ -226,10 +226,15 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
     beside |= {
         f"executors.{name}.settings.model.path": config.for_executor(name).model.path for name in config.executors
     }
+    beside |= {
+        f"executors.{name}.settings.reference.path": path
+        for name, own in config.executors.items()
+        if (path := own.settings.get("reference", {}).get("path"))
+    }
     for key, path in beside.items():
         if path != config.model.path:
-            if config.algorithm.distills and key == "reference.path":
-                _check_tokenizer_of_teacher(config, folder)
+            if config.algorithm.distills and key.endswith("reference.path"):
+                _check_tokenizer_of_teacher(config, key, path, folder)
                 continue  # a family's models have one tokenizer, and embeddings padded to one size or another
             ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
             if ours != theirs:
@@ -239,7 +244,7 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
                 )
 
 
-def _check_tokenizer_of_teacher(config: RunConfig, folder: Path) -> None:
+def _check_tokenizer_of_teacher(config: RunConfig, key: str, path: str, folder: Path) -> None:
     """A teacher is shown the policy's tokens, so each must say the same to it.
 
     Raises:
@@ -247,7 +252,7 @@ def _check_tokenizer_of_teacher(config: RunConfig, folder: Path) -> None:
     """
     from llamarl.models.loading import load_model_config, load_tokenizer
 
-    path, trusted = config.reference.path, config.model.trust_remote_code
+    trusted = config.model.trust_remote_code
     ours, theirs = (
         {number: token for token, number in load_tokenizer(f, trust_remote_code=trusted).get_vocab().items()}
         for f in (folder, path)
@@ -260,7 +265,7 @@ def _check_tokenizer_of_teacher(config: RunConfig, folder: Path) -> None:
         why = f"it has {size} embeddings, and the tokens go up to {max(ours)}"
     if why:
         raise ConfigError(
-            f"reference.path: the teacher {path} has another tokenizer than {config.model.path} ({why}): it cannot judge the "
+            f"{key}: the teacher {path} has another tokenizer than {config.model.path} ({why}): it cannot judge the "
             "policy's tokens; take a teacher of the policy's family"
         )
 

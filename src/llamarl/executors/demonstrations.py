@@ -19,6 +19,7 @@ from llamarl.config import RunConfig
 from llamarl.data.demonstrations import DemonstrationStream
 from llamarl.data.prompts import Tokenizer
 from llamarl.environments.factory import make_task
+from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.recorded import RecordedStream, numbered
 from llamarl.models.folders import resolve_model_path

@@ -69,6 +69,17 @@ def test_rows_of_tokens_followed_one_by_one_close_and_no_other_do(seed: int) -> 
     assert total["generated"] == went  # over the run
 
 
+def test_rows_to_imitate_come_in_beside_what_is_generated() -> None:
+    (row,) = random_rows(2, 1)
+    beside = {
+        **row,
+        "tokens/imitated": 7,
+        "tokens/trained": row["tokens/trained"] + 5,
+        "tokens/unused": row["tokens/unused"] + 2,
+    }
+    assert imbalance(beside, None) == 0 and imbalance({**beside, "tokens/imitated": 8}, None) == 1
+
+
 def test_a_row_that_does_not_close_is_refused_with_every_term() -> None:
     before, row = random_rows(3, 2)
     with pytest.raises(AssertionError, match=r"tick 1 do not add up: \+2 of .*tokens/carried before \d+"):

@@ -1,0 +1,71 @@
+"""A reference executor of some tasks scores their groups and hands the others on, in their order."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from training_fixtures import make_groups
+
+from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.config import validate
+from llamarl.errors import ConfigError
+from llamarl.executors import critic
+from llamarl.executors.base import ExecutorContext
+from llamarl.executors.critic import ReferenceExecutor
+from llamarl.types import Group
+
+TASKS = {"task": {"mixture": [{"name": "steps"}, {"name": "countdown"}], "name": "mixture"}}
+
+
+class Marks:
+    """Says -1 of every token."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.layout = SimpleNamespace(is_data_leader=True)
+
+    def score(self, groups: list[Group]) -> list[Group]:
+        def marked(group: Group) -> Group:
+            said = (np.full(len(r.tokens), -1.0, np.float32) for r in group.responses)
+            responses = (
+                dataclasses.replace(r, reference_logprobs=row) for r, row in zip(group.responses, said, strict=True)
+            )
+            return dataclasses.replace(group, responses=tuple(responses))
+
+        return [marked(group) for group in groups]
+
+
+def teacher(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> ReferenceExecutor:
+    monkeypatch.setattr(critic, "FrozenScorer", Marks)
+    reads, writes = (ChannelSpec(name=c, kind=ChannelKind.SCATTER, source="a", sink="b") for c in ("in", "out"))
+    context = ExecutorContext(
+        name="prose", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, reads=(reads,), writes=(writes,),
+        options=options,
+    )  # fmt: skip
+    made = ReferenceExecutor(validate(TASKS), context)
+    made.setup()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "scored"),
+    [({}, [True] * 4), ({"tasks": ["countdown"]}, [False, True, False, True])],
+)
+def test_groups_of_its_tasks_are_scored_and_all_are_handed_on_in_order(
+    options: dict[str, Any], scored: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = ["steps", "countdown", "steps", "countdown"]
+    groups = [
+        dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, index=i, task=task))
+        for i, (group, task) in enumerate(zip(make_groups(4, 2), tasks, strict=True))
+    ]
+    found = teacher(monkeypatch, options).step(0, {"in": list(groups)}).outputs["out"]
+    assert [group.prompt.index for group in found] == [0, 1, 2, 3]
+    assert [all(r.reference_logprobs is not None for r in group.responses) for group in found] == scored
+
+
+@pytest.mark.parametrize("tasks", [["stesp"], [], "steps"])
+def test_a_task_that_is_none_is_refused(tasks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"prose.options: tasks must be some of \['steps', 'countdown'\]"):
+        teacher(monkeypatch, {"tasks": tasks})
