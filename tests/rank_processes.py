@@ -1,6 +1,9 @@
 """Processes that are the ranks of one mesh: how a test starts them, and how they meet."""
 
-from collections.abc import Callable, Iterable
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,16 +11,53 @@ from typing import Any
 import torch.distributed as dist
 from forked_command import SERVER
 
-__all__ = ["join_group", "run_ranks"]
+from llamarl.process_tree import end_with_parent
+
+__all__ = ["join_group", "run_meshes", "run_ranks"]
+
+Arguments = tuple[Any, ...]
 
 
-def run_ranks(main: Callable[..., None], arguments: Iterable[tuple[Any, ...]], *, limit_s: float = 240) -> None:
+def run_meshes(
+    main: Callable[..., None], alone: Arguments, meshes: Sequence[Sequence[Arguments]], *, limit_s: float
+) -> None:
+    """Call ``main`` alone, then with the arguments of each rank of one mesh after the other. Ranks are forks of the process that was alone:
+    what it has imported and made first, they have.
+
+    Raises:
+        AssertionError: As :func:`run_ranks`.
+    """
+    run_ranks(_run_meshes, [(main, alone, meshes, limit_s)], limit_s=limit_s)
+
+
+def _run_meshes(
+    main: Callable[..., None], alone: Arguments, meshes: Sequence[Sequence[Arguments]], limit_s: float
+) -> None:
+    main(*alone)
+    gc.collect()
+    gc.freeze()  # no rank looks through what is there, and so copies it
+    for mesh in meshes:
+        given = [(os.getpid(), main, rank) for rank in mesh]
+        run_ranks(_rank, given, limit_s=limit_s, context=multiprocessing.get_context("fork"))
+
+
+def _rank(parent: int, main: Callable[..., None], arguments: Arguments) -> None:
+    end_with_parent(parent)
+    main(*arguments)
+
+
+def run_ranks(
+    main: Callable[..., None], arguments: Iterable[Arguments], *, limit_s: float = 240, context: Any = SERVER
+) -> None:
     """Call ``main`` with each tuple of arguments, in a process of its own, and wait until all have returned.
+
+    Args:
+        context: Whose forks they are.
 
     Raises:
         AssertionError: A rank failed, or did not return in time; its traceback is in the captured stderr.
     """
-    ranks = [SERVER.Process(target=main, args=own) for own in arguments]
+    ranks = [context.Process(target=main, args=own) for own in arguments]
     for rank in ranks:
         rank.start()
     try:

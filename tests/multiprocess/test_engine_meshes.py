@@ -8,7 +8,7 @@ import engine_mesh_ranks
 import pytest
 import torch
 from engine_mesh_ranks import ALONE, make_model
-from rank_processes import run_ranks
+from rank_processes import run_meshes
 
 MESHES = {
     (2, 1): ("gemma2",),  # dense, and both ends are one tensor
@@ -36,12 +36,11 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     every = sorted({family for _, family in cases})
     for family in every:
         make_model(family).save_pretrained(folder / family)
-    for mesh in (ALONE, *MESHES):
-        families = every if mesh == ALONE else [family for at, family in cases if at == mesh]
-        num_ranks = mesh[0] * mesh[1]
-        if families:
-            given = [(mesh, rank, folder, families) for rank in range(num_ranks)]
-            run_ranks(engine_mesh_ranks.main, given, limit_s=120)
+    meshes = []
+    for mesh in MESHES:
+        if families := [family for at, family in cases if at == mesh]:
+            meshes.append([(mesh, rank, folder, families) for rank in range(mesh[0] * mesh[1])])
+    run_meshes(engine_mesh_ranks.main, (ALONE, 0, folder, every), meshes, limit_s=240)
 
     def said(mesh: tuple[int, int], family: str) -> list[dict[str, Any]]:
         return [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_ranks
-from rank_processes import run_ranks
+from rank_processes import run_meshes
 from safetensors.torch import load_file
 from trainer_ranks import ALONE, NUM_TICKS, TEXTS, sizes_of
 from training_fixtures import tiny_config, write_model
@@ -33,25 +33,26 @@ TRAITS: dict[str, dict[str, object]] = {
     ONE_HEAD: {"num_key_value_heads": 1, "attention_bias": True},
 }
 SHORT = {  # pp x fsdp x cp x tp x ep; there are 4 query heads and 2 key-value heads
-    "gemma2": ("2x2x1x2x1", "1x2x2x1x1", "3x1x1x1x1"),  # tied ends, also on three stages
-    "qwen3_moe": ("1x2x1x2x2",),  # other meshes train it by Muon
+    "llama": ("1x1x1x4x1",),  # two ranks hold a key-value head; untied ends on stages are Muon's
+    "qwen3": ("1x1x4x1x1",),
+    "gemma2": ("2x2x1x2x1", "1x2x1x2x1", "1x2x2x1x1", "3x1x1x1x1"),  # tied ends, also on stages that are uneven
+    "qwen3_moe": ("1x2x1x2x2", "2x1x1x2x1", "1x4x1x1x2"),
     ONE_HEAD: ("1x2x1x2x1",),
 }
 LONG = {
     "llama": (
         *("1x2x1x1x1", "1x1x1x2x1", "1x2x2x1x1", "1x1x2x2x1", "1x1x4x1x1", "1x2x2x2x1", "1x4x2x1x1", "1x2x4x1x1"),
-        *("1x2x1x4x1", "1x1x1x4x1"),
+        "1x2x1x4x1",
     ),
     "deep": (
         *("2x1x1x1x1", "3x1x1x1x1", "4x1x1x1x1", "2x2x1x1x1", "2x1x1x2x1", "4x2x1x1x1", "4x1x1x2x1", "2x4x1x1x1"),
-        *("2x1x2x1x1", "2x2x2x1x1", "2x1x2x2x1", "3x2x1x1x1", "2x2x1x2x1"),
+        *("2x1x2x1x1", "2x2x2x1x1", "2x1x2x2x1", "3x2x1x1x1"),
     ),
-    "qwen3": ("1x1x1x4x1", "1x1x2x2x1", "2x2x1x2x1", "2x2x2x1x1", "1x4x1x2x1", "2x1x1x4x1", "1x1x4x1x1"),
-    "gemma2": ("1x1x1x4x1", "1x1x2x2x1", "1x1x4x1x1", "1x2x2x2x1", "1x2x1x2x1"),
+    "qwen3": ("1x1x1x4x1", "1x1x2x2x1", "2x2x1x2x1", "2x2x2x1x1", "1x4x1x2x1", "2x1x1x4x1"),
+    "gemma2": ("1x1x1x4x1", "1x1x2x2x1", "1x1x4x1x1", "1x2x2x2x1"),
     "qwen3_moe": (
         *("1x2x1x2x1", "1x1x1x4x1", "1x2x2x1x1", "1x1x4x1x1", "3x1x1x1x1", "2x2x1x2x1", "1x2x1x1x2", "1x4x1x1x4"),
         *("2x2x1x1x2", "1x2x2x1x2", "1x2x2x1x4", "1x1x2x1x2", "2x2x1x2x2", "1x2x2x2x2", "2x4x1x1x2"),
-        *("2x1x1x2x1", "1x4x1x1x2"),
     ),
     ONE_HEAD: (),
 }
@@ -99,13 +100,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases += [f"llama:{VALUING}:critic"] + [f"{case}:bfloat16" for case in ROUNDED]
     cases += [f"{family}:{sizes}:scores" for family, sizes in SCORING]
     cases += [f"{case}:muon" for case in MUON]
-    alone = {":".join((case.split(":")[0], ALONE, case.split(":")[2])) for case in cases}
+    cases += sorted({":".join((case.split(":")[0], ALONE, case.split(":")[2])) for case in cases})
     cases += [f"llama:{sizes}:refusals" for sizes in REFUSING] + [f"llama:{sizes}:{kind}" for kind, sizes in PARKED]
     cases += ["llama:1x1x2x1x1:row_parts", "scaled:1x2x1x1x1:unknown_logits"]
-    cases += sorted(alone)
-    for world in sorted({_world(case.split(":")[1]) for case in cases}):
-        own = [case for case in cases if _world(case.split(":")[1]) == world]
-        run_ranks(trainer_ranks.main, [(rank, world, folder, own) for rank in range(world)], limit_s=600)
+    of_world: dict[int, list[str]] = {}
+    for case in cases:
+        of_world.setdefault(_world(case.split(":")[1]), []).append(case)
+    alone_first = (0, 1, folder, of_world.pop(1))
+    meshes = [[(rank, world, folder, own) for rank in range(world)] for world, own in sorted(of_world.items())]
+    run_meshes(trainer_ranks.main, alone_first, meshes, limit_s=840)
     return folder
 
 
