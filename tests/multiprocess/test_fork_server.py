@@ -203,3 +203,6 @@ def test_a_server_started_early_is_taken_if_its_environment_is_still_right(monke
     assert fork_server(("a",), {**had, "OMP_NUM_THREADS": "2"}) is made[3]
     assert made[2].killed and made[3].environment["OMP_NUM_THREADS"] == "2"
     assert fork_server((), had) is None
+    start_early(("a",), had)
+    children.end_unused_servers()  # the run was refused
+    assert made[4].killed and not children._early

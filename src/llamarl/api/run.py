@@ -181,8 +181,15 @@ def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> R
         KeyboardInterrupt: The user stopped it; the same holds.
     """
     from llamarl.api.settings import run_config
-    from llamarl.controller.run import start_run
+    from llamarl.controller.early_imports import start_fork_servers
+    from llamarl.runtime.children import end_unused_servers
 
     config = run_config(recipe, settings)
-    start_run(config)
+    start_fork_servers(config)
+    try:
+        from llamarl.controller.run import start_run
+
+        start_run(config)
+    finally:
+        end_unused_servers()
     return Run(config.run.dir)

@@ -30,6 +30,7 @@ __all__ = [
     "PlainChild",
     "Stores",
     "cause_of_death",
+    "end_unused_servers",
     "fork_server",
     "is_stopped",
     "shared_modules",
@@ -243,6 +244,13 @@ def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> For
     if server is not None:
         server.kill()
     return ForkServer(modules, environment)
+
+
+def end_unused_servers() -> None:
+    """End the servers that were started early and that nobody has asked for, as where the run was refused."""
+    while _early:
+        _, (_, server) = _early.popitem()
+        server.kill()
 
 
 _early: dict[tuple[str, ...], tuple[dict[str, str], ForkServer]] = {}
