@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
 
-__all__ = ["start_fork_servers"]
+__all__ = ["modules_of_model", "start_fork_servers"]
 
 
 def start_fork_servers(config: RunConfig) -> None:
