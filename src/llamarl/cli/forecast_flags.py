@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llamarl.forecast.hardware import Hardware
     from llamarl.forecast.search import Options, Workload
 
-__all__ = ["Question", "add_devices", "add_job", "ask", "options_of", "refuse_flags", "staleness_levels", "threads_of"]
+__all__ = ["Question", "add_devices", "add_job", "ask", "options_of", "staleness_levels", "threads_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,30 +56,15 @@ def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
     return job
 
 
-def add_devices(parser: argparse.ArgumentParser, *, kinds: bool = False) -> None:
-    """Add the flags of the devices.
-
-    Args:
-        kinds: ``--devices`` may name several kinds.
-    """
+def add_devices(parser: argparse.ArgumentParser) -> Any:
+    """Add the flags of the devices but for their number; returns the group."""
     devices = parser.add_argument_group("the devices")
     devices.add_argument(
         "--hardware", help="a100-sxm, a100-sxm-40gb, h100-sxm, h100-pcie, h100-nvl, h200-sxm, b200-sxm, b300-sxm, gb200-nvl72, "
         "gb300-nvl72, l40s, rtx-4090, rtx-5090, mi300x, mi325x, mi355x, this-machine (default)",
     )  # fmt: skip
-    many = "; or of several kinds: 128:h100-sxm,128:a100-80gb" if kinds else ""
-    devices.add_argument("--devices", help=f"how many (default for this-machine: its cores){many}")
     devices.add_argument("--fit", type=Path, metavar="RUN", help="finished run that measured these devices")
-
-
-def refuse_flags(args: argparse.Namespace, *flags: str, because: str) -> None:
-    """Refuse what would otherwise be ignored.
-
-    Raises:
-        PlanError: One of the flags was given; it names them.
-    """
-    if given := [flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]:
-        raise PlanError(f"{', '.join(given)}: {because}")
+    return devices
 
 
 def staleness_levels(text: str) -> list[int]:
@@ -158,14 +143,12 @@ def options_of(args: argparse.Namespace, max_segments: int) -> Options:
     precisions = tuple(p.strip().lower() for p in args.precision.split(",")) if args.precision else ()
     if unknown := [p for p in precisions if p not in BYTES_PER_WEIGHT]:
         raise PlanError(f"--precision: unknown {', '.join(unknown)}; known are {', '.join(BYTES_PER_WEIGHT)}")
-    for flag, value in (("--max-segments", max_segments), ("--max-pipeline", args.max_pipeline)):
-        if value < 1:
-            raise PlanError(f"{flag} must be at least 1, got {value}")
+    if max_segments < 1:
+        raise PlanError(f"--max-segments must be at least 1, got {max_segments}")
     return Options(
         precisions=precisions,
         max_segments=max_segments,
         oversubscription=float(min(2, max_segments)),
-        max_pipeline=args.max_pipeline,
     )
 
 
@@ -195,7 +178,8 @@ def _pools(args: argparse.Namespace, *, counted: bool) -> list[tuple[Hardware, i
 
     text = args.devices or ""
     if ":" in text:
-        refuse_flags(args, "--hardware", "--fit", because="--devices names the kinds")
+        if given := [flag for flag, value in (("--hardware", args.hardware), ("--fit", args.fit)) if value]:
+            raise PlanError(f"{', '.join(given)}: --devices names the kinds")
         pairs = [part.split(":", 1) for part in text.split(",")]
         if not all(len(pair) == 2 and pair[0].isdecimal() and int(pair[0]) for pair in pairs):
             raise PlanError(f"--devices {text!r}: expected numbers of kinds, such as 128:h100-sxm,128:a100-sxm")

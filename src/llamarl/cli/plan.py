@@ -53,18 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recipe (its name or TOML file), run folder, or Hugging Face config.json / folder",
     )
     add_job(parser, "a recipe or run")
-    add_devices(parser, kinds=True)
+    add_devices(parser).add_argument(
+        "--devices",
+        help="how many (default for this-machine: its cores); or of several kinds: 128:h100-sxm,128:a100-80gb",
+    )
     how = parser.add_argument_group("the search")
     how.add_argument("--staleness", help="max_staleness values to plan for (default 0,1,2,4)")
     how.add_argument("--precision", help="generator precisions to try, e.g. bf16,fp8 (default: all the device has)")
     how.add_argument(
         "--max-segments", type=int, help="versions a response may span; 1: no partial rollouts (default 4)"
-    )
-    how.add_argument(
-        "--max-pipeline",
-        type=int,
-        default=1,
-        help="largest pipeline size to try (1; a generator that fits nowhere else may get more)",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--recipe", type=Path, metavar="OUT.toml", help="write the recipe of the plan marked *")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from llamarl.cli.forecast_flags import add_devices, add_job, ask, refuse_flags, staleness_levels
+from llamarl.cli.forecast_flags import add_devices, add_job, ask, staleness_levels
 from llamarl.errors import PlanError
 from llamarl.reading import shipped_or_path
 
@@ -37,7 +37,7 @@ Response lengths as in llamarl plan --help. docs/forecast.md says what the model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.set_defaults(run=run, overrides=(), max_pipeline=1, precision=None, max_segments=None)
+    parser.set_defaults(run=run, overrides=(), devices=None, precision=None, max_segments=None)
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
     add_job(parser, "a recipe or run")
     add_devices(parser)
@@ -79,8 +79,6 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list
     """What is simulated at each staleness, the hardware that its times rest on, and what to say of it."""
     from llamarl.forecast.scenario import scenario_from_recipe
 
-    because = "a recipe or run says its own: change it with --section.key VALUE"
-    refuse_flags(args, "--devices", because=because)
     question = ask(args, _schedule_overrides(args)) if args.source else None
     if question is None or (config := question.config) is None:
         raise PlanError("nothing to simulate: give a recipe or a run folder (llamarl plan --recipe writes one)")

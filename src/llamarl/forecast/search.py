@@ -110,8 +110,6 @@ class Options:
     """Versions that a response may span; above 1 partial rollouts are tried too, where there is staleness."""
     oversubscription: float = 2.0
     """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
-    max_pipeline: int = 1
-    """Largest pipeline size. A generator that fits nowhere with so many stages may have more."""
     max_slots: int = 1024
     """Most sequences that decode at once in one replica."""
     other_system: bool = False
@@ -304,7 +302,7 @@ def generator_choices(
     most = model.layers if model.staged_by_llamarl else 1
     found = False
     for pp in _powers(min(most, model.layers, devices)):
-        if found and pp > options.max_pipeline:
+        if found and pp > 1:  # stages are for a generator that fits nowhere without
             return
         for tp in tensor_parallel_sizes(model, devices // pp):
             numbers = _fewest_of_each_share(work.prompts_per_step, devices // (tp * pp))
@@ -344,23 +342,21 @@ def trainer_choices(hardware: Hardware, work: Workload, options: Options, device
     ranks do the same work without exchanges.
     """
     model, demand, node = work.model, trainer_demand(work), hardware.device.devices_per_node
-    stages = options.max_pipeline if model.staged_by_llamarl else 1
-    for pp in _powers(min(stages, model.layers)):
-        for tp in tensor_parallel_sizes(model, min(node, devices // pp)):
-            for cp in context_parallel_sizes(model, tp, min(node, devices // pp)):
-                most = min(devices // (tp * pp * cp), work.prompts_per_step)
-                # Ranks beyond the fewest that leave nobody a larger share only hold smaller shards, and hand over less each.
-                fewest = math.ceil(work.prompts_per_step / math.ceil(work.prompts_per_step / most)) if most else 0
-                found = False
-                for fsdp in sorted({fewest, most} - {0}):
-                    for recompute in (False, True):
-                        for ep in expert_parallel_sizes(model, tp, fsdp * cp):
-                            layout = TrainerLayout(tp, pp, fsdp, 1, 1, recompute, cp=cp, ep=ep)
-                            for choice in _micro_batches(hardware, model, demand, layout):
-                                found = True
-                                yield choice
-                if found:
-                    break
+    for tp in tensor_parallel_sizes(model, min(node, devices)):
+        for cp in context_parallel_sizes(model, tp, min(node, devices)):
+            most = min(devices // (tp * cp), work.prompts_per_step)
+            # Ranks beyond the fewest that leave nobody a larger share only hold smaller shards, and hand over less each.
+            fewest = math.ceil(work.prompts_per_step / math.ceil(work.prompts_per_step / most)) if most else 0
+            found = False
+            for fsdp in sorted({fewest, most} - {0}):
+                for recompute in (False, True):
+                    for ep in expert_parallel_sizes(model, tp, fsdp * cp):
+                        layout = TrainerLayout(tp, 1, fsdp, 1, 1, recompute, cp=cp, ep=ep)
+                        for choice in _micro_batches(hardware, model, demand, layout):
+                            found = True
+                            yield choice
+            if found:
+                break
 
 
 @lru_cache(maxsize=200_000)

@@ -84,7 +84,7 @@ def test_the_70b_plan_names_the_unmeasured_constant_behind_its_pace(capsys: pyte
         (f"plan {JOB} --fit /nowhere", "is no run's folder"),
         ("simulate", "nothing to simulate"),
         ("simulate tiny --jitter x", "expected 1 to 2 numbers"),
-        ("simulate tiny --devices 4", "a recipe or run says its own"),
+        ("simulate tiny --devices 4", "unexpected argument '--devices'"),
         ("simulate unlike", "2 kinds of [[generator.replicas]]"),
     ],
 )
