@@ -41,16 +41,10 @@ class Question:
     notes: list[str] = dataclasses.field(default_factory=list)
 
 
-def add_job(parser: argparse.ArgumentParser, of: str) -> Any:
-    """Add the flags of the work of a step; returns the group, for a verb's own ones.
-
-    Args:
-        of: What the flags override, in words.
-    """
-    job = parser.add_argument_group(f"the job (overrides what {of} says)")
+def add_job(parser: argparse.ArgumentParser) -> Any:
+    """Add the flags of the work of a step that no key of a recipe says; returns the group, for a verb's own ones."""
+    job = parser.add_argument_group("the job (overrides what a recipe or run says)")
     job.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
-    job.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
-    job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
     job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default 256)")
     job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
     return job

@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=shipped_or_path,
         help="recipe (its name or TOML file), run folder, or Hugging Face config.json / folder",
     )
-    add_job(parser, "a recipe or run")
+    job = add_job(parser)
+    job.add_argument("--prompts", type=int, help="prompt groups a step (default 128)")
+    job.add_argument("--group-size", type=int, help="responses a prompt (default 16)")
     add_devices(parser).add_argument(
         "--devices",
         help="how many (default for this-machine: its cores); or of several kinds: 128:h100-sxm,128:a100-80gb",

@@ -37,9 +37,11 @@ Response lengths as in llamarl plan --help. docs/forecast.md says what the model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.set_defaults(run=run, overrides=(), devices=None, precision=None, max_segments=None)
+    # what is asked of plan alone: a recipe says its own
+    of_plan = dict.fromkeys(("devices", "prompts", "group_size", "precision", "max_segments"))
+    parser.set_defaults(run=run, overrides=(), **of_plan)
     parser.add_argument("source", nargs="?", type=shipped_or_path, help="recipe (its name or TOML file) or run folder")
-    add_job(parser, "a recipe or run")
+    add_job(parser)
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
     how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's)")
@@ -79,7 +81,7 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list
     """What is simulated at each staleness, the hardware that its times rest on, and what to say of it."""
     from llamarl.forecast.scenario import scenario_from_recipe
 
-    question = ask(args, _schedule_overrides(args)) if args.source else None
+    question = ask(args, args.overrides) if args.source else None
     if question is None or (config := question.config) is None:
         raise PlanError("nothing to simulate: give a recipe or a run folder (llamarl plan --recipe writes one)")
     ((hardware, _),) = question.pools
@@ -88,12 +90,6 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list
     changed = [dataclasses.replace(config, schedule=schedule) for schedule in schedules]
     found = [scenario_from_recipe(one, question.work, hardware, question.threads, question.fit) for one in changed]
     return found, hardware, question.notes
-
-
-def _schedule_overrides(args: argparse.Namespace) -> list[str]:
-    """The command line's changes of a recipe: settings as in ``llamarl train``, and the flags that stand for some."""
-    flags = {"schedule.prompts_per_step": args.prompts, "generator.group_size": args.group_size}
-    return [*args.overrides, *(f"--{key}={value}" for key, value in flags.items() if value is not None)]
 
 
 def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
