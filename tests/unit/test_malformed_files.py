@@ -35,7 +35,6 @@ from llamarl.environments.factory import make_task
 from llamarl.errors import LlamaRLError
 from llamarl.forecast.calibrate import fit_run, lengths_of_run
 from llamarl.forecast.hardware import this_machine
-from llamarl.forecast.lengths import read_lengths
 from llamarl.forecast.model import find_model
 from llamarl.import_path import check
 from llamarl.models.adapters import read_adapter_folder
@@ -223,7 +222,6 @@ READERS = {
         in_run("rollouts/tick_000003.jsonl"),
         lambda file: lengths_of_run(file.parents[1]),
     ),
-    "lengths": Reader(written("lengths.jsonl", '12\n{"tokens": [3, 4]}\n9\n'), read_lengths),
     "event log": Reader(events, resume_events),
     "trace": Reader(trace, lambda file: TraceWriter(file, ("generator",), resume_after_tick=1).close()),
     "checkpoint manifest": Reader(checkpoint, lambda file: CheckpointStore(file.parents[1]).verify(file.parent)),

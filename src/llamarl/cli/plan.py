@@ -37,7 +37,7 @@ response lengths:
   512                            every response has 512 tokens
   4096:lognormal                 mean 4096, sigma 0.6, cut at 4 times the mean
   4096:lognormal:sigma=0.9,limit=16384
-  file:runs/tiny/rollouts        as measured; or a file with one length a line
+A run's folder in place of a recipe, or --fit RUN, gives the lengths that it had.
 
 Times come from rooflines: work / (peak x efficiency) + latency. Peaks and efficiencies, each with its source, are in
 src/llamarl/forecast/hardware.toml; docs/forecast.md says what the model leaves out."""

@@ -7,17 +7,15 @@ moment, expected maximum of a batch and quantiles are finite sums, not approxima
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.errors import FileError, PlanError
-from llamarl.reading import parse_json, read_lines, user_path
+from llamarl.errors import PlanError
 
-__all__ = ["Lengths", "constant", "empirical", "lognormal", "parse_lengths", "read_lengths"]
+__all__ = ["Lengths", "constant", "empirical", "lognormal", "parse_lengths"]
 
 _MAX_LIMIT = 1_048_576
 
@@ -128,48 +126,14 @@ def empirical(lengths: Iterable[int], label: str = "measured") -> Lengths:
     return _from_survival(f"{label}, {values.size} responses, mean {values.mean():.1f}", survival)
 
 
-def read_lengths(path: Path) -> Lengths:
-    """Lengths from a file or a run's ``rollouts`` folder.
-
-    A file has one whole number a line, or one JSON object a line with ``tokens`` (a list).
-    """
-    files = sorted(p for p in path.rglob("*.jsonl") if p.is_file()) if path.is_dir() else [path]
-    found: list[int] = []
-    for file in files:
-        try:
-            lines = read_lines(file)
-        except FileError as error:
-            raise PlanError(f"response lengths: {error}") from error
-        for where, line in lines:
-            found.extend(_lengths_of_line(line, where))
-    return empirical(found, str(path))
-
-
-def _lengths_of_line(line: str, where: str) -> list[int]:
-    """Of a whole number, or of a sample of a run: a list of tokens, or their count."""
-    try:
-        value = parse_json(line, where, big_integers=True, lone_surrogates=True)
-    except FileError:
-        value = None  # as wrong as any other text
-    if isinstance(value, Mapping) and isinstance(value.get("tokens"), list):
-        value = len(value["tokens"])
-    if isinstance(value, int) and not isinstance(value, bool):
-        return [value]
-    raise PlanError(
-        f"response lengths: {where}: expected a whole number or an object with a list of tokens, got {line[:60]!r}"
-    )
-
-
 def parse_lengths(text: str) -> Lengths:
-    """Lengths from the command line: ``MEAN``, ``MEAN:lognormal[:sigma=X,limit=N]`` or ``file:PATH``."""
-    if text.startswith("file:"):
-        return read_lengths(user_path(text.removeprefix("file:"), "--response-tokens"))
+    """Lengths from the command line: ``MEAN`` or ``MEAN:lognormal[:sigma=X,limit=N]``."""
     parts = text.split(":", 2)
     try:
         mean = float(parts[0])
     except ValueError:
         raise PlanError(
-            f"response tokens {text!r}: expected MEAN[:KIND[:key=value,...]], for example 4096:lognormal, or file:PATH"
+            f"response tokens {text!r}: expected MEAN[:KIND[:key=value,...]], for example 4096:lognormal"
         ) from None
     if not math.isfinite(mean) or mean < 1:
         raise PlanError(f"response tokens {text!r}: the mean must be at least 1 token, got {parts[0]}")
@@ -182,7 +146,7 @@ def parse_lengths(text: str) -> Lengths:
         except ValueError:
             raise PlanError(f"response tokens {text!r}: {item!r} is not key=number") from None
     if kind not in ("constant", "lognormal"):
-        raise PlanError(f"response tokens {text!r}: unknown kind {kind!r}; known are constant, lognormal and file:PATH")
+        raise PlanError(f"response tokens {text!r}: unknown kind {kind!r}; known are constant and lognormal")
     allowed = {"sigma", "limit"} if kind == "lognormal" else set()
     if unknown := set(options) - allowed:
         raise PlanError(f"response tokens {text!r}: {kind} takes {sorted(allowed)}, got {sorted(unknown)}")

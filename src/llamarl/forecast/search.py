@@ -59,6 +59,10 @@ __all__ = [
 
 MOST_DEVICES = 65_536
 """Largest number of devices that is tried for a job that does not fit."""
+MOST_SLOTS = 1024
+"""Most sequences that decode at once in one replica."""
+NEAR = 1.02
+"""Step times up to so many times the fastest are as good: then less staleness decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +114,6 @@ class Options:
     """Versions that a response may span; above 1 partial rollouts are tried too, where there is staleness."""
     oversubscription: float = 2.0
     """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
-    max_slots: int = 1024
-    """Most sequences that decode at once in one replica."""
     other_system: bool = False
     """Generators as of the paper's system (``GeneratorLayout.other_system``), which llamarl does not run."""
 
@@ -314,7 +316,7 @@ def generator_choices(
                 best: GeneratorChoice | None = None
                 worse = 0
                 top = math.ceil(share * options.oversubscription) if partial else share
-                for slots in _slot_counts(top, min(options.max_slots, top)):
+                for slots in _slot_counts(top, min(MOST_SLOTS, top)):
                     demand = GeneratorDemand(
                         lengths=work.response,
                         prompt_tokens=work.prompt_tokens,
@@ -617,10 +619,10 @@ def search_all(
     return plans
 
 
-def recommend(plans: Sequence[Plan], tolerance: float = 0.02) -> Plan:
-    """The plan with the least staleness among those within ``tolerance`` of the fastest."""
+def recommend(plans: Sequence[Plan]) -> Plan:
+    """The plan with the least staleness among those near the fastest."""
     fastest = min(plan.step_s for plan in plans)
-    near = [plan for plan in plans if plan.step_s <= fastest * (1.0 + tolerance)]
+    near = [plan for plan in plans if plan.step_s <= fastest * NEAR]
     return min(near, key=lambda plan: (plan.token_staleness, plan.step_s))
 
 

@@ -41,12 +41,11 @@ _FAILURES = 6  # stream of random numbers
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """What a simulated run measured. Means are over the steady state: from ``first_steady_tick`` to the last tick."""
+    """What a simulated run measured. Means are over the steady state: from the end of a warm-up to the last tick."""
 
     scenario: Scenario
     reports: tuple[Report, ...]
     """Every finished firing, in order; ticks that a failure undid are in it twice."""
-    first_steady_tick: int
     step_s: float
     """Mean time between trainer ticks, restarts and repeated ticks included."""
     theory_s: float
@@ -57,8 +56,6 @@ class SimulationResult:
     """Share of the time in which a role has no tick to work on."""
     replica_idle: float
     """Share of the generator replicas' time in which they have nothing to decode, waits inside a tick included."""
-    device_idle: float
-    """The same over all devices of generator and trainer, by their numbers."""
     tokens_per_s: float
     """Trained response tokens by time."""
     staleness: Mapping[int, int]
@@ -221,14 +218,11 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
     return SimulationResult(
         scenario=scenario,
         reports=tuple(reports),
-        first_steady_tick=warm,
         step_s=step_s,
         theory_s=theory_s,
         role_s=role_s,
         idle=idle,
         replica_idle=replica_idle,
-        device_idle=(replica_idle * scenario.generator_devices + idle["trainer"] * scenario.trainer_devices)
-        / scenario.devices,
         tokens_per_s=trained / (finish - start) if finish > start else 0.0,
         staleness=dict(sorted(staleness.items())),
         num_failures=num_failures,

@@ -41,19 +41,17 @@ class Period:
     """Executors along the critical cycle, in firing order; one name: that executor is never idle."""
 
 
-def max_cycle_mean(durations: Mapping[str, float], edges: Iterable[Edge], *, serial: bool = True) -> Period:
+def max_cycle_mean(durations: Mapping[str, float], edges: Iterable[Edge]) -> Period:
     """The period of a dataflow graph, exact up to the rounding of sums.
 
     Newton's iteration on the ratio: begin with a cycle's mean, look for a cycle whose time exceeds ``mean * delay``,
     take its mean, until there is none. Each round names a better cycle, so it ends.
 
     Args:
-        durations: Seconds an executor needs for a tick.
-        serial: An executor works on one tick at a time (a cycle of delay 1 through each).
+        durations: Seconds an executor needs for a tick; it works on one at a time, a cycle of delay 1 through it.
 
     Raises:
-        GraphError: An edge names an unknown executor, a delay or time is negative, a cycle has no delay (deadlock),
-            or there is no cycle at all, so nothing bounds the pace.
+        GraphError: An edge names an unknown executor, a delay or time is negative, or a cycle has no delay (deadlock).
     """
     edges = list(edges)
     for name, seconds in durations.items():
@@ -65,8 +63,7 @@ def max_cycle_mean(durations: Mapping[str, float], edges: Iterable[Edge], *, ser
                 raise GraphError(f"edge {edge.source} -> {edge.sink}: no executor {end!r}; known: {sorted(durations)}")
         if edge.delay < 0 or not edge.latency_s >= 0:
             raise GraphError(f"edge {edge.source} -> {edge.sink}: delay and latency must be >= 0, got {edge}")
-    if serial:
-        edges += [Edge(name, name, 1) for name in durations]
+    edges += [Edge(name, name, 1) for name in durations]
     arcs = [(e.source, e.sink, durations[e.source] + e.latency_s, e.delay) for e in edges]
     if dead := _positive_cycle(list(durations), [(u, v, 1.0 if delay == 0 else -1e18) for u, v, _, delay in arcs]):
         raise GraphError(f"the cycle {' -> '.join(_names(arcs, dead))} has no delay: every member waits for the others")
@@ -82,8 +79,7 @@ def max_cycle_mean(durations: Mapping[str, float], edges: Iterable[Edge], *, ser
             break
         mean = time / delay
         best = Period(mean, tuple(arcs[i][0] for i in found))
-    if best is None:
-        raise GraphError("the graph has no cycle: nothing bounds how far its source may run ahead")
+    assert best is not None, "each executor is a cycle through itself"
     return best
 
 

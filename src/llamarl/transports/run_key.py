@@ -20,18 +20,13 @@ import time
 
 from llamarl.errors import ChannelError
 
-__all__ = [
-    "ANSWER_BYTES", "CHALLENGE_BYTES", "KEY_BYTES", "PROOF_BYTES", "KeyRefused", "answer_challenge", "challenge",
-    "check_answer", "prove_as_client", "prove_as_server", "receive_exactly",
-]  # fmt: skip
+__all__ = ["KEY_BYTES", "KeyRefused", "prove_as_client", "prove_as_server", "receive_exactly"]
 
 KEY_BYTES = 32
 _NONCE_BYTES = 32
-PROOF_BYTES = 32
+_PROOF_BYTES = 32
 _MAGIC = b"llamarl-key-1\n\x00\x00"
 _OLDEST_MAGIC = b"llamarl-key-"
-CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-ANSWER_BYTES = _NONCE_BYTES + PROOF_BYTES
 
 
 class KeyRefused(ChannelError):
@@ -49,11 +44,15 @@ def prove_as_server(connection: socket.socket, key: bytes, purpose: str, deadlin
         KeyRefused: The peer has another key, purpose or protocol, is too slow, or hung up.
     """
     before, until = connection.gettimeout(), time.monotonic() + deadline_s
-    asked = challenge()
+    own = os.urandom(_NONCE_BYTES)  # other bytes each time
     try:
         connection.settimeout(deadline_s)
-        connection.sendall(asked)
-        connection.sendall(check_answer(key, purpose, asked, receive_exactly(connection, ANSWER_BYTES, until)))
+        connection.sendall(_MAGIC + own)
+        answer = receive_exactly(connection, _NONCE_BYTES + _PROOF_BYTES, until)
+        theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(key, "client", purpose, own, theirs)):
+            raise KeyRefused("the peer does not hold this run's key")
+        connection.sendall(_proof(key, "server", purpose, own, theirs))
     except OSError as error:
         raise KeyRefused(f"the peer did not prove that it holds the key: {error or type(error).__name__}") from error
     connection.settimeout(before)
@@ -62,47 +61,22 @@ def prove_as_server(connection: socket.socket, key: bytes, purpose: str, deadlin
 def prove_as_client(connection: socket.socket, key: bytes, purpose: str, deadline_s: float) -> None:
     """Prove ourselves, then let the server prove itself; as :func:`prove_as_server`."""
     before, until = connection.gettimeout(), time.monotonic() + deadline_s
+    own = os.urandom(_NONCE_BYTES)
     try:
         connection.settimeout(deadline_s)
-        answer, expected = answer_challenge(key, purpose, receive_exactly(connection, CHALLENGE_BYTES, until))
-        connection.sendall(answer)
-        proof = receive_exactly(connection, PROOF_BYTES, until)
+        asked = receive_exactly(connection, len(_MAGIC) + _NONCE_BYTES, until)
+        if not asked.startswith(_OLDEST_MAGIC):
+            raise KeyRefused("what answers there is no llamarl process")
+        if not asked.startswith(_MAGIC):
+            raise KeyRefused("what answers there is a llamarl process of another version")
+        theirs = asked[len(_MAGIC) :]
+        connection.sendall(own + _proof(key, "client", purpose, theirs, own))
+        proof = receive_exactly(connection, _PROOF_BYTES, until)
     except OSError as error:
         raise KeyRefused(f"the peer did not accept this run's key: {error or type(error).__name__}") from error
-    if not hmac.compare_digest(proof, expected):
+    if not hmac.compare_digest(proof, _proof(key, "server", purpose, theirs, own)):
         raise KeyRefused("the peer does not hold this run's key")
     connection.settimeout(before)
-
-
-def challenge() -> bytes:
-    """What the dialled end says first: other bytes each time."""
-    return _MAGIC + os.urandom(_NONCE_BYTES)
-
-
-def check_answer(key: bytes, purpose: str, asked: bytes, answer: bytes) -> bytes:
-    """The dialled end's own proof, once the ``answer`` to its challenge ``asked`` is right.
-
-    Raises:
-        KeyRefused: It is not.
-    """
-    nonce, theirs, proof = asked[len(_MAGIC) :], answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(key, "client", purpose, nonce, theirs)):
-        raise KeyRefused("the peer does not hold this run's key")
-    return _proof(key, "server", purpose, nonce, theirs)
-
-
-def answer_challenge(key: bytes, purpose: str, asked: bytes) -> tuple[bytes, bytes]:
-    """What the dialling end answers, and the proof that it then expects.
-
-    Raises:
-        KeyRefused: The challenge is none of ours.
-    """
-    if not asked.startswith(_OLDEST_MAGIC):
-        raise KeyRefused("what answers there is no llamarl process")
-    if not asked.startswith(_MAGIC):
-        raise KeyRefused("what answers there is a llamarl process of another version")
-    nonce, mine = asked[len(_MAGIC) :], os.urandom(_NONCE_BYTES)
-    return mine + _proof(key, "client", purpose, nonce, mine), _proof(key, "server", purpose, nonce, mine)
 
 
 def receive_exactly(connection: socket.socket, nbytes: int, until: float) -> bytes:

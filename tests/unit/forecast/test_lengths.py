@@ -1,13 +1,10 @@
 """Length distributions: exact sums against hand-worked values and against sampling."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from llamarl.errors import PlanError
-from llamarl.forecast.lengths import Lengths, empirical, lognormal, parse_lengths, read_lengths
+from llamarl.forecast.lengths import Lengths, empirical, lognormal, parse_lengths
 
 
 def test_moments_and_expected_maximum_of_a_fair_die() -> None:
@@ -32,21 +29,10 @@ def test_a_named_law_has_the_mean_asked_for_when_the_cut_is_far() -> None:
     assert lognormal(500, 0.5, 20_000).mean == pytest.approx(500, abs=1.0)  # whole tokens: rounded up
 
 
-def test_command_line_forms(tmp_path: Path) -> None:
+def test_command_line_forms() -> None:
     assert parse_lengths("512").limit == 512
     assert parse_lengths("4096:lognormal").limit == 4 * 4096
     assert parse_lengths("1000:lognormal:sigma=1.5,limit=3000").limit == 3000
-    file = tmp_path / "lengths.txt"
-    file.write_text("3\n5\n\n4\n")
-    assert parse_lengths(f"file:{file}").mean == pytest.approx(4.0)
-
-
-def test_lengths_are_read_from_rollouts(tmp_path: Path) -> None:
-    record = {"prompt_tokens": [1, 2], "tokens": [4, 5, 6]}
-    (tmp_path / "tick_000001.jsonl").write_text(
-        json.dumps(record) + "\n" + json.dumps({**record, "tokens": [1]}) + "\n"
-    )
-    assert read_lengths(tmp_path).mean == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +54,8 @@ def test_lengths_are_read_from_rollouts(tmp_path: Path) -> None:
         ("4096:lognormal:limit=0", "limit must be a whole number"),
         ("1e308:lognormal", "limit"),
         ("1e308", "limit"),
-        ("file:/nowhere/at/all", "cannot be read"),
     ],
 )
 def test_nonsense_lengths_are_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         parse_lengths(text)
-
-
-def test_a_malformed_rollout_line_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('3\n{"x": 1}\n')
-    with pytest.raises(PlanError, match="a.jsonl:2"):
-        read_lengths(file)
-    file.write_text("3\nfour\n")  # a text file of numbers with a word in it
-    with pytest.raises(PlanError, match="a.jsonl:2: expected a whole number or an object .* got 'four'"):
-        read_lengths(file)

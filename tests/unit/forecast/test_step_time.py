@@ -81,8 +81,3 @@ def test_a_cycle_without_delay_is_a_deadlock() -> None:
 def test_broken_graphs_are_named(durations: dict[str, float], edges: list[Edge], message: str) -> None:
     with pytest.raises(GraphError, match=message):
         max_cycle_mean(durations, edges)
-
-
-def test_without_any_cycle_nothing_bounds_the_pace() -> None:
-    with pytest.raises(GraphError, match="no cycle"):
-        max_cycle_mean({"a": 1.0, "b": 1.0}, [Edge("a", "b", 0)], serial=False)
