@@ -9,15 +9,38 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["MAX_CONNECTIONS", "REQUEST_S", "BoundedServer"]
+__all__ = ["MAX_CONNECTIONS", "REQUEST_S", "BoundedServer", "QuietHandler"]
 
 REQUEST_S = 10.0
 MAX_CONNECTIONS = 16
 GIVE_WAY_S = 1.0
 """A connection that was ended may take so long to be gone."""
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection, and logs nothing: the terminal is the user's."""
+
+    timeout = REQUEST_S
+
+    def answer(self, status: HTTPStatus, kind: str, data: bytes, **headers: str) -> None:
+        """Send a whole answer.
+
+        Args:
+            kind: Its content type.
+            headers: Further ones; an underscore stands for a hyphen.
+        """
+        self.send_response(status)
+        for name, value in {"Content_Type": kind, "Content_Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
 
 
 class BoundedServer(ThreadingHTTPServer):

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from llamarl.bounded_server import REQUEST_S, BoundedServer
+from llamarl.bounded_server import BoundedServer, QuietHandler
 from llamarl.errors import ConfigError, DataError
 from llamarl.import_path import import_user
 from llamarl.observability.writing import append_all, replace_file, writes
@@ -179,19 +178,10 @@ class PrometheusSink:
         self._registry = library.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = REQUEST_S
-
+        class Handler(QuietHandler):
             def do_GET(handler) -> None:
                 page = library.generate_latest(self._registry)
-                handler.send_response(HTTPStatus.OK)
-                handler.send_header("Content-Type", library.CONTENT_TYPE_LATEST)
-                handler.send_header("Content-Length", str(len(page)))
-                handler.end_headers()
-                handler.wfile.write(page)
-
-            def log_message(handler, format: str, *args: object) -> None:
-                """Say nothing: the terminal is the user's."""
+                handler.answer(HTTPStatus.OK, library.CONTENT_TYPE_LATEST, page)
 
         try:
             self._server = BoundedServer(("0.0.0.0", port), Handler)

@@ -26,7 +26,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from llamarl.bounded_server import REQUEST_S, BoundedServer
+from llamarl.bounded_server import BoundedServer, QuietHandler
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.report.page import charting_script, make_page, numbered
 from llamarl.report.run_data import RunReader
@@ -100,10 +100,9 @@ class WatchServer(BoundedServer):
         return self.server_address[0] != _HOST or name in _LOCAL
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     """Answers one connection of a browser."""
 
-    timeout = REQUEST_S
     server: WatchServer
 
     def do_GET(self) -> None:
@@ -135,12 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _let_in(self, token: str) -> None:
         """Send the browser on to an address that shows no token."""
-        self.send_response(HTTPStatus.SEE_OTHER)
-        self.send_header("Location", "/")
-        self.send_header("Set-Cookie", f"{self._cookie_name()}={token}; Path=/; HttpOnly; SameSite=Strict")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        cookie = f"{self._cookie_name()}={token}; Path=/; HttpOnly; SameSite=Strict"
+        headers = {"Location": "/", "Set_Cookie": cookie, "Referrer_Policy": "no-referrer"}
+        self.answer(HTTPStatus.SEE_OTHER, "text/plain", b"", **headers)
 
     def _answer_with(self, path: str) -> None:
         try:
@@ -161,17 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "nothing here")
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal is the user's."""
+        headers = {"Cache_Control": "no-store", "X_Content_Type_Options": "nosniff"}
+        self.answer(status, f"{kind}; charset=utf-8", text.encode(), **headers)
 
 
 def make_server(runs: WatchedRuns, port: int, bind: str = _HOST) -> WatchServer:

@@ -19,9 +19,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
+from llamarl.bounded_server import QuietHandler
 from llamarl.environments.adapters.chat_requests import (
     BadRequest,
     ChatRequest,
@@ -172,7 +173,7 @@ class _Http(ThreadingHTTPServer):
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     """One connection, which is one request: HTTP/1.0, so that no thread is left waiting for a next one."""
 
     timeout = _SOCKET_S
@@ -223,9 +224,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(completion(waiting.message, waiting.request, waiting.turn))
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: an episode is not a web site."""
-
     @property
     def _path(self) -> str:
         return self.path.partition("?")[0].rstrip("/")
@@ -252,9 +250,5 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_bytes(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):  # the client has gone: it is for it to say why
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("x-should-retry", "false")  # read by OpenAI's clients: the same again gets the same
-            self.end_headers()
-            self.wfile.write(body)
+            # read by OpenAI's clients: the same again gets the same
+            self.answer(status, kind, body, x_should_retry="false")
