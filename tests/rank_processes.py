@@ -13,9 +13,25 @@ from forked_command import SERVER
 
 from llamarl.process_tree import end_with_parent
 
-__all__ = ["join_group", "run_meshes", "run_ranks"]
+__all__ = ["join_group", "run_cases", "run_meshes", "run_ranks"]
 
 Arguments = tuple[Any, ...]
+
+
+def run_cases(
+    main: Callable[[int, int, Path, list[str]], None],
+    folder: Path,
+    cases: Iterable[str],
+    world_of: Callable[[str], int],
+    *,
+    limit_s: float,
+) -> None:
+    """Call ``main`` with rank, number of ranks, folder and the cases of that number, first those of one rank (:func:`run_meshes`)."""
+    of_world: dict[int, list[str]] = {}
+    for case in cases:
+        of_world.setdefault(world_of(case), []).append(case)
+    alone, *meshes = [[(rank, world, folder, own) for rank in range(world)] for world, own in sorted(of_world.items())]
+    run_meshes(main, *alone, meshes, limit_s=limit_s)
 
 
 def run_meshes(

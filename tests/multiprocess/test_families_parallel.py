@@ -6,7 +6,7 @@ import family_ranks
 import pytest
 import torch
 from family_ranks import tiny_model
-from rank_processes import run_ranks
+from rank_processes import run_meshes
 from safetensors.torch import load_file
 
 from llamarl.models.support import FAMILIES
@@ -20,8 +20,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         tiny_model(family, "eager").save_pretrained(folder / family)
-    for world, cases in ((1, [f"{family}:fsdp" for family in FAMILIES]), (2, CASES)):
-        run_ranks(family_ranks.main, [(rank, world, folder, cases) for rank in range(world)], limit_s=240)
+    alone = (0, 1, folder, [f"{family}:fsdp" for family in FAMILIES])
+    run_meshes(family_ranks.main, alone, [[(rank, 2, folder, CASES) for rank in range(2)]], limit_s=240)
     return folder
 
 

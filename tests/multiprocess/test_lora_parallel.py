@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import run_ranks
+from rank_processes import run_cases
 from safetensors.torch import load_file
 
 pytest.importorskip("peft")
@@ -43,10 +43,6 @@ def _world(sizes: str) -> int:
     return math.prod(n for axis, n in lora_ranks.sizes_of(sizes).items() if axis != "ep")
 
 
-def _launch(folder: Path, world: int, cases: list[str]) -> None:
-    run_ranks(lora_ranks.main, [(rank, world, folder, cases) for rank in range(world)], limit_s=300)
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All layouts that are asked for, each set of processes started once."""
@@ -59,8 +55,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases = [":".join([*case.values, "float32"]) for case in CASES if long or not case.marks]
     cases += [f"llama:{sizes}:bfloat16" for sizes in ("1x2x1", "1x1x2") if long]
     cases += sorted({f"{family}:1x1x1:{dtype}" for family, _, dtype in (case.split(":") for case in cases)})
-    for world in sorted({_world(case.split(":")[1]) for case in cases}):
-        _launch(folder, world, [case for case in cases if _world(case.split(":")[1]) == world])
+    run_cases(lora_ranks.main, folder, cases, lambda case: _world(case.split(":")[1]), limit_s=300)
     return folder
 
 

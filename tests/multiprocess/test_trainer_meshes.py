@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_ranks
-from rank_processes import run_meshes
+from rank_processes import run_cases
 from safetensors.torch import load_file
 from trainer_ranks import ALONE, NUM_TICKS, TEXTS, sizes_of
 from training_fixtures import tiny_config, write_model
@@ -103,12 +103,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases += sorted({":".join((case.split(":")[0], ALONE, case.split(":")[2])) for case in cases})
     cases += [f"llama:{sizes}:refusals" for sizes in REFUSING] + [f"llama:{sizes}:{kind}" for kind, sizes in PARKED]
     cases += ["llama:1x1x2x1x1:row_parts", "scaled:1x2x1x1x1:unknown_logits"]
-    of_world: dict[int, list[str]] = {}
-    for case in cases:
-        of_world.setdefault(_world(case.split(":")[1]), []).append(case)
-    alone_first = (0, 1, folder, of_world.pop(1))
-    meshes = [[(rank, world, folder, own) for rank in range(world)] for world, own in sorted(of_world.items())]
-    run_meshes(trainer_ranks.main, alone_first, meshes, limit_s=840)
+    run_cases(trainer_ranks.main, folder, cases, lambda case: _world(case.split(":")[1]), limit_s=840)
     return folder
 
 
