@@ -33,6 +33,12 @@ EPISODES = (
     *("--task.max_turn_tokens", "24", "--generator.max_segments", "2", "--generator.oversubscription", "1.5"),
 )
 
+CURRICULUM = (
+    *("--task.name", "function", "--task.data", "{folder}/rows.jsonl", "--task.columns", '{ answer = "completion" }'),
+    *("--task.reward", "{folder}/judge.py:score", "--task.eval_fraction", "0", "--evaluation.every", "0"),
+    *("--data.candidates", "3"),
+)
+
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
@@ -92,6 +98,38 @@ def test_a_reward_model_on_another_node_gives_the_bits_of_one_machine(cluster: R
     shutil.copytree(folder / "classifier", run_dir_of(cluster, "classifier"))
     words = (str(recipe), *SMALL, "--reward_model.path", "{folder}/classifier")
     both(cluster, folder, "judged", words, "--on", "reward_model=n1", "--on", "trainer=n2")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "on"),
+    [
+        ("sft", ("--algorithm.name", "sft", "--task.name", "demonstrations", "--task.data", "{folder}/rows.jsonl"), ""),
+        ("offline", ("--task.rollouts", "{folder}/recorded", "--schedule.max_staleness", "0"), ""),
+        (
+            "distilled",
+            ("--algorithm.advantage", "distillation", "--reference.path", "{folder}/teacher"),
+            "reference=n1",
+        ),
+        ("curriculum", CURRICULUM, "generator=n1"),
+    ],
+)
+def test_what_trains_on_other_than_rewards_gives_the_bits_of_one_machine(
+    name: str, words: tuple[str, ...], on: str, cluster: RayHosts, folder: Path, one_machine: Path
+) -> None:
+    (folder / "judge.py").write_text("def score(response, answer):\n    return float(answer in response)\n")
+    sources = {
+        "judge.py:score": folder / "judge.py",
+        "rows.jsonl": Path(__file__).resolve().parents[2] / "examples" / "executors" / "rows.jsonl",
+        "recorded": one_machine / "rollouts",
+        "teacher": one_machine / "model",
+    }
+    for called, source in sources.items():
+        if any(word.endswith(called) for word in words):
+            for place in (folder / called, run_dir_of(cluster, called)):
+                place = place.with_name(place.name.partition(":")[0])
+                if not place.exists():
+                    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, place)
+    both(cluster, folder, name, ("tiny", *SMALL, *words), *(("--on", on) if on else ()), "--on", "trainer=n2")
 
 
 def test_episodes_on_another_node_give_the_bits_of_one_machine(cluster: RayHosts, folder: Path) -> None:
