@@ -2,13 +2,12 @@
 anything depends on it.
 
     controller                              host
-    ask: writes .shared-X  ── its name ──▶  answer: reads it, writes .shared-X-host
-    judge  ◀── what it read, what it wrote ──
-      reads .shared-X-host
+    ask: a random word in .shared-X  ── its name ──▶  answer: copies the word into .shared-X-host
+    judge: reads the word in .shared-X-host
 
-The words in the files are random and new each time, so a folder of the same name on a disk of its
-own, a copy, or a folder that the host sees and cannot write is told from the same folder. No torch
-here: a host answers before any rank of it is started.
+The word is new each time and does not travel with the question. So a folder of the same name on a
+disk of its own, a copy, or a folder that the host sees and cannot write is told from the same
+folder. No torch here: a host answers before any rank of it is started.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from llamarl.errors import CheckpointError
 
-__all__ = ["FolderAnswer", "FolderQuestion", "answer", "ask", "judge", "why_not_shared", "withdraw"]
+__all__ = ["FolderQuestion", "answer", "ask", "judge", "withdraw"]
 
 _NAME = re.compile(r"\.shared-[0-9a-f]{16}")
 _PATIENCE_S = 2.0
@@ -42,18 +41,6 @@ class FolderQuestion:
     """Of the file that was written into it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FolderAnswer:
-    """What a host found."""
-
-    read: str = ""
-    """The word in the controller's file; empty if there is no such file."""
-    wrote: str = ""
-    """The word that the host has put into a file of its own; empty if it could not."""
-    trouble: str = ""
-    """What stood in the way, in words."""
-
-
 def ask(run_dir: Path) -> FolderQuestion:
     """Write the controller's word into ``run_dir``; several hosts may answer one question, one after another or not.
 
@@ -68,51 +55,44 @@ def ask(run_dir: Path) -> FolderQuestion:
     return question
 
 
-def answer(question: FolderQuestion, host: str, *, patience_s: float = _PATIENCE_S) -> FolderAnswer:
-    """On the host: read the controller's word, and leave one of our own beside it. Never makes a folder; never fails.
+def answer(question: FolderQuestion, host: str, *, patience_s: float = _PATIENCE_S) -> str:
+    """On the host: copy the controller's word into a file beside it. Never makes a folder; never fails.
 
     Args:
         host: Its name, for the name of its file: letters, digits, dots, dashes.
         patience_s: How long to look for the file where its folder is.
+
+    Returns:
+        What stood in the way, in words that follow the host's name; empty: nothing.
     """
     folder = Path(question.folder)
     if not _NAME.fullmatch(question.name) or not folder.is_absolute():
-        return FolderAnswer(trouble="the question names no file of a run's folder")
+        return "it was asked for a file that no run's folder has"
     if not folder.is_dir():
-        return FolderAnswer(trouble=f"it has no folder {folder}")
-    read = _read_patiently(folder / question.name, patience_s)
-    if not read:
-        return FolderAnswer(trouble=f"its {folder} is another folder")
-    wrote = secrets.token_hex(16)
+        return f"it has no folder {folder}"
+    if not (word := _read_patiently(folder / question.name, patience_s)):
+        return f"its {folder} is another folder"
     try:
-        _write(_host_file(question, host), wrote)
+        _write(_host_file(question, host), word)
     except OSError as error:
-        return FolderAnswer(read=read, trouble=f"it cannot write into {folder} ({error.strerror})")
-    return FolderAnswer(read=read, wrote=wrote)
+        return f"it cannot write into {folder} ({error.strerror})"
+    return ""
 
 
-def judge(question: FolderQuestion, host: str, found: FolderAnswer, *, patience_s: float = _PATIENCE_S) -> str:
+def judge(question: FolderQuestion, host: str, trouble: str, *, patience_s: float = _PATIENCE_S) -> str:
     """On the controller: empty if the folder is shared with ``host``, else why not, in words that
-    follow the host's name."""
-    ours = _read_patiently(Path(question.folder) / question.name, 0.0)
-    theirs = _read_patiently(_host_file(question, host), patience_s if found.wrote else 0.0)
-    return why_not_shared(ours=ours, found=found, theirs=theirs, folder=question.folder)
-
-
-def why_not_shared(*, ours: str, found: FolderAnswer, theirs: str, folder: str) -> str:
-    """The rule: both words arrived at the other end as they were written.
+    follow the host's name.
 
     Args:
-        ours: What the controller wrote.
-        theirs: What the controller reads in the host's file.
+        trouble: The host's answer, which alone proves nothing.
     """
-    if not ours or found.read != ours:
-        return found.trouble or f"its {folder} is another folder"
-    if not found.wrote:
-        return found.trouble or f"it cannot write into {folder}"
-    if theirs != found.wrote:
-        return f"what it writes into {folder} is not seen here"
-    return ""
+    if trouble:
+        return trouble
+    theirs = _read_patiently(_host_file(question, host), patience_s)
+    if not theirs:
+        return f"what it writes into {question.folder} is not seen here"
+    ours = _read_patiently(Path(question.folder) / question.name, 0.0)
+    return "" if theirs == ours else f"its {question.folder} is another folder"
 
 
 def withdraw(question: FolderQuestion) -> None:

@@ -1,8 +1,8 @@
 """The files of a job over several hosts: which of them share the run's folder, and what travels to and from the others.
 
-open_job_files ─┬─ proof: does the host read and write the run's folder? ─▶ shared: nothing travels
-                ├─ else a folder of its own ─▶ states and logs to it now, what its ranks write from it all along
-                └─ models, data, code: the same bytes under the same path there, or sent ─▶ the plan of that host's ranks
+JobFiles ─┬─ proof: does the host read and write the run's folder? ─▶ shared: nothing travels
+          ├─ else a folder of its own ─▶ states and logs to it now, what its ranks write from it all along
+          └─ models, data, code: the same bytes under the same path there, or sent ─▶ the plan of that host's ranks
 
 A host that gets its first rank while the job runs, as it takes the place of another, is opened then.
 """
@@ -34,7 +34,7 @@ from llamarl.runtime.worker import RankReport, WorkerPlan
 if TYPE_CHECKING:
     from llamarl.runtime.ray.cluster import Cluster
 
-__all__ = ["JobFiles", "folder_answers", "open_job_files"]
+__all__ = ["JobFiles", "folder_answers"]
 
 _STALL_S = 60.0
 """Longest wait for one answer: a disk may be slow where a network is not."""
@@ -63,13 +63,18 @@ class _Host:
 
 
 class JobFiles:
-    """Made by :func:`open_job_files`. ``far`` is for ``RunCheckpoints``; the rest is called by one
-    thread, if it does not say otherwise.
+    """Asks the hosts of a job whether they see the run's folder, and gives those that do not one of
+    their own. ``far`` is for ``RunCheckpoints``; the rest is called by one thread, if it does not say
+    otherwise.
 
     Args:
         run_dir: The controller's.
         where: Executor -> the host of each rank.
         own_folders: Give every host one of its own, whatever it sees.
+
+    Raises:
+        CheckpointError: The run's folder cannot be written.
+        TransferError: A host cannot be reached, or has no room.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class JobFiles:
         self._opening = threading.Lock()
         self._folders: dict[int, FarFolder] = {}
         self.far = HostFolders(run_dir, self._folders, where)
+        self.open({host for ranks in where.values() for host in ranks})
 
     def open(self, numbers: Collection[int]) -> None:
         """Ask hosts that were not asked yet whether they see the run's folder; give those that do
@@ -231,20 +237,6 @@ class JobFiles:
             if host.handle:
                 with contextlib.suppress(TransferError):  # it forgets by itself, with its agent
                     (host.client.forget if forget else host.client.leave)(host.handle)
-
-
-def open_job_files(
-    run_dir: Path, run_id: str, cluster: Cluster, where: Mapping[str, Sequence[int]], *, own_folders: bool = False
-) -> JobFiles:
-    """Ask the hosts of a job whether they see the run's folder, and give those that do not one of their own.
-
-    Raises:
-        CheckpointError: The run's folder cannot be written.
-        TransferError: A host cannot be reached, or has no room.
-    """
-    files = JobFiles(run_dir, run_id, cluster, where, own_folders=own_folders)
-    files.open({host for ranks in where.values() for host in ranks})
-    return files
 
 
 def folder_answers(folder: Path, cluster: Cluster, numbers: Sequence[int]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from llamarl.channels.base import ChannelSpec
 from llamarl.config import RunConfig
 from llamarl.controller.config import HERE, hosts_named, parse_ports
-from llamarl.controller.job_files import JobFiles, folder_answers, open_job_files
+from llamarl.controller.job_files import JobFiles, folder_answers
 from llamarl.determinism import joint_facts
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
@@ -314,7 +314,7 @@ class JobHosts:
         if why_not := self.take(self.where, _TAKE_S):
             raise ConfigError(why_not)
         own = self.config.hosts.run_folder == "own"
-        files = open_job_files(run_dir, run_id, self.cluster, self.where, own_folders=own)
+        files = JobFiles(run_dir, run_id, self.cluster, self.where, own_folders=own)
         try:
             files.send_content(executors)
             files.send_saved(load_from)

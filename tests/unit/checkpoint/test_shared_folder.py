@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoint.shared_folder import FolderAnswer, FolderQuestion, answer, ask, judge, why_not_shared, withdraw
+from llamarl.checkpoint.shared_folder import FolderQuestion, answer, ask, judge, withdraw
 from llamarl.errors import CheckpointError
-
-RIGHT = FolderAnswer(read="ours", wrote="theirs")
 
 
 def test_one_folder_is_shared_and_nothing_stays_in_it(tmp_path: Path) -> None:
@@ -29,8 +27,7 @@ def test_the_word_does_not_travel_with_the_question(tmp_path: Path) -> None:
 def test_a_host_without_the_folder_says_so_and_makes_none(tmp_path: Path) -> None:
     question = ask(tmp_path)
     elsewhere = replace(question, folder=str(tmp_path / "missing"))
-    found = answer(elsewhere, "b")
-    assert judge(question, "b", found) == f"it has no folder {tmp_path / 'missing'}"
+    assert judge(question, "b", answer(elsewhere, "b")) == f"it has no folder {tmp_path / 'missing'}"
     assert not (tmp_path / "missing").exists()
 
 
@@ -63,30 +60,33 @@ def test_a_folder_that_the_host_only_reads_is_not_shared(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("ours", "found", "theirs", "why"),
+    ("ours", "theirs", "why"),
     [
-        ("ours", RIGHT, "theirs", ""),
-        ("ours", replace(RIGHT, read="other"), "theirs", "its /run is another folder"),
-        ("ours", replace(RIGHT, read="", trouble="it has no folder /run"), "", "it has no folder /run"),
-        ("ours", replace(RIGHT, wrote=""), "", "it cannot write into /run"),
-        ("ours", RIGHT, "", "what it writes into /run is not seen here"),
-        ("ours", RIGHT, "stale", "what it writes into /run is not seen here"),
-        ("", FolderAnswer(), "", "its /run is another folder"),  # two empty words are no proof
+        ("word", "word", ""),
+        ("word", "other", "its {folder} is another folder"),
+        ("word", "", "what it writes into {folder} is not seen here"),
+        ("", "word", "its {folder} is another folder"),
+        ("", "", "what it writes into {folder} is not seen here"),  # two empty words are no proof
     ],
 )
-def test_shared_only_where_both_words_arrive(ours: str, found: FolderAnswer, theirs: str, why: str) -> None:
-    assert why_not_shared(ours=ours, found=found, theirs=theirs, folder="/run") == why
+def test_shared_only_where_the_word_itself_comes_back(tmp_path: Path, ours: str, theirs: str, why: str) -> None:
+    question = ask(tmp_path)
+    (tmp_path / question.name).write_text(ours)
+    (tmp_path / f"{question.name}-b").write_text(theirs)
+    assert judge(question, "b", "", patience_s=0) == why.format(folder=tmp_path)  # whatever the host says
 
 
 def test_an_answer_that_was_given_twice_does_not_overwrite_the_first(tmp_path: Path) -> None:
     question = ask(tmp_path)
     answer(question, "b")
-    assert "cannot write" in answer(question, "b").trouble
+    assert "cannot write" in answer(question, "b")
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "x", ".shared-", ".shared-0123456789abcdef/../x"])
 def test_a_question_for_another_file_is_not_answered(tmp_path: Path, name: str) -> None:
-    assert answer(FolderQuestion(folder=str(tmp_path), name=name), "b").read == ""
+    (tmp_path / "x").write_text("word")
+    assert answer(FolderQuestion(folder=str(tmp_path), name=name), "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
