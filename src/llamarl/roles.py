@@ -398,7 +398,7 @@ def present_roles(config: JobConfig) -> list[Role]:
 
 def idle_size_mistakes(config: JobConfig) -> Iterator[Mistake]:
     """Ranks that a recipe gives to executors that its job does not have, and that would therefore
-    never be looked at."""
+    never be looked at. For ``load_config`` of a new run: one that began with them goes on."""
     used = {role.section for role in present_roles(config)}
     for role in ROLES.values():
         if role.section in used or not role.asked_by:

@@ -172,10 +172,6 @@ class CheckpointStore:
         """Finished checkpoints, oldest first, not yet proved."""
         return tuple(path for _, suffix, path in self._entries() if not suffix)
 
-    def latest_good(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is proved, or None."""
-        return self._good_among(self.list())
-
     def load(self, tick: int | None = None) -> Checkpoint:
         """The checkpoint of ``tick``, or the newest, proved.
 

@@ -31,7 +31,7 @@ from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_exp
 from llamarl.models.support import Use, text_part, why_unsupported
 from llamarl.observability.config import why_no_tracker
 from llamarl.reading import user_path
-from llamarl.roles import MODEL_SECTIONS, ROLES, Role, idle_size_mistakes, present_roles
+from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
 from llamarl.types import Prompt
 
@@ -46,7 +46,6 @@ __all__ = [
     "check_reward",
     "check_reward_models",
     "find_missing",
-    "find_without_effect",
 ]
 
 _CALLED_WITH = {"algorithm.name": ("batch", "config"), "algorithm.advantage": ("rewards",)}
@@ -557,12 +556,6 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
                 check(import_path, key, _CALLED_WITH.get(key.rpartition(".settings.")[2], ()))
             except DataError as error:
                 yield from error.mistakes
-
-
-def find_without_effect(config: RunConfig) -> Iterator[Mistake]:
-    """What a recipe sets and its job would never look at. For ``load_config`` of a new run: one
-    that began with it goes on."""
-    yield from idle_size_mistakes(config)
 
 
 def check_lora(config: RunConfig) -> None:

@@ -107,14 +107,6 @@ class Recovery:
         """Executor -> how often it was brought up again after a death; those that never were are left out."""
         return dict(self._restarts)
 
-    def counts(self, executor: str, incarnation: int, *, held: bool) -> bool:
-        """Whether a report is taken.
-
-        Args:
-            held: Whether its tokens, and the state after its tick, outlive the process that made them.
-        """
-        return held and incarnation == self.incarnation(executor)
-
     def decide(
         self, marking: Marking, deaths: Sequence[Death], *, replaceable: Mapping[str, int], now_s: float
     ) -> tuple[Redo, ...] | str:

@@ -16,7 +16,6 @@ from llamarl.controller.preflight import (
     check_prompts,
     check_reward,
     find_missing,
-    find_without_effect,
 )
 from llamarl.controller.prepare import plan_run
 from llamarl.engine.engine import NativeEngine
@@ -26,6 +25,7 @@ from llamarl.environments.factory import make_prompt_stream
 from llamarl.errors import ConfigError, DataError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_tokenizer
+from llamarl.roles import idle_size_mistakes
 
 FOLDER = resolve_model_path("bundled:tiny")
 
@@ -160,7 +160,7 @@ def test_ranks_of_an_executor_that_the_job_does_not_have_are_refused_with_what_a
         raw = {section: {name: 2}}
         validate(raw)  # as a run began that goes on
         with pytest.raises(ConfigError, match=rf"{section}.{name} .*") as raised:
-            validate(raw, [find_without_effect])
+            validate(raw, [idle_size_mistakes])
         told = [str(mistake) for mistake in raised.value.mistakes]
         assert f"{section}.{name} is 2, but this job has no {section}: leave it out, or {words}" in told
     with pytest.raises(ConfigError, match=f"{section}.tp .*>= 1"):
@@ -169,7 +169,7 @@ def test_ranks_of_an_executor_that_the_job_does_not_have_are_refused_with_what_a
 
 def test_ranks_of_an_executor_that_another_mistake_hides_are_not_told_as_one() -> None:
     with pytest.raises(ConfigError) as raised:
-        validate({"algorithm": {"advantage": "gea"}, "critic": {"fsdp": 2}}, [find_without_effect])
+        validate({"algorithm": {"advantage": "gea"}, "critic": {"fsdp": 2}}, [idle_size_mistakes])
     assert [mistake.key for mistake in raised.value.mistakes] == ["algorithm.advantage"]
 
 

@@ -257,7 +257,7 @@ class World:
             return
         _, name, incarnation, tick, outputs, state = word
         lives = self.phase[name] != DEAD  # for one of an earlier incarnation the rule must know by itself
-        if not self.recovery.counts(name, incarnation, held=lives):
+        if not lives or incarnation != self.recovery.incarnation(name):
             return
         again = tick < self.marking.done_ticks[name]
         lost = {channel for channel, at in self.marking.withdrawn(name) if at == tick}

@@ -18,11 +18,11 @@ from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller import prepare, resume, run
 from llamarl.controller.begun import begun_config, refuse_code_of_a_run
-from llamarl.controller.preflight import find_without_effect
 from llamarl.controller.settle import fix_end_of_decay
 from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
+from llamarl.roles import idle_size_mistakes
 from llamarl.runtime.tick_log import Resumed
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
@@ -229,7 +229,7 @@ def test_a_run_that_began_with_settings_without_effect_goes_on(tmp_path: Path, e
     resume.resume_run(begun_config(tmp_path / "run", {}))
     assert len(executed) == 2
     with pytest.raises(ConfigError) as raised:
-        load_config(RECIPE, words, [find_without_effect])
+        load_config(RECIPE, words, [idle_size_mistakes])
     keys = [mistake.key for mistake in raised.value.mistakes]
     assert keys == ["critic.fsdp"]
 
