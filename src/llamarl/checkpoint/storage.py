@@ -36,7 +36,14 @@ from typing import Any
 
 from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
-from llamarl.checkpoint.written import files_below, sync_folder, sync_path, what_is_wrong, why_not_whole
+from llamarl.checkpoint.written import (
+    files_below,
+    sync_folder,
+    sync_path,
+    what_is_wrong,
+    why_not_whole,
+    write_synced,
+)
 from llamarl.determinism import platform_facts
 from llamarl.errors import CheckpointError, RunFolderLost
 from llamarl.reading import read_bytes
@@ -116,7 +123,7 @@ class CheckpointStore:
                 manifest = Manifest(
                     tick=tick, files=files, platform=self._platform or platform_facts(), run=dict(metadata or {})
                 )
-                _write_synced(partial / MANIFEST, manifest.to_bytes())
+                write_synced(partial / MANIFEST, manifest.to_bytes())
                 sync_folder(partial)
                 if final.exists():
                     if replaced.exists():
@@ -365,13 +372,6 @@ def _prove(path: Path) -> Checkpoint:
 
 def _relative(folder: Path, file: Path) -> str:
     return file.relative_to(folder).as_posix()
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

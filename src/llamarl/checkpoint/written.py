@@ -19,12 +19,14 @@ from llamarl.checkpoint.snapshot import FileRecord, checksum_file
 __all__ = [
     "files_below",
     "is_inside",
+    "look_at",
     "record_files",
     "silent_ranks",
     "sync_folder",
     "sync_path",
     "what_is_wrong",
     "why_not_whole",
+    "write_synced",
     "writer_name",
 ]
 
@@ -101,9 +103,7 @@ def silent_ranks(ranks: Mapping[str, int], written: Mapping[str, Sequence[FileRe
     return [name for name in names if name not in written]
 
 
-def why_not_whole(
-    folder: Path, written: Mapping[str, Sequence[FileRecord]], *, patience_s: float, checksums: bool = True
-) -> list[str]:
+def why_not_whole(folder: Path, written: Mapping[str, Sequence[FileRecord]], *, patience_s: float) -> list[str]:
     """What is wrong with the files that ranks say they have written into ``folder``; empty if every byte is there.
 
     Args:
@@ -125,7 +125,7 @@ def why_not_whole(
     pause_s, until = _FIRST_PAUSE_S, time.monotonic() + patience_s
     left = list(records.values())
     while True:
-        wrong = [(writer, record, text) for writer, record in left if (text := _look(folder, record, checksums))]
+        wrong = [(writer, record, text) for writer, record in left if (text := look_at(folder, record))]
         if not wrong or time.monotonic() >= until:
             return troubles + [f"{text} (written by {writer})" for writer, _, text in wrong]
         left = [(writer, record) for writer, record, _ in wrong]
@@ -136,7 +136,15 @@ def why_not_whole(
         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
 
-def _look(folder: Path, record: FileRecord, checksums: bool) -> str:
+def look_at(folder: Path, record: FileRecord, *, checksums: bool = True) -> str:
+    """What is wrong with one file; empty if it is the one that was written.
+
+    Args:
+        checksums: Read every byte; False compares sizes alone.
+
+    Raises:
+        OSError: It is there and cannot be read.
+    """
     path = folder / record.path
     if not path.is_file():  # reading a pipe would wait for its other end
         return what_is_wrong(record, None, None)
@@ -158,3 +166,11 @@ def sync_path(path: Path, flags: int = os.O_RDONLY) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

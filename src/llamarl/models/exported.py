@@ -9,13 +9,13 @@ the place: equal runs write equal folders.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes, checksum_file
+from llamarl.checkpoint.snapshot import FileRecord, canonical_json, checksum_bytes
+from llamarl.checkpoint.written import look_at, record_files, write_synced
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import user_path
@@ -48,18 +48,10 @@ class ExportFacts:
 def write_export(folder: Path, facts: ExportFacts) -> None:
     """Flush the files of ``folder`` to the disk and write ``llamarl.json`` over them."""
     (folder / EXPORT_FILE).unlink(missing_ok=True)
-    files: dict[str, Any] = {}
-    for file in sorted(folder.iterdir()):
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-        num_bytes, checksum = checksum_file(file)
-        files[file.name] = {"bytes": num_bytes, "xxh3_128": checksum}
+    records = record_files(folder, folder.iterdir())
+    files = {record.path: {"bytes": record.num_bytes, "xxh3_128": record.xxh3_128} for record in records}
     body = {"format": _FORMAT, **asdict(facts), "files": files}
-    data = canonical_json(body | {"xxh3_128": checksum_bytes(canonical_json(body))})
-    with open(folder / EXPORT_FILE, "wb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
+    write_synced(folder / EXPORT_FILE, canonical_json(body | {"xxh3_128": checksum_bytes(canonical_json(body))}))
 
 
 def why_incomplete(folder: Path, *, checksums: bool = True) -> str | None:
@@ -70,18 +62,12 @@ def why_incomplete(folder: Path, *, checksums: bool = True) -> str | None:
     """
     try:
         files = _body(folder)["files"]
-        for name, record in files.items():
-            file = folder / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if (size := file.stat().st_size) != record["bytes"]:
-                return f"{name} is torn: {size} bytes, {record['bytes']} were written"
-        for name, record in files.items() if checksums else ():
-            if checksum_file(folder / name)[1] != record["xxh3_128"]:
-                return f"{name} was altered: its checksum differs from the one written"
+        records = [
+            FileRecord(path=name, num_bytes=one["bytes"], xxh3_128=one["xxh3_128"]) for name, one in files.items()
+        ]
+        return next(filter(None, (look_at(folder, record, checksums=checksums) for record in records)), None)
     except (ValueError, OSError) as error:
         return str(error)
-    return None
 
 
 def _body(folder: Path) -> dict[str, Any]:
