@@ -191,51 +191,27 @@ def _sample_ranked(
         candidates: Likeliest tokens looked at where only top-p asks; rows whose candidates do not
             reach it are searched again.
     """
-    V = shifted.shape[1]
-    scaled = shifted / column([p.temperature for p in params], shifted.device)
+    V, device = shifted.shape[1], shifted.device
+    scaled = shifted / column([p.temperature for p in params], device)
     top_k = min(params[0].top_k, V)
-    mass = None if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
-    width = _candidates_for(params, V, candidates)
+    width = top_k or min(candidates, V)
     values, indices = scaled.topk(width, dim=-1)  # sorted, likeliest first
-    chosen, logprobs, reached = _among_likeliest(values, params, u, mass)
+    weights = values.exp()
+    share = _running_sums(weights.double())
+    mass = share[:, -1:] if top_k else scaled.exp().sum(dim=-1, keepdim=True).double()
+    wanted = column([p.top_p for p in params], device, torch.float64) * mass
+    # the smallest set that reaches top_p: a token stays if those before it have not reached it yet
+    keep = (share - weights.double() < wanted) & (weights >= column([p.min_p for p in params], device))
+    keep[:, 0] = True
+    chosen, kept_total = _invert(torch.where(keep, weights, 0.0), u)
     tokens = indices.gather(1, chosen[:, None])[:, 0]
+    logprobs = (values.gather(1, chosen[:, None])[:, 0].double() - kept_total.log()).float()
     if not top_k and width < V:
         # Apart from the others: the order among equal logits depends on how many are asked for, and
         # a row's draw must not depend on its neighbours. A row of NaN compares False, and is not
         # searched.
-        short = (~reached).nonzero()[:, 0]
+        short = (share[:, -1:] < wanted)[:, 0].nonzero()[:, 0]
         if len(short):
             of_short = [params[i] for i in short.tolist()]
             tokens[short], logprobs[short] = _sample_ranked(shifted[short], of_short, u[short], 8 * width)
     return tokens, logprobs
-
-
-def _candidates_for(params: list[SamplingParams], V: int, candidates: int = _CANDIDATES) -> int:
-    """How many of the likeliest tokens rows with this top-k (the same for all) look at."""
-    return min(params[0].top_k, V) or min(candidates, V)
-
-
-def _among_likeliest(
-    values: Tensor, params: list[SamplingParams], u: Tensor, mass: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw among the likeliest tokens of each row, by top-p and min-p.
-
-    Args:
-        values: [n, width] tempered logits less their maximum, likeliest first.
-        mass: [n, 1] fp64, the sum of ``exp`` of these over the whole vocabulary; None: over ``values``.
-
-    Returns:
-        Place of each row's token in ``values``, its log-prob, and whether these tokens reach the row's top-p.
-    """
-    top_p = column([p.top_p for p in params], values.device, torch.float64)
-    min_p = column([p.min_p for p in params], values.device)
-    weights = values.exp()
-    share = _running_sums(weights.double())
-    total = share[:, -1:] if mass is None else mass
-    # the smallest set that reaches top_p: a token stays if those before it have not reached it yet
-    keep = (share - weights.double() < top_p * total) & (weights >= min_p)
-    keep[:, 0] = True
-    weights = torch.where(keep, weights, 0.0)
-    chosen, kept_total = _invert(weights, u)
-    logprobs = (values.gather(1, chosen[:, None])[:, 0].double() - kept_total.log()).float()
-    return chosen, logprobs, ~(share[:, -1:] < top_p * total)[:, 0]

@@ -214,11 +214,6 @@ class VllmEngine:
         self._steps = self._tokens_sampled = 0
         return result
 
-    @property
-    def vocabulary(self) -> int:
-        """Size of the model's vocabulary."""
-        return int(self._llm.llm_engine.model_config.get_vocab_size())
-
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _check(self, sequence: TokenSequence) -> None:

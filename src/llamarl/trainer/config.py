@@ -333,8 +333,9 @@ class CriticConfig:
     """Ticks over which its rate rises linearly to ``lr``."""
 
 
-def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = True, reentrant: bool = True) -> int:
-    """Micro-batches that one rank computes at the same time.
+def num_at_once(asked: int, *, threads: int, num_parameters: int, reentrant: bool = True) -> int:
+    """Micro-batches that a lone rank on the CPU computes at the same time; others, whose ranks meet in
+    every layer or whose GPU has enough with one, compute one.
 
     Args:
         asked: As configured; 0 leaves it to this rule: the largest divisor of ``threads`` up to 4,
@@ -342,10 +343,9 @@ def num_at_once(asked: int, *, threads: int, num_parameters: int, alone: bool = 
             there is one, is most of the time.
         threads: CPU threads of the rank.
         num_parameters: Of the model.
-        alone: A lone rank on the CPU. Ranks that share a model meet in every layer, and a GPU has enough with one.
         reentrant: Whether a forward pass leaves the model as it was.
     """
-    if not alone or not reentrant:
+    if not reentrant:
         return 1
     if asked:
         return min(asked, threads)

@@ -23,6 +23,9 @@ from llamarl.models.sharded_loading import stored_buffers
 
 __all__ = ["export_folder", "plan_files", "resolve_dtype"]
 
+_FILE_BYTES = 4 << 30
+"""Size at which a new file of weights is begun."""
+
 
 def resolve_dtype(export_dtype: str, *, served_dtype: str) -> torch.dtype:
     """What ``trainer.export_dtype`` means for this engine."""
@@ -52,7 +55,6 @@ def export_folder(
     *,
     source: str | Path,
     dtype: torch.dtype,
-    max_file_bytes: int = 4 << 30,
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: weights, config, tokenizer files.
 
@@ -63,7 +65,6 @@ def export_folder(
         weights: Whole parameters by name, tied ones once, in the order of ``shapes``.
         shapes: Of all parameters.
         source: Folder of the initial model; its tokenizer and generation files are copied.
-        max_file_bytes: Size at which a new weights file is begun.
 
     Raises:
         ModelError: A tokenizer file of ``source`` is a link that leads out of it, or a finite weight is too large for ``dtype``.
@@ -78,7 +79,7 @@ def export_folder(
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     mode = stat.S_IMODE(config_file.stat().st_mode)  # what the umask leaves; safetensors makes its files private
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    files = plan_files(sizes, max_file_bytes)
+    files = plan_files(sizes, _FILE_BYTES)
     index: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file_name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"

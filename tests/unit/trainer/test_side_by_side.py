@@ -33,8 +33,7 @@ def test_what_is_asked_for_counts_up_to_the_threads() -> None:
     assert num_at_once(8, threads=2, num_parameters=10) == 2
 
 
-def test_ranks_of_a_mesh_and_models_that_write_into_themselves_take_one_after_the_other() -> None:
-    assert num_at_once(2, threads=4, num_parameters=10**8, alone=False) == 1
+def test_models_that_write_into_themselves_take_one_after_the_other() -> None:
     assert num_at_once(2, threads=4, num_parameters=10**8, reentrant=False) == 1
 
 
