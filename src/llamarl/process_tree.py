@@ -206,12 +206,12 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when ``parent`` ends; exit now if it has ended.
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` ends; exit now if it has ended.
 
     The kernel counts the *thread* that started this process as the parent.
     """
-    _prctl(_PR_SET_PDEATHSIG, number)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # asked after the call above: a death between the two is not missed
         os._exit(1)
 

@@ -173,7 +173,7 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_BYTE
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_lines(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> Iterator[tuple[str, str]]:
+def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     """(``file:line``, text) of each line that is not blank.
 
     Lines end at newlines alone: ``splitlines`` would also cut at U+2028, which JSON allows inside text.
@@ -181,7 +181,7 @@ def read_lines(path: str | os.PathLike[str], *, max_bytes: int | None = None) ->
     Raises:
         FileError: As ``read_text``, before the first line.
     """
-    lines = read_text(path, max_bytes=max_bytes).split("\n")
+    lines = read_text(path, max_bytes=None).split("\n")
     return ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
 
 

@@ -242,7 +242,6 @@ def plan_tick(
     tick: int,
     prompts_per_step: int,
     slots: int,
-    later: Sequence[int] | None = None,
 ) -> TickPlan:
     """Decode from ``now`` on until the groups to deliver are complete.
 
@@ -251,12 +250,11 @@ def plan_tick(
         completed_at: [R, A] moments before ``now`` of groups that are complete, ``NEVER`` for the others.
         deadlines: [R, A].
         now: Moment at which the plan begins, in decode steps; later than every moment in ``completed_at``.
-        later: As of :func:`num_due`, the same of every replica.
     """
     start = slot_starts(_sequences(left), slots).reshape(left.shape)
     end = np.where(left > 0, start + left, 0).max(axis=2, initial=0)
     done = np.where((completed_at == NEVER) & (end > 0), now + end, completed_at)
-    moment, leaves = deliveries(deadlines, done, tick=tick, prompts_per_step=prompts_per_step, later=later)
+    moment, leaves = deliveries(deadlines, done, tick=tick, prompts_per_step=prompts_per_step)
     assert not (moment == NEVER).any(), f"tick {tick} can never end: too few groups may be sampled"
     return TickPlan(left, start, done, np.maximum(moment - now, 0), leaves)
 
