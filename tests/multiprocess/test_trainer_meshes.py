@@ -103,6 +103,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases += sorted({":".join((case.split(":")[0], ALONE, case.split(":")[2])) for case in cases})
     cases += [f"llama:{sizes}:refusals" for sizes in REFUSING] + [f"llama:{sizes}:{kind}" for kind, sizes in PARKED]
     cases += ["llama:1x1x2x1x1:row_parts", "scaled:1x2x1x1x1:unknown_logits"]
+    # Local groups are named by how many a rank has: those of ranks that are neither first nor last stage have fewer.
+    cases.sort(key=lambda case: sizes_of(case.split(":")[1])["pp"])
     run_cases(trainer_ranks.main, folder, cases, lambda case: _world(case.split(":")[1]), limit_s=840)
     return folder
 
