@@ -125,28 +125,6 @@ def test_all_free_keys_at_once_change_no_bit(llamarl: CommandLine, tmp_path: Pat
     assert trainer_state(usual, 1) == trainer_state(other, 1) != {}
 
 
-@pytest.fixture(scope="module")
-def eight_ticks(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("straight") / "run"
-    llamarl.train(run_dir, STALE | {"run.num_ticks": 8, "checkpoint.every_minutes": 0})
-    return run_dir
-
-
-@pytest.mark.long
-def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_that_the_clock_chose(
-    llamarl: CommandLine, tmp_path: Path, eight_ticks: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    settings = {"run.num_ticks": 6, "checkpoint.every_minutes": 0.0001, "checkpoint.at_end": "false"}
-    llamarl.train(run_dir, STALE | settings)
-    last = CheckpointStore(run_dir / "checkpoints").load().tick
-    assert 2 <= last < 6  # with two older versions on the weights edge
-    done = llamarl.run(["train", "--resume", str(run_dir), "--run.num_ticks", "8"])
-    assert f"goes on at tick {last + 1}" in done.stderr
-    assert untimed(run_dir) == untimed(eight_ticks)
-    assert (run_dir / "model/model.safetensors").read_bytes() == (eight_ticks / "model/model.safetensors").read_bytes()
-
-
 def test_who_stops_a_run_is_told_the_command_that_goes_on_and_it_does(llamarl: CommandLine, tmp_path: Path) -> None:
     run_dir = tmp_path / "a run"
     process = llamarl.start(run_dir, STALE | {"run.num_ticks": 500, "checkpoint.every_minutes": 0.0001})

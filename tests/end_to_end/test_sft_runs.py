@@ -67,19 +67,6 @@ def test_it_passes_over_the_rows_as_often_as_asked_and_learns_them(undisturbed: 
     assert losses[-1] < losses[0] / 2, losses
 
 
-def test_it_repeats_and_a_run_that_was_killed_twice_ends_with_the_same_bits(
-    llamarl: CommandLine, data: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "killed"
-    run = Started(words(data, run_dir), together=True)
-    wait_until(lambda: run.poll() is not None or len(rows(run_dir)) >= 5, limit_s=120, what="five ticks")
-    run.send_signal(signal.SIGKILL)
-    run.wait(60)
-    assert len(rows(run_dir)) < len(rows(undisturbed)), "it was killed in its middle"
-    llamarl.run(["train", "--resume", str(run_dir), INLINE])
-    assert_same(run_dir, undisturbed)
-
-
 OVERFITTING = {"optimizer.lr": 1e-2, "evaluation.every": 3, "evaluation.patience": 2, "checkpoint.every": 3}
 
 

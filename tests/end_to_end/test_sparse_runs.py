@@ -1,11 +1,10 @@
 """The recipe with experts, whose trainer replays the generator's choices: it repeats and resumes bit for bit like any other."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, rows, wait_until
+from conftest import REPOSITORY, CommandLine, rows
 from same_run import assert_same_run
 
 RECIPE = REPOSITORY / "recipes" / "moe.toml"
@@ -17,7 +16,6 @@ SHORT: dict[str, Any] = {
     "optimizer.warmup_ticks": 0,
 }
 INLINE = {"run.runtime": '"inline"'}
-OF_EXPERTS = {"model.path": '"bundled:tiny_moe"', "trainer.router": '"replay"'}
 
 
 def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: CommandLine, tmp_path: Path) -> None:
@@ -34,28 +32,6 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
     assert max(row["rollout/segments_max"] for row in table) == 2
     for row in table:
         assert 1 <= row["experts/load_mean"] <= row["experts/load_max"] <= 8
-
-
-STAGES = {"generator.pp": 2, "run.cores": 8}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("generator", [{}, STAGES], ids=["one rank", "pp 2"])
-def test_a_killed_run_with_replay_resumes_bit_for_bit(
-    llamarl: CommandLine, tmp_path: Path, generator: dict[str, Any]
-) -> None:
-    longer = {**SHORT, **OF_EXPERTS, "run.num_ticks": 8, "generator.max_segments": 2, "generator.oversubscription": 1.5}
-    longer |= {"task.options": LONG_LEDGERS} | generator
-    llamarl.train(tmp_path / "whole", longer)
-    killed = tmp_path / "killed"
-    process = llamarl.start(killed, longer)
-    try:
-        wait_until(lambda: killed.exists() and len(rows(killed)) >= 5, limit_s=120, what="5 rows")
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-    llamarl.train(killed, longer, "--resume", str(killed))
-    assert_same_run(killed, tmp_path / "whole")
 
 
 @pytest.mark.long

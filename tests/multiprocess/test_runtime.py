@@ -310,13 +310,17 @@ class Program:
         return self.process.wait(LIMIT_S), self.process.err
 
 
-def test_ctrl_c_ends_every_process_and_is_told_in_a_line(tmp_path: Path) -> None:
-    program = Program(
-        tmp_path, num_ticks=1000, doubler={"trouble": "hang"}, source={"trouble": "child", "trouble_tick": 0}
-    )
-    program.wait_for("report source 2")
+@pytest.mark.parametrize("tick", [-1, 0], ids=["still coming up", "at work"])
+def test_ctrl_c_ends_every_process_and_is_told_in_a_line(tmp_path: Path, tick: int) -> None:
+    hang = {"trouble": "hang"} | ({"trouble_tick": -1} if tick < 0 else {})
+    program = Program(tmp_path, num_ticks=1000, doubler=hang, source={"trouble": "child", "trouble_tick": tick})
+    if tick >= 0:
+        program.wait_for("report source 2")
+    child, until = tmp_path / "child.pid", time.monotonic() + LIMIT_S
+    while not (child.exists() and child.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
     pids = descendants(program.process.pid)
-    assert len(pids) == 3 * 2 + 1 and int((tmp_path / "child.pid").read_text()) in pids
+    assert len(pids) == 3 * 2 + 1 and int(child.read_text()) in pids
     os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does: to everybody
     code, err = program.end()
     assert (code, err.strip()) == (130, "ended: stopped by the user")
@@ -340,24 +344,6 @@ def test_a_job_that_was_suspended_for_longer_than_its_deadline_goes_on(tmp_path:
         program.process.kill()
     assert (program.process.returncode, err) == (0, "")
     assert out.splitlines()[-1] == "report sink 399"
-
-
-def test_ctrl_c_ends_a_job_that_is_still_coming_up(tmp_path: Path) -> None:
-    program = Program(
-        tmp_path,
-        num_ticks=1000,
-        doubler={"trouble": "hang", "trouble_tick": -1},
-        source={"trouble": "child", "trouble_tick": -1},
-    )
-    until = time.monotonic() + 60.0
-    while not (tmp_path / "child.pid").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    pids = descendants(program.process.pid)
-    assert len(pids) == 3 * 2 + 1
-    os.killpg(program.process.pid, signal.SIGINT)
-    code, err = program.end()
-    assert (code, err.strip()) == (130, "ended: stopped by the user")
-    assert not wait_for_end(set(pids), LIMIT_S)
 
 
 def test_a_failing_program_tells_its_cause_once(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_with_one_update_a_tick_decoupled_ppo_is_plain_importance_sampling() -> 
 def test_with_one_update_a_tick_truncated_is_has_the_gradient_of_aipo(rho: Any) -> None:
     ratios, advantages = [5.0, 3.0, 0.5], [1.0, -2.0, 1.0]
     aipo = _gradient(_batch(ratios, advantages), name="aipo", rho=rho)
+    bound = math.inf if rho == "none" else rho
+    assert aipo == pytest.approx([-min(r, bound) * a for r, a in zip(ratios, advantages, strict=True)])
     assert _gradient(_batch(ratios, advantages), name="truncated_is", rho=rho) == pytest.approx(aipo)
 
 

@@ -18,7 +18,6 @@ from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller import prepare, resume, run
 from llamarl.controller.begun import begun_config, refuse_code_of_a_run
-from llamarl.controller.settle import fix_end_of_decay
 from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
@@ -97,9 +96,10 @@ def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
     checkpointed(tmp_path / "run", monkeypatch, dict(platform_facts()))
     assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
     asked = config(tmp_path / "run")
-    resume.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=200)))
-    assert len(executed) == 1
-    assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
+    for num_ticks in (200, 300):
+        resume.resume_run(dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks)))
+        assert load_config(tmp_path / "run" / "config.toml").optimizer.decay_ticks == 100
+    assert len(executed) == 2
 
 
 @pytest.mark.parametrize("num_ticks", [5, 4])
@@ -175,15 +175,6 @@ def test_what_several_checks_find_is_told_at_once() -> None:
         prepare._raise_all(lambda: refuse("one"), lambda: None, lambda: refuse("two"))
     with pytest.raises(ConfigError, match="^one$"):
         prepare._raise_all(lambda: refuse("one"), lambda: None)
-
-
-def test_a_falling_rate_keeps_its_end_through_a_second_prolonging() -> None:
-    asked = config(Path("run"), lr=1e-4)
-    begun = fix_end_of_decay(asked, asked)
-    for num_ticks in (200, 300):
-        longer = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
-        begun = fix_end_of_decay(longer, begun)
-        assert begun.optimizer.decay_ticks == 100
 
 
 def test_a_warm_up_that_outlasts_the_run_is_told(

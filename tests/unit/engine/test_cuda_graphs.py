@@ -1,7 +1,6 @@
 """Decode steps by bucket, without a GPU: which bucket, what the padding holds, and that it changes nothing."""
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from llamarl.engine.cuda_graphs import (
     pad_decodes,
     sizes_between,
     why_graphs_unsupported,
-    why_layout_unsupported,
 )
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
@@ -329,26 +327,6 @@ def test_a_new_version_leaves_every_address_where_it_was(folder: Path) -> None:
             parameter.add_(0.01)
     runner.weights_updated()
     assert runner._addresses() == before
-
-
-@pytest.mark.parametrize(
-    ("mode", "device", "num_ranks", "cut", "reason"),
-    [
-        ("on", "cuda", 1, False, None),
-        ("auto", "cpu", 1, False, "need a CUDA device.*on cpu"),
-        ("on", "cpu", 1, False, "need a CUDA device.*on cpu"),
-        ("on", "cuda", 2, False, "collectives"),
-        ("on", "cuda", 2, True, "stages of generator.pp"),
-        ("padded", "cpu", 2, False, None),
-        ("padded", "cuda", 2, True, "stages of generator.pp"),
-        ("off", "cpu", 2, True, None),
-    ],
-)
-def test_a_reason_is_given_where_devices_and_ranks_cannot_pad_or_record(
-    mode: Any, device: str, num_ranks: int, cut: bool, reason: str | None
-) -> None:
-    found = why_layout_unsupported(mode, device=device, num_ranks=num_ranks, cut=cut)
-    assert found is None if reason is None else re.search(reason, str(found))
 
 
 def test_recording_is_refused_where_it_cannot_work(folder: Path) -> None:

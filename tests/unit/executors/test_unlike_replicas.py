@@ -1,14 +1,11 @@
 """Unlike replicas in one generator: what each samples is what a generator of its kind samples, by shares that the recipe gives."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lone_generators import ranks_of
-from safetensors.torch import load_file
+from lone_generators import Version, ranks_of
 
 from llamarl.config import RunConfig, to_plain, validate
 from llamarl.controller.graph import llamarl_graph
@@ -17,7 +14,6 @@ from llamarl.errors import ConfigError
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of
 from llamarl.executors.in_flight import digest_of
-from llamarl.models.folders import resolve_model_path
 from llamarl.models.precision import resolve_precision
 from llamarl.strict import Effect
 from llamarl.types import Group
@@ -42,25 +38,6 @@ def recipe(*kinds: Mapping[str, Any], prompts: int = 6, **generator: Any) -> Run
             },
         }
     )
-
-
-class Version:
-    """Weights of version v: the first ones times 1 + v / 100."""
-
-    parameters: Mapping[str, object] = {}  # so that no engine takes them as they lie
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    def load_into(self, tensors: Mapping[str, torch.Tensor], layout: object = None) -> None:
-        first = first_weights()
-        for name, tensor in tensors.items():
-            tensor.copy_(first[name] * (1.0 + 0.01 * self.version))
-
-
-@functools.cache
-def first_weights() -> Mapping[str, torch.Tensor]:
-    return load_file(resolve_model_path("bundled:tiny") / "model.safetensors")
 
 
 def step(ranks: Sequence[GeneratorExecutor], tick: int) -> list[list[Group]]:

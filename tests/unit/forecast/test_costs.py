@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from llamarl.engine.cuda_graphs import why_layout_unsupported
@@ -167,35 +166,12 @@ def test_llama2_7b_decoding_on_a100_is_forecast_within_20_percent() -> None:
     assert 1 / step == pytest.approx(104.9, rel=0.20)
 
 
-def _slow_profile(values: list[float], slots: int) -> list[int]:
-    """Active sequences at each decode step, one step at a time."""
-    waiting, running, active = list(values), [], []
-    while waiting or running:
-        while waiting and len(running) < slots:
-            running.append(waiting.pop(0))
-        active.append(len(running))
-        running = [left - 1 for left in running if left > 1]
-    return active
-
-
 def _whole(lengths: Lengths, count: int, slots: int) -> Profile:
     return profile_of(
         GeneratorDemand(
             lengths=lengths, prompt_tokens=1, group_size=1, sequences=count, total_sequences=count, slots=slots
         )
     )
-
-
-@pytest.mark.parametrize(("count", "slots"), [(1, 1), (7, 3), (40, 8), (30, 30), (5, 9)])
-def test_a_profile_is_the_schedule_run_step_by_step(count: int, slots: int) -> None:
-    lengths = lognormal(40, 0.8, 200)
-    values = lengths.representative(count).astype(float)
-    values[-1] = max(values[-1], round(lengths.expected_max(count)))
-    order = values[np.random.default_rng(0).permutation(count)]
-    slow = _slow_profile(order.tolist(), min(slots, count))
-    profile = _whole(lengths, count, slots)
-    assert profile.steps.sum() == pytest.approx(len(slow), rel=0.01, abs=1.0)
-    assert float((profile.steps * profile.active).sum()) == pytest.approx(sum(slow), rel=0.01, abs=1.0)
 
 
 def test_constant_lengths_decode_in_whole_waves() -> None:

@@ -73,32 +73,6 @@ def test_two_steps_equal_the_librarys_cross_entropy(model_folder: Path, microbat
         torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("microbatch", [16, 4096])
-def test_the_gradient_is_that_of_the_mean_surprise_in_float64(model_folder: Path, microbatch: int) -> None:
-    settings = TrainerConfig(max_tokens_per_microbatch=microbatch, logprob_chunk_tokens=5, max_grad_norm=0.0)
-    trainer = Trainer(model_folder, settings, OptimizerConfig(), SFT, temperature=1.0)
-    found: dict[str, torch.Tensor] = {}
-    tensors = trainer.weights.tensors
-    trainer.before_update = lambda: found.update({name: t.grad.clone() for name, t in tensors.items()})  # type: ignore[union-attr]
-    groups = demonstrations(seed=3)
-    trainer.train(groups, 0)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
-    surprise, count = torch.zeros((), dtype=torch.float64), 0
-    for group in groups:
-        (response,) = group.responses
-        ids = torch.tensor(np.concatenate([group.prompt.tokens, response.tokens]), dtype=torch.int64)
-        logits = model(ids[None]).logits[0]
-        for place in np.flatnonzero(response.loss_mask):
-            at = len(group.prompt.tokens) + int(place)  # the logits before a token say what it was thought to be
-            surprise = surprise + logits[at - 1].exp().sum().log() - logits[at - 1, ids[at]]
-            count += 1
-    (surprise / count).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        error = (found[name].double() - parameter.grad).norm() / parameter.grad.norm()
-        assert error < 2e-5, (name, float(error))
-
-
 def test_held_out_loss_is_the_mean_over_its_tokens_and_changes_nothing(model_folder: Path) -> None:
     trainer = Trainer(
         model_folder, TrainerConfig(max_tokens_per_microbatch=32), OptimizerConfig(), SFT, temperature=1.0

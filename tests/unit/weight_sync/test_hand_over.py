@@ -61,20 +61,13 @@ def test_fp32_arrives_bit_for_bit_with_its_version() -> None:
     assert pulled >= sum(t.numel() * 4 for t in sent.values())
 
 
-def test_cast_at_the_source_equals_torch_rounding() -> None:
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, None], ids=["at the source", "at the sink"])
+def test_a_cast_equals_torch_rounding(wire_dtype: torch.dtype | None) -> None:
     (sender,), (receiver,) = ends()
     sent = model()
-    handle = sender.send(0, WeightsPayload(version=1, tensors=sent, wire_dtype=torch.bfloat16))
+    handle = sender.send(0, WeightsPayload(version=1, tensors=sent, wire_dtype=wire_dtype))
     got = zeros_like(sent, torch.bfloat16)
     receiver.receive((handle,), 5.0).load_into(got)
-    assert_bits_equal(got, {n: t.to(torch.bfloat16) for n, t in sent.items()})
-
-
-def test_cast_at_the_sink_equals_torch_rounding() -> None:
-    (sender,), (receiver,) = ends()
-    sent = model()
-    got = zeros_like(sent, torch.bfloat16)
-    receiver.receive((sender.send(0, WeightsPayload(version=1, tensors=sent)),), 5.0).load_into(got)
     assert_bits_equal(got, {n: t.to(torch.bfloat16) for n, t in sent.items()})
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from itertools import accumulate
 
 import pytest
-from test_random_layouts import Copied, check_plan, full_values, plan
+from test_random_layouts import Copied, check_plan, full_values, plan, random_layout, random_specs
 
 from llamarl.errors import PlanError
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
@@ -54,75 +54,15 @@ def test_names_and_shapes_must_agree() -> None:
         plan(one, MeshLayout({"w": ParameterSpec((4, 8), "float32")}, {"rank": 1}))
 
 
-def random_model(rng: random.Random) -> tuple[dict[str, ParameterSpec], dict[str, int], int]:
-    """A decoder's parameters with small, odd sizes; the dimension that tensor parallelism cuts; its key-value heads."""
-    hidden, kv_heads, experts = rng.randint(3, 9), rng.choice([1, 2, 4]), rng.choice([0, 0, 4, 8])
-    heads, middle, words = kv_heads * rng.choice([1, 2]) * 2, rng.randint(4, 11), rng.randint(9, 23)
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {"embed": ((words, hidden), 0)}
-    for layer in range(rng.randint(1, 4)):
-        shapes |= {
-            f"{layer}.q": ((heads * 3, hidden), 0),
-            f"{layer}.k": ((kv_heads * 3, hidden), 0),
-            f"{layer}.o": ((hidden, heads * 3), 1),
-            f"{layer}.norm": ((hidden,), None),
-        }
-        if experts:
-            shapes[f"{layer}.experts"] = ((experts, middle, hidden), 0)
-        else:
-            shapes |= {f"{layer}.up": ((middle, hidden), 0), f"{layer}.down": ((hidden, middle), 1)}
-    shapes |= {"norm": ((hidden,), None), "scale": ((), None)}
-    if rng.random() < 0.5:
-        shapes["head"] = ((words, hidden), 0)
-    dtype = rng.choice(["float32", "bfloat16"])
-    return (
-        {name: ParameterSpec(shape, dtype) for name, (shape, _) in shapes.items()},
-        {name: dim for name, (_, dim) in shapes.items() if dim is not None},
-        kv_heads,
-    )
-
-
-def random_side(
-    rng: random.Random, specs: dict[str, ParameterSpec], tp_dims: dict[str, int], kv_heads: int, *, trains: bool
-) -> MeshLayout:
-    """pp x fsdp or replicas x expert ranks x tp, in any order of the axes; the ends of the model tied over stages at times."""
-    sizes = {
-        "pp": rng.choice([1, 1, 2, 3]),
-        "fsdp": rng.choice([1, 2, 3]),
-        "ep": rng.choice([1, 1, 2]),
-        "tp": rng.choice([1, 2, 4, kv_heads * 2]),
-    }
-    axes = rng.sample(list(sizes), len(sizes))
-    cuts: dict[str, tuple[Shard, ...]] = {}
-    stages: dict[str, tuple[int, ...]] = {}
-    tied = "head" not in specs and rng.random() < 0.8
-    for name, spec in specs.items():
-        of_name = []
-        if name in tp_dims:
-            axis = "ep" if name.endswith("experts") and rng.random() < 0.5 else "tp"
-            of_name.append(Shard(axis, tp_dims[name], kv_heads if name.endswith(".k") else None))
-        if trains and spec.shape:
-            of_name.append(Shard("fsdp", 0))
-        cuts[name] = tuple(of_name)
-        last = sizes["pp"] - 1
-        if sizes["pp"] > 1:
-            layer = name.split(".")[0]
-            if layer.isdigit():
-                stages[name] = (min(last, int(layer)),)
-            elif name == "embed":
-                stages[name] = (0, last) if tied else (0,)
-            elif name != "scale":
-                stages[name] = (last,)
-    return MeshLayout(specs, {axis: sizes[axis] for axis in axes}, cuts, stages)
-
-
 @pytest.mark.parametrize("block", range(4))
 def test_each_element_is_written_once_with_its_value_by_ranks_that_take_turns(block: int) -> None:
     for seed in range(block * 40, block * 40 + 40):
         rng = random.Random(seed)
-        specs, tp_dims, kv_heads = random_model(rng)
-        source = random_side(rng, specs, tp_dims, kv_heads, trains=True)
-        parts = tuple(random_side(rng, specs, tp_dims, kv_heads, trains=False) for _ in range(rng.choice([1, 1, 2, 3])))
-        sink = parts[0] if len(parts) == 1 else JoinedLayout(parts)  # replicas of one size, or of several
+        specs = random_specs(rng, rng.choice(["float32", "bfloat16"]))
+        source, *parts = (
+            random_layout(rng, specs, stages=rng.random() < 0.5) for _ in range(1 + rng.choice([1, 1, 2, 3]))
+        )
+        sink = parts[0] if len(parts) == 1 else JoinedLayout(tuple(parts))  # replicas of one size, or of several
         copies = check_plan(source, sink, full_values(specs), seed)
         check_turns(source, sink, copies, seed)
 
@@ -175,7 +115,7 @@ def test_what_cannot_be_cut_so_is_refused(
 def test_a_layout_travels_as_plain_values() -> None:
     rng = random.Random(3)
     for _ in range(20):
-        side = random_side(rng, *random_model(rng), trains=True)
+        side = random_layout(rng, random_specs(rng), stages=True)
         there = MeshLayout.from_json(side.to_json(), side.parameters)
         assert there.grids == side.grids and there.mesh == side.mesh
         assert MeshLayout.from_json(there.to_json(), side.parameters) == there
