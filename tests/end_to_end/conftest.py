@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,3 +112,12 @@ def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:
         limit_s=240,
         what=f"{number} rows",
     )
+
+
+def kill_after_rows(run: Started, run_dir: Path, number: int) -> None:
+    """All at once, as where a machine loses its power."""
+    try:
+        wait_for_rows(run, run_dir, number)
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait(60)

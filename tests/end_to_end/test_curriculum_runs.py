@@ -1,14 +1,13 @@
 """Runs whose prompts are chosen by their pass rates: what they ask, and that they repeat whatever dies."""
 
 import json
-import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CommandLine, wait_for_rows
+from conftest import CommandLine, kill_after_rows, wait_for_rows
 from same_run import assert_same_run, rows
 from test_survival import INLINE, kill
 
@@ -98,9 +97,7 @@ def test_a_run_whose_processes_die_and_that_is_killed_and_resumed_ends_with_the_
     for number, executor in ((2, "generator"), (4, "reward")):
         wait_for_rows(run, run_dir, number)
         kill(run, executor)
-    wait_for_rows(run, run_dir, 8)
-    run.send_signal(signal.SIGKILL)
-    run.wait(60)
+    kill_after_rows(run, run_dir, 8)
     assert 8 <= len(rows(run_dir)) < 12, "it was killed in its middle"
     llamarl.run(["train", "--resume", str(run_dir), '--run.runtime="inline"'])
     assert_same_run(run_dir, undisturbed)

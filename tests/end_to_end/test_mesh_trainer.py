@@ -2,12 +2,11 @@
 ``tests/multiprocess``; here with all that is around it, at length in ``make test-long``."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, arguments, rows, wait_until
+from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, arguments, kill_after_rows, rows
 from forked_command import Started
 from safetensors.torch import load_file
 from same_run import assert_same_run
@@ -81,12 +80,7 @@ def test_an_asynchronous_job_in_stages_repeats_and_resumes_bit_for_bit(llamarl: 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     llamarl.train(whole, RESUMABLE, recipe=PIPELINE)
     assert max(row["staleness/max"] for row in rows(whole)) == 2  # it was asynchronous
-    run = Started(["train", str(PIPELINE), *arguments(killed, RESUMABLE)], together=True)
-    try:
-        wait_until(lambda: killed.exists() and len(rows(killed)) >= 3, limit_s=240, what="three rows")
-    finally:
-        run.send_signal(signal.SIGKILL)
-        run.communicate(timeout=30)
+    kill_after_rows(Started(["train", str(PIPELINE), *arguments(killed, RESUMABLE)], together=True), killed, 3)
     assert len(rows(killed)) < RESUMABLE["run.num_ticks"]  # it was in fact cut short
     llamarl.train(killed, RESUMABLE, "--resume", str(killed), recipe=PIPELINE)
     assert_same_run(killed, whole)

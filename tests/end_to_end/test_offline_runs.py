@@ -1,13 +1,12 @@
 """Runs that learn from what an earlier run has recorded: its best samples by imitation, or all of them by an algorithm's loss."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import CommandLine, kill_after_rows, rows
 from forked_command import Started
 from same_run import contents, untimed
 
@@ -104,9 +103,7 @@ def test_it_repeats_and_a_run_that_was_killed_ends_with_the_same_bits(
 
     llamarl.run([*words(tmp_path / "whole"), '--run.runtime="inline"'])
     run = Started(words(tmp_path / "killed"), together=True)
-    wait_until(lambda: run.poll() is not None or len(rows(tmp_path / "killed")) >= 3, limit_s=120, what="three ticks")
-    run.send_signal(signal.SIGKILL)
-    run.wait(60)
+    kill_after_rows(run, tmp_path / "killed", 3)
     llamarl.run(["train", "--resume", str(tmp_path / "killed"), '--run.runtime="inline"'])
     assert_same(tmp_path / "killed", tmp_path / "whole")
 

@@ -1,10 +1,9 @@
 """The promise that sets llamarl apart: an asynchronous run repeats, and a killed one resumes, bit for bit."""
 
-import signal
 from pathlib import Path
 
 import pytest
-from conftest import CommandLine, rows, wait_until
+from conftest import CommandLine, kill_after_rows, rows
 from holding_sink import HOLD_AT, hold_at, let_go
 from same_run import assert_same_run
 
@@ -49,13 +48,8 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     run_dir = tmp_path / "run"
     hold_at(run_dir, row=rows_written)
     process = llamarl.start(run_dir, RESUMABLE)
-    try:
-        started = lambda: (run_dir / "config.toml").exists()  # noqa: E731
-        wait_until(lambda: started() and len(rows(run_dir)) >= rows_written, limit_s=120, what=f"{rows_written} rows")
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-        let_go(run_dir)
+    kill_after_rows(process, run_dir, rows_written)
+    let_go(run_dir)
     assert len(rows(run_dir)) < 6  # it was in fact cut short
     llamarl.train(run_dir, RESUMABLE, "--resume", str(run_dir))
     assert_same_run(run_dir, never_killed)

@@ -1,11 +1,10 @@
 """``schedule.weights = "latest"``: timing decides, and its log repeats the run bit for bit, killed and resumed or not."""
 
 import dataclasses
-import signal
 from pathlib import Path
 
 import pytest
-from conftest import RECIPE, CommandLine, as_flags, rows, wait_until
+from conftest import RECIPE, CommandLine, as_flags, kill_after_rows, rows
 from holding_sink import HOLD_AT, hold_at, let_go
 from test_repeatable import assert_same_run
 
@@ -28,13 +27,8 @@ SETTINGS = {
 def killed_and_resumed(llamarl: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("latest") / "run"
     hold_at(run_dir, row=3)
-    process = llamarl.start(run_dir, SETTINGS)
-    try:
-        wait_until(lambda: len(rows(run_dir)) >= 3, limit_s=240, what="3 rows")
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-        let_go(run_dir)
+    kill_after_rows(llamarl.start(run_dir, SETTINGS), run_dir, 3)
+    let_go(run_dir)
     assert len(rows(run_dir)) < 5  # it was in fact cut short
     llamarl.train(run_dir, SETTINGS, "--resume", str(run_dir))
     return run_dir

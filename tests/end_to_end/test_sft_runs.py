@@ -4,13 +4,12 @@ import json
 import math
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import CommandLine, rows, wait_until
+from conftest import CommandLine, kill_after_rows, rows
 from forked_command import Started
 from safetensors.torch import load_file
 from same_run import contents, untimed
@@ -104,10 +103,7 @@ def test_a_run_that_ends_early_ends_with_the_same_bits_where_it_is_killed(
     llamarl: CommandLine, data: Path, ended_early: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "killed"
-    run = Started(overfitting(data, run_dir), together=True)
-    wait_until(lambda: run.poll() is not None or len(rows(run_dir)) >= 8, limit_s=120, what="eight ticks")
-    run.send_signal(signal.SIGKILL)
-    run.wait(60)
+    kill_after_rows(Started(overfitting(data, run_dir), together=True), run_dir, 8)
     assert len(rows(run_dir)) < len(rows(ended_early)), "it was killed in its middle"
     llamarl.run(["train", "--resume", str(run_dir), INLINE])
     assert_same(run_dir, ended_early)

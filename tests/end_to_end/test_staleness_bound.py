@@ -1,15 +1,12 @@
 """Runs whose generator keeps, or breaks, the promise that no token is older than the printed bound; all in this process."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from conftest import LONG_LEDGERS, RECIPE, arguments
 
-from llamarl.config import RunConfig, load_config
-from llamarl.controller import prepare as controller_prepare
-from llamarl.controller.graph import Graph
+from llamarl.config import load_config
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
 from llamarl.executors.generator import GeneratorExecutor
@@ -52,21 +49,3 @@ def test_a_generator_that_keeps_groups_a_tick_too_long_ends_the_run(
     ):
         run(tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
-
-
-def test_a_version_served_one_tick_too_late_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = controller_prepare.llamarl_graph
-
-    def late(config: RunConfig) -> Graph:
-        graph = right(config)
-        return Graph(
-            graph.executors,
-            tuple(
-                dataclasses.replace(c, delay=c.delay + 1, capacity=c.capacity + 1) if c.name == "weights" else c
-                for c in graph.channels
-            ),
-        )
-
-    monkeypatch.setattr(controller_prepare, "llamarl_graph", late)
-    with pytest.raises(ExecutorFailed, match="3 versions before the trainer's 3, but no token may be older than 2"):
-        run(tmp_path / "run")

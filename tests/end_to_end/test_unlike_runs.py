@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, arguments, rows, wait_for_rows, wait_until
+from conftest import LONG_LEDGERS, REPOSITORY, CommandLine, arguments, kill_after_rows, rows, wait_for_rows, wait_until
 from forked_command import Started
 from safetensors.torch import load_file
 from same_run import assert_same_run
@@ -61,9 +61,7 @@ def test_unlike_replicas_make_the_same_bits_when_ranks_and_the_controller_die(
     wait_for_rows(run, struck, 6)
     os.kill(ranks(run.pid)["generator 3"], signal.SIGKILL)
     wait_until(lambda: num_restarts(struck) >= 2, limit_s=60, what="its replacement")
-    wait_for_rows(run, struck, 8)
-    run.send_signal(signal.SIGKILL)
-    run.communicate(timeout=30)
+    kill_after_rows(run, struck, 8)
     assert len(rows(struck)) < PARTIAL["run.num_ticks"]
     llamarl.train(struck, PARTIAL, "--resume", str(struck), recipe=UNLIKE)
     assert_same_run(struck, whole)

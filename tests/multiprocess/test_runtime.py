@@ -170,14 +170,6 @@ def test_sys_exit_in_an_executor_is_a_failure_of_it(local: Runtime) -> None:
         run(local, job(doubler=Config("exit")))
 
 
-def test_a_killed_process_is_named_with_its_signal(local: Runtime) -> None:
-    spec = job(num_ranks=2, doubler=Config("kill", trouble_rank=1))
-    with pytest.raises(
-        ExecutorFailed, match=r"'doubler', rank 1 \(pid \d+\).*process was killed by signal 9 \(SIGKILL"
-    ):
-        run(local, spec)
-
-
 @pytest.fixture
 def restarting(ranks_are_forks: None) -> Iterator[ProcessRuntime]:
     made = ProcessRuntime(channel_factory=str(HERE), log=TickLog())

@@ -4,7 +4,6 @@ import pytest
 from llamarl.algorithms.advantages import compute_advantages, group_mean, group_std, leave_one_out, overlong_penalty
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.gae import gae
-from llamarl.algorithms.kl import sampled_kl
 
 NAN = float("nan")
 
@@ -109,13 +108,6 @@ def test_equal_rewards_leave_exactly_no_signal(name: str, reward: float) -> None
 # Generalized advantage estimation.
 
 
-def test_three_tokens_by_hand() -> None:
-    """gamma 0.9, lambda 0.5: delta = (0 + 0.9 * 2 - 1, 0 + 0.9 * 4 - 2, 5 - 4) = (0.8, 1.6, 1)."""
-    advantages, returns = gae(np.array([0.0, 0.0, 5.0]), np.array([1.0, 2.0, 4.0]), gamma=0.9, lam=0.5)
-    np.testing.assert_allclose(advantages, [0.8 + 0.45 * (1.6 + 0.45), 1.6 + 0.45 * 1.0, 1.0])
-    np.testing.assert_allclose(returns, advantages + [1.0, 2.0, 4.0])
-
-
 def test_lambda_one_is_the_discounted_return_less_the_value_whatever_the_critic_says() -> None:
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=7), rng.normal(size=7)
@@ -135,12 +127,3 @@ def test_arrays_of_different_length_are_refused() -> None:
 def test_constants_outside_the_unit_interval_are_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         AlgorithmConfig(**{field: value})  # type: ignore[arg-type]
-
-
-def test_k1_of_recorded_log_probs_averages_to_the_kl_of_two_coins() -> None:
-    """mu = (0.8, 0.2), reference = (0.5, 0.5): KL = 0.8 log 1.6 + 0.2 log 0.4, by k1 and by k3 alike."""
-    mu, reference = np.log([0.8, 0.2]), np.log([0.5, 0.5])
-    expected = 0.8 * np.log(1.6) + 0.2 * np.log(0.4)
-    for estimator in ("k1", "k3"):
-        got = sampled_kl(mu, reference, estimator=estimator)
-        assert got @ [0.8, 0.2] == pytest.approx(expected)

@@ -4,8 +4,9 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,50 +75,31 @@ def test_two_checkpoints_may_be_in_progress_at_once(store: CheckpointStore) -> N
     assert [store.load(t).path.joinpath("a").read_text() for t in (4, 5)] == ["4", "5"]
 
 
-def _torn(path: Path) -> str:
-    os.truncate(path / "trainer/rank_0/state.bin", 7)
-    return "trainer/rank_0/state.bin is torn: 7 bytes, 1500 were written"
+STATE = "trainer/rank_0/state.bin"
 
 
-def _flipped(path: Path) -> str:
-    file = path / "trainer/rank_0/state.bin"
-    data = bytearray(file.read_bytes())
-    data[700] ^= 1
-    file.write_bytes(data)
-    return "trainer/rank_0/state.bin was altered"
+def _replace(file: Path, old: bytes, new: bytes) -> None:
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
 
 
-def _missing(path: Path) -> str:
-    (path / "generator/rank_0/state.bin").unlink()
-    return "generator/rank_0/state.bin is missing"
-
-
-def _extra(path: Path) -> str:
-    (path / "trainer/rank_0/more.bin").write_text("x")
-    return "trainer/rank_0/more.bin was added"
-
-
-def _no_manifest(path: Path) -> str:
-    (path / MANIFEST).unlink()
-    return "manifest.json is missing"
-
-
-def _torn_manifest(path: Path) -> str:
-    os.truncate(path / MANIFEST, 40)
-    return "manifest.json is not whole JSON"
-
-
-def _edited_manifest(path: Path) -> str:
-    file = path / MANIFEST
-    file.write_bytes(file.read_bytes().replace(b'"trainer": 1', b'"trainer": 2'))
-    return "manifest.json was altered"
-
-
-@pytest.mark.parametrize("damage", [_torn, _flipped, _missing, _extra, _no_manifest, _torn_manifest, _edited_manifest])
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_last_good_one_offered(store: CheckpointStore, damage) -> None:
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda path: os.truncate(path / STATE, 7), f"{STATE} is torn: 7 bytes, 1500 were written"),
+        (lambda path: _replace(path / STATE, b"after", b"aftes"), f"{STATE} was altered"),
+        (lambda path: (path / STATE).unlink(), f"{STATE} is missing"),
+        (lambda path: (path / "trainer/more.bin").write_text("x"), "trainer/more.bin was added"),
+        (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
+        (lambda path: os.truncate(path / MANIFEST, 40), "manifest.json is not whole JSON"),
+        (lambda path: _replace(path / MANIFEST, b'"trainer": 1', b'"trainer": 2'), "manifest.json was altered"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_last_good_one_offered(
+    store: CheckpointStore, damage: Callable[[Path], object], found: str
+) -> None:
     for tick in (1, 2, 3):
         _write(store, tick)
-    found = damage(store.folder / "tick_000003")
+    damage(store.folder / "tick_000003")
     with pytest.raises(CheckpointError) as caught:
         store.load()
     message = str(caught.value)
@@ -148,7 +130,7 @@ def test_with_no_good_checkpoint_the_message_says_so(store: CheckpointStore) -> 
     with pytest.raises(CheckpointError, match="holds no finished checkpoint: start the run anew"):
         store.load()
     _write(store, 1)
-    _torn(store.folder / "tick_000001")
+    os.truncate(store.folder / "tick_000001" / STATE, 7)
     with pytest.raises(CheckpointError, match="no other checkpoint of this run is good"):
         store.load()
 
@@ -189,28 +171,21 @@ def test_clean_removes_leftovers_and_on_resume_the_abandoned_future(store: Check
     assert sorted(p.name for p in store.folder.iterdir()) == ["notes.txt", "tick_000001"]
 
 
-_STEPS = ("fsync", "rename", "rmdir", "unlink", "mkdir")
+class _Disk:
+    """Counts the calls that change the disk; ``fail`` is asked before each, by its number, and may raise."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: Callable[[int], None]) -> None:
+        self.calls = 0
+        for name in ("fsync", "rename", "rmdir", "unlink", "mkdir"):
+            monkeypatch.setattr(os, name, self._asking(getattr(os, name), fail))
 
-def _killing(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
-    """Every call that changes the disk counts; the one numbered ``at`` does not happen and nothing after it does."""
-    calls = 0
+    def _asking(self, call: Callable[..., Any], fail: Callable[[int], None]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            fail(self.calls - 1)
+            return call(*args, **options)
 
-    def wrap(name: str) -> None:
-        original = getattr(os, name)
-
-        def step(*args, **kwargs):
-            nonlocal calls
-            if calls >= at:
-                raise _Killed(name)
-            calls += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, step)
-
-    for name in _STEPS:
-        wrap(name)
-    yield calls
+        return step
 
 
 @pytest.mark.parametrize("same_tick", [False, True], ids=["next tick", "same tick again"])
@@ -222,8 +197,13 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, same_tic
         folder = tmp_path / str(at)
         store = CheckpointStore(folder, CheckpointConfig(keep=1))
         _write(store, old_tick, "old")
+
+        def die(call: int, at: int = at) -> None:
+            if call >= at:
+                raise _Killed
+
         with pytest.MonkeyPatch.context() as patch:
-            next(_killing(patch, at))
+            _Disk(patch, die)
             try:
                 _write(store, 2, "new")
                 finished = True
@@ -243,28 +223,6 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, same_tic
     assert outcomes[0] == "old" and outcomes[-1] == "new"
 
 
-def _failing(monkeypatch: pytest.MonkeyPatch, at: int, number: int, *, lasting: bool) -> Iterator[int]:
-    """The call that changes the disk and is numbered ``at`` fails; if ``lasting``, so do those after it."""
-    calls = 0
-
-    def wrap(name: str) -> None:
-        original = getattr(os, name)
-
-        def step(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls - 1 == at or (lasting and calls > at):
-                raise OSError(number, os.strerror(number))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, step)
-
-    for name in _STEPS:
-        wrap(name)
-    yield 0
-    yield calls
-
-
 @pytest.mark.parametrize("lasting", [False, True], ids=["one call", "all from it on"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ENOENT])
 def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_checkpoint(
@@ -276,9 +234,13 @@ def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_
         store = CheckpointStore(folder, CheckpointConfig(keep=1))
         _write(store, 1, "old")
         failed = False
+
+        def refuse(call: int, at: int = at) -> None:
+            if call == at or (lasting and call > at):
+                raise OSError(number, os.strerror(number))
+
         with pytest.MonkeyPatch.context() as patch:
-            counting = _failing(patch, at, number, lasting=lasting)
-            next(counting)
+            disk = _Disk(patch, refuse)
             partial = folder / "tick_000002.partial"
             try:
                 store.begin(2)
@@ -289,7 +251,6 @@ def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_
             except CheckpointError as error:
                 failed = True
                 assert os.strerror(number) in error.cause
-            num_calls = next(counting)
         survivor = CheckpointStore(folder, CheckpointConfig(keep=1))
         survivor.clean()
         loaded = survivor.load()
@@ -300,7 +261,7 @@ def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_
         store.begin(3)
         store.finish(3, {})  # the disk works again: nothing stands in the way
         assert store.load().tick == 3
-        if num_calls <= at:
+        if disk.calls <= at:
             break
     assert not failed and at > 8
 

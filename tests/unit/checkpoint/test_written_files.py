@@ -131,15 +131,3 @@ def test_all_that_is_wrong_is_named_at_once(store: CheckpointStore) -> None:
     assert "trainer/state/0 is missing (written by trainer rank 0)" in str(caught.value)
     assert "trainer/state/2 is missing (written by trainer rank 2)" in str(caught.value)
     assert "trainer/state/1" not in str(caught.value)
-
-
-def test_the_manifest_lists_what_was_written(store: CheckpointStore) -> None:
-    partial = store.begin(1)
-    written = {
-        "b rank 0": record_files(partial, [_put(partial, "b/rank_0/x")]),
-        "a rank 0": record_files(partial, [_put(partial, "a/rank_0/y", b"")]),
-        "c rank 0": (),
-    }
-    checkpoint = store.finish(1, written, {"config": {}})
-    assert [record.path for record in checkpoint.manifest.files] == ["a/rank_0/y", "b/rank_0/x"]
-    assert store.load().manifest == checkpoint.manifest

@@ -103,8 +103,8 @@ def test_one_wrong_flag_of_generate_is_one_line(
         ('{"prompt": ""}', "gives a prompt without a token"),
         ('{"question": "a"}', 'expected an object with "prompt" or "messages"'),
         ('{"prompt": ', "not JSON"),
-        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "a whole number of thousands of digits"),
-        ('{"prompt": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 64 levels deep"),
+        pytest.param('{"prompt": "a", "n": ' + "9" * 5000 + "}", "thousands of digits", id="digits"),
+        pytest.param('{"prompt": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "64 levels deep", id="depth"),
         ('{"prompt": "a", "x": NaN}', "infinity or NaN"),
         ('{"prompt": "a", "x": 1e999}', "infinity or NaN"),
     ],
@@ -196,9 +196,6 @@ def test_a_recipe_may_stand_behind_its_overrides(capsys: pytest.CaptureFixture[s
             ["--schedule.max_staleness", RECIPE],
             f"which recipe? .*; --schedule.max_staleness took {RECIPE} for its value",
         ),
-        ([RECIPE, "--run.dir", "5"], "run.dir: expected text, got 5"),
-        ([RECIPE, "--run.dir", ""], "run.dir must name a folder"),
-        ([RECIPE, "--run.dir", "runs/{seed}"], "run.dir may hold braces only"),
     ],
 )
 def test_flags_of_train_that_make_no_sense_say_what_would(

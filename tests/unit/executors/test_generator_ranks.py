@@ -1,14 +1,11 @@
 """A generator whose model lies on several ranks, as a job: ranks, groups, parts of the weights, and what is refused before a process starts."""
 
 import re
-from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model
 
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import llamarl_graph
-from llamarl.controller.preflight import check_parallel_sizes
 from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
@@ -39,25 +36,6 @@ def test_a_dry_run_lists_every_rank() -> None:
         ["generator", "0", "of", "2"],
         ["generator", "1", "of", "2"],
     ]
-
-
-def test_a_plan_that_is_not_supported_is_refused_before_any_process_starts(tmp_path: Path) -> None:
-    tiny_model("phi3", "eager").save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigError, match="generator.tp = 2: architecture .phi3. does not support tensor .* set generator.tp to 1"
-    ):
-        check_parallel_sizes(_config("--generator.tp", "2"), tmp_path, cores=2)
-
-
-def test_each_rank_of_each_replica_holds_its_part_of_the_heads_and_all_of_what_is_not_cut() -> None:
-    assert generator_weights(_config("--generator.dp", "2")) is None
-    layout = generator_weights(_config("--generator.dp", "2", "--generator.tp", "2"))
-    assert layout is not None
-    held = [{p.parameter: p.box for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
-    assert held[0] == held[2] and held[1] == held[3]
-    rows, columns = layout.parameters["model.layers.0.self_attn.o_proj.weight"].shape
-    assert held[1]["model.layers.0.self_attn.o_proj.weight"] == ((0, rows), (columns // 2, columns))
-    assert held[0]["model.norm.weight"] == held[1]["model.norm.weight"]
 
 
 def test_adapters_are_cut_as_the_weights_beside_them() -> None:

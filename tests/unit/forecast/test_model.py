@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny_models import tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.errors import PlanError
 from llamarl.forecast import model as models
@@ -28,30 +31,11 @@ def test_total_parameters_equal_the_published_count(name: str) -> None:
     assert find_model(name).total_params == PUBLISHED[name]
 
 
-TINY: dict[str, dict[str, Any]] = {
-    "llama": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, vocab_size=97, tie_word_embeddings=True),
-    "qwen2": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                  num_key_value_heads=2, vocab_size=97, tie_word_embeddings=False),
-    "qwen3_moe": dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_experts=6,
-                      num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-                      head_dim=16, vocab_size=97, tie_word_embeddings=False),
-    "mixtral": dict(hidden_size=32, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2,
-                    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97),
-    "deepseek_v3": dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=8,
-                        n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, num_hidden_layers=3,
-                        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=8,
-                        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, vocab_size=97, n_group=2, topk_group=1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_total_parameters_equal_those_of_the_transformers_module(kind: str) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind, **TINY[kind])
+    config = tiny_config(kind)
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(config)
+        module = AutoModelForCausalLM.from_config(config)
     unique = {id(p): p.numel() for p in module.parameters()}
     assert spec_from_config(config.to_dict(), kind).total_params == sum(unique.values())
 
@@ -116,7 +100,7 @@ def test_an_unusable_config_says_what_is_wrong(config: dict[str, Any], message: 
 
 
 def test_layers_of_a_sparse_model_that_are_dense_are_counted_by_their_kinds() -> None:
-    moe = {**TINY["deepseek_v3"], "model_type": "deepseek_v3"}
+    moe = tiny_config("deepseek_v3").to_dict()
     assert spec_from_config(moe, "x").sparse_layers == 2
     kinds = ["dense", "dense", "sparse"]
     assert spec_from_config({**moe, "first_k_dense_replace": 0, "mlp_layer_types": kinds}, "x").sparse_layers == 1
@@ -125,11 +109,9 @@ def test_layers_of_a_sparse_model_that_are_dense_are_counted_by_their_kinds() ->
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in ("nemotron", "gpt2", "opt")])
 def test_default_configs_of_every_family_are_counted_right(kind: str) -> None:
     """But for positions that are learned (gpt2, opt), and a family without a usable default."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind)
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(config)
+        module = AutoModelForCausalLM.from_config(config)
     count = sum({id(p): p.numel() for p in module.parameters()}.values())
     assert spec_from_config(config.to_dict(), kind).total_params == pytest.approx(count, rel=5e-4)
 

@@ -50,15 +50,6 @@ def test_theory_is_simulation_when_nothing_varies() -> None:
             assert result.step_s == pytest.approx(theory, rel=0.01), (durations, staleness)
 
 
-@pytest.mark.parametrize(("staleness", "period"), [(0, 16.0), (1, 8.0), (2, 6.0), (5, 6.0)])
-def test_costed_executors_of_constant_durations_reach_the_period(staleness: int, period: float) -> None:
-    result = simulate(of_durations(generator_s=6, reward_s=5, trainer_s=5, max_staleness=staleness, num_ticks=60))
-    assert result.step_s == pytest.approx(period)
-    assert result.theory_s == pytest.approx(period)
-    assert result.idle["generator"] == pytest.approx(1 - 6 / period, abs=1e-9)
-    assert result.idle["trainer"] == pytest.approx(1 - 5 / period, abs=1e-9)
-
-
 def test_of_a_run_of_one_tick_each_role_waits_while_the_others_work() -> None:
     result = simulate(of_durations(generator_s=6, reward_s=4, trainer_s=5, num_ticks=1))
     assert result.total_s == pytest.approx(15.0)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import BY_LOGITS, FAMILIES, SPARSE, tiny_config, tiny_model
+from tiny_models import FAMILIES, SPARSE, tiny_config, tiny_model
 
-from llamarl.models.experts import Routing, expert_layers, expert_metrics, num_experts, watch_experts, watching
+from llamarl.models.experts import Routing, expert_layers, expert_metrics, watch_experts
 
 TOKENS = torch.tensor([[5, 17, 33, 8, 91, 60, 4, 12]])
 
@@ -32,48 +32,6 @@ def test_a_choice_of_no_expert_is_counted_apart() -> None:
 
 def test_without_tokens_nothing_is_said() -> None:
     assert expert_metrics(torch.zeros(2, 5)) == {}
-
-
-@pytest.mark.parametrize("family", BY_LOGITS)
-def test_what_is_noted_are_the_largest_logits_of_the_routers(family: str) -> None:
-    model = tiny_model(family, "eager")
-    layers = watch_experts(model)
-    routing = Routing(len(layers))
-    with torch.no_grad(), watching(routing):
-        logits = model(TOKENS, output_router_logits=True, use_cache=False).router_logits
-    k = model.config.num_experts_per_tok
-    assert len(logits) == len(layers) == (2 if family == "qwen3_moe" else 3)  # one layer of Qwen's is dense
-    for of_layer, chosen in zip(logits, routing.chosen, strict=True):
-        assert torch.equal(chosen, of_layer.float().topk(k, dim=-1).indices)
-        assert of_layer.shape[1] == num_experts(layers[0])
-
-
-def test_deepseek_chooses_among_the_best_groups_by_biased_scores_and_weighs_by_plain_ones() -> None:
-    """Six experts in two groups, one group allowed, two experts of it; scaled by 2.5."""
-    model = tiny_model("deepseek_v3", "eager")
-    layers = watch_experts(model)
-    assert len(layers) == 2  # of three layers the first is dense
-    for layer in model.model.layers[1:]:
-        layer.mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.9]))
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer in model.model.layers[1:]:
-        layer.mlp.gate.register_forward_hook(lambda module, args, out: seen.append((args[0], out[1])))
-    routing = Routing(2)
-    with torch.no_grad(), watching(routing):
-        model(TOKENS, use_cache=False)
-    for (hidden, weights), chosen, layer in zip(seen, routing.chosen, model.model.layers[1:], strict=True):
-        assert chosen is not None
-        scores = torch.sigmoid(hidden.reshape(-1, 32) @ layer.mlp.gate.weight.T)
-        for token, own in enumerate(scores.tolist()):
-            biased = [*own[:5], own[5] + 0.9]
-            groups = [biased[:3], biased[3:]]
-            best = max((0, 1), key=lambda g: sum(sorted(groups[g])[1:]))
-            expected = sorted(range(3 * best, 3 * best + 3), key=lambda e: -biased[e])[:2]
-            assert set(chosen[token].tolist()) == set(expected)
-            total = sum(own[e] for e in expected)
-            assert weights[token].tolist() == pytest.approx(
-                [2.5 * own[e] / total for e in chosen[token].tolist()], rel=1e-4
-            )
 
 
 def test_outside_of_watching_nothing_is_noted() -> None:

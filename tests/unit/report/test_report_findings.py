@@ -1,6 +1,7 @@
 """What the page says is wrong with three broken runs, and that a healthy one is left alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_run import MadeRun, decode_block
@@ -20,31 +21,21 @@ def test_a_healthy_run_gives_no_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ticks", [1, 3, 8])
-def test_a_constant_reward_is_named_from_the_first_tick_on(tmp_path: Path, ticks: int) -> None:
-    (finding,) = _findings(tmp_path, MadeRun(ticks=ticks, outcome=lambda t, g, s: 0.0))
-    assert (finding["kind"], finding["level"], finding["view"], finding["first_tick"]) == (
-        "constant_reward",
-        "bad",
-        "rollouts",
-        0,
-    )
-    assert "reward 0" in str(finding["text"]) and "task.reward" in str(finding["text"])
-
-
-@pytest.mark.parametrize("ticks", [1, 3, 8])
-def test_responses_cut_by_length_are_named_with_the_key_to_change(tmp_path: Path, ticks: int) -> None:
-    (finding,) = _findings(tmp_path, MadeRun(ticks=ticks, finish=lambda t, g, s: "length"))
-    assert finding["kind"] == "mostly_cut" and finding["view"] == "garbage"
-    assert "max_new_tokens (now 80)" in str(finding["text"]) and "100%" in str(finding["text"])
-
-
-@pytest.mark.parametrize("ticks", [1, 3, 8])
-def test_a_judge_that_fails_is_named_with_its_cause(tmp_path: Path, ticks: int) -> None:
-    findings = _findings(tmp_path, MadeRun(ticks=ticks, outcome=lambda t, g, s: JUDGE_FAILS))
-    assert f"every reward of tick {ticks - 1} failed" in str(findings[0]["text"])
-    assert findings[0]["kind"] == "all_rewards_failed" and findings[0]["view"] == "failures"
-    assert "KeyError: 'answer' (my_rewards.py:7)" in str(findings[0]["text"])
-    assert {f["kind"] for f in findings} <= {"all_rewards_failed", "nothing_trained"}
+@pytest.mark.parametrize(
+    ("broken", "kind", "view", "words"),
+    [
+        ({"outcome": lambda t, g, s: 0.0}, "constant_reward", "rollouts", ("reward 0", "task.reward")),
+        ({"finish": lambda t, g, s: "length"}, "mostly_cut", "garbage", ("max_new_tokens (now 80)", "100%")),
+        ({"outcome": lambda t, g, s: JUDGE_FAILS}, "all_rewards_failed", "failures", ("KeyError: 'answer' (my_rewards.py:7)",)),
+    ],
+)  # fmt: skip
+def test_a_broken_run_is_told_of_from_the_first_tick_on(
+    tmp_path: Path, ticks: int, broken: dict[str, Any], kind: str, view: str, words: tuple[str, ...]
+) -> None:
+    first, *others = _findings(tmp_path, MadeRun(ticks=ticks, **broken))
+    assert (first["kind"], first["level"], first["view"]) == (kind, "bad", view)
+    assert all(word in str(first["text"]) for word in words)
+    assert {finding["kind"] for finding in others} <= ({"nothing_trained"} if kind == "all_rewards_failed" else set())
 
 
 def test_some_failures_are_counted_by_cause(tmp_path: Path) -> None:

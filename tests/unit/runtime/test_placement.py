@@ -123,12 +123,6 @@ def test_what_cannot_be_met_is_refused_with_the_fix(spec: ExecutorSpec, cuda_dev
     assert f"executor 'trainer': {message}" in str(caught.value) or message in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        place([executor("generator", device="cuda"), executor("trainer", threads=-2)], [Machine("", 0, 0)])
-    assert str(caught.value).count("\n  - ") == 3
-
-
 IN_TURN = ColocatedGroup(sharing=("generator", "trainer"), members=("generator", "reward", "trainer"))
 
 

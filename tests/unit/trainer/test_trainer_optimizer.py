@@ -1,4 +1,3 @@
-import math
 from pathlib import Path
 
 import pytest
@@ -96,26 +95,6 @@ def test_microbatch_gradients_of_a_bfloat16_weight_add_up_in_float32() -> None:
         (parameter * value).sum().backward()
     masters.collect_gradients()
     assert masters.gradient_norm().item() == 258.0
-
-
-def test_state_restores_the_next_step_bit_for_bit() -> None:
-    def step(masters: MasterWeights, parameter: nn.Parameter, seed: int) -> None:
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-        masters.collect_gradients()
-        masters.step(math.exp(-seed))
-        masters.drop_gradients()
-
-    first = nn.Parameter(torch.randn(4, 3))
-    a = _masters(first, OptimizerConfig(weight_decay=0.1))
-    for seed in range(3):
-        step(a, first, seed)
-    state = {key: value.clone() for key, value in a.state().items()}
-    second = nn.Parameter(torch.zeros(4, 3))
-    b = _masters(second, OptimizerConfig(weight_decay=0.1))
-    b.load_state(state)
-    step(a, first, 7)
-    step(b, second, 7)
-    assert torch.equal(first, second)
 
 
 OWN = """
