@@ -140,3 +140,10 @@ def with_experts(groups: list[Group], num_layers: int, num_experts: int, chosen:
         )
         for group in groups
     ]
+
+
+def poisoned(index: int = 0) -> Group:
+    """Rewards so large that the gradient overflows."""
+    prompt = Prompt(index=index, tokens=np.array([5, 6], dtype=np.int32), text="")
+    responses = tuple(make_response(index, s, [7, 8], Score(value=v)) for s, v in enumerate((3e38, -3e38)))
+    return Group(prompt=prompt, responses=responses)

@@ -101,8 +101,3 @@ def test_a_run_whose_processes_die_and_that_is_killed_and_resumed_ends_with_the_
     assert 8 <= len(rows(run_dir)) < 12, "it was killed in its middle"
     llamarl.run(["train", "--resume", str(run_dir), '--run.runtime="inline"'])
     assert_same_run(run_dir, undisturbed)
-
-
-def test_a_task_without_end_is_refused(llamarl: CommandLine, tmp_path: Path) -> None:
-    done = llamarl.train(tmp_path / "run", {"data.candidates": 3}, status=2)
-    assert "data.candidates is 3, but task 'steps' makes its items without end" in done.stderr

@@ -11,7 +11,8 @@ from rank_processes import join_group, run_ranks
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, EventLog
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit" / "executors"))
-from test_generator_in_flight import generator, recipe, run
+from lone_generators import generator
+from test_generator_in_flight import recipe, run
 
 ARRIVALS = [[0, 6, 0, 11, 3], [0, 9, 0, 2, 3]]
 """By rank: at which look of each tick the next version is there. The later of two counts."""

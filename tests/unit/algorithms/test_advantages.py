@@ -1,32 +1,31 @@
 import numpy as np
 import pytest
 
-from llamarl.algorithms.advantages import compute_advantages, group_mean, group_std, leave_one_out, overlong_penalty
+from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.gae import gae
 
 NAN = float("nan")
+BY_HAND: list[tuple[str, list[list[float]], list[float]]] = [
+    ("group_mean", [[1.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0]], [0.5, -0.5, -0.5, 0.5, 2.0, -1.0, -1.0]),
+    ("group_mean", [[1.0, NAN, 0.0]], [0.5, 0.0, -0.5]),
+    ("leave_one_out", [[3.0, 0.0, 0.0]], [3.0, -1.5, -1.5]),  # others' means: 0, 1.5, 1.5
+    ("leave_one_out", [[3.0, NAN, 0.0]], [3.0, 0.0, -3.0]),
+    ("group_std", [[0.0, 2.0, 4.0]], [-1.0, 0.0, 1.0]),  # mean 2, std with n - 1: 2
+    ("group_std", [[1.0, NAN, 1.0]], [0.0, 0.0, 0.0]),
+    # all four: mean 2, deviations -2 0 0 2, std with n - 1
+    ("batch_std", [[0.0, 2.0], [2.0, NAN, 4.0]], [x / (8 / 3) ** 0.5 for x in (-2, 0, 0, 0, 2)]),
+    # after the groups' means: -1 1 | -2 . 2; their mean is 0
+    ("group_mean_batch_std", [[0.0, 2.0], [2.0, NAN, 6.0]], [x / (10 / 3) ** 0.5 for x in (-1, 1, -2, 0, 2)]),
+    ("reward", [[1.0, NAN, -2.0]], [1.0, 0.0, -2.0]),
+]
+"""Estimator, rewards of each group (of a failed sample none), advantages one after the other."""
 
 
-def test_group_mean_by_hand() -> None:
-    np.testing.assert_allclose(group_mean(np.array([1.0, 0.0, 0.0, 1.0])), [0.5, -0.5, -0.5, 0.5])
-    np.testing.assert_allclose(group_mean(np.array([3.0, 0.0, 0.0])), [2.0, -1.0, -1.0])
-
-
-def test_leave_one_out_by_hand() -> None:
-    # others' means: 0, 1.5, 1.5
-    np.testing.assert_allclose(leave_one_out(np.array([3.0, 0.0, 0.0])), [3.0, -1.5, -1.5])
-
-
-def test_group_std_by_hand() -> None:
-    # mean 2, std with n - 1: 2
-    np.testing.assert_allclose(group_std(np.array([0.0, 2.0, 4.0])), [-1.0, 0.0, 1.0], rtol=1e-5)
-
-
-def test_a_failed_sample_is_no_part_of_the_baseline() -> None:
-    np.testing.assert_allclose(group_mean(np.array([1.0, NAN, 0.0])), [0.5, 0.0, -0.5])
-    np.testing.assert_allclose(leave_one_out(np.array([3.0, NAN, 0.0])), [3.0, 0.0, -3.0])
-    np.testing.assert_allclose(group_std(np.array([1.0, NAN, 1.0])), [0.0, 0.0, 0.0])
+@pytest.mark.parametrize(("estimator", "rewards", "expected"), BY_HAND)
+def test_advantages_by_hand(estimator: str, rewards: list[list[float]], expected: list[float]) -> None:
+    got = compute_advantages(list(map(np.array, rewards)), AlgorithmConfig(advantage=estimator))  # type: ignore[arg-type]
+    np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out", "group_std"])
@@ -34,27 +33,6 @@ def test_a_failed_sample_is_no_part_of_the_baseline() -> None:
 def test_a_group_that_cannot_compare_has_advantage_zero(estimator: str, rewards: list[float]) -> None:
     (advantages,) = compute_advantages([np.array(rewards)], AlgorithmConfig(advantage=estimator))  # type: ignore[arg-type]
     np.testing.assert_array_equal(advantages, np.zeros(len(rewards)))
-
-
-def test_groups_do_not_influence_each_other() -> None:
-    together = compute_advantages([np.array([1.0, 0.0]), np.array([9.0, 3.0, 0.0])], AlgorithmConfig())
-    np.testing.assert_allclose(together[0], [0.5, -0.5])
-    np.testing.assert_allclose(together[1], [5.0, -1.0, -4.0])
-
-
-def test_batch_std_by_hand() -> None:
-    # all four: mean 2, deviations -2 0 0 2, std with n - 1: sqrt(8 / 3)
-    scale = (8 / 3) ** 0.5
-    got = compute_advantages([np.array([0.0, 2.0]), np.array([2.0, NAN, 4.0])], AlgorithmConfig(advantage="batch_std"))
-    np.testing.assert_allclose(np.concatenate(got), np.array([-2, 0, 0, 0, 2]) / scale, rtol=1e-5)
-
-
-def test_group_mean_batch_std_by_hand() -> None:
-    # after the groups' means: -1 1 | -2 . 2; their mean is 0, std sqrt(10 / 3)
-    scale = (10 / 3) ** 0.5
-    config = AlgorithmConfig(advantage="group_mean_batch_std")
-    got = compute_advantages([np.array([0.0, 2.0]), np.array([2.0, NAN, 6.0])], config)
-    np.testing.assert_allclose(np.concatenate(got), np.array([-1, 1, -2, 0, 2]) / scale, rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["batch_std", "group_mean_batch_std"])
@@ -81,11 +59,6 @@ def test_ranks_that_hold_parts_of_the_step_agree_with_one_that_holds_all(estimat
         answers.append(sent[0][call] + sent[1][call])
     for got, expected in zip([*run(0, answers), *run(1, answers)], whole, strict=True):
         np.testing.assert_allclose(got, expected)
-
-
-def test_reward_is_the_reward_itself() -> None:
-    (got,) = compute_advantages([np.array([1.0, NAN, -2.0])], AlgorithmConfig(advantage="reward"))
-    np.testing.assert_array_equal(got, [1.0, 0.0, -2.0])
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -138,13 +138,6 @@ def test_a_cycle_without_a_delay_is_refused_and_one_with_a_delay_is_not() -> Non
     assert "mirror echo short gather 1" in edges(short={**back, "delays": {"echo": 1}}, mirror=mirror, trainer=TRAINER)
 
 
-def test_a_class_that_its_file_does_not_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("class Filter: ...\n")
-    config = validate({"executors": {"short": {**SHORT, "factory": f"{tmp_path}/mine.py:Filtr"}, "trainer": TRAINER}})
-    (line,) = find_missing(config)
-    assert line.key == "executors.short.factory" and "has no 'Filtr'" in line.text
-
-
 def test_code_that_settings_bring_is_told_like_that_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     settings = {"task": {"reward": f"{tmp_path}/mine.py:score"}}

@@ -251,12 +251,12 @@ def test_an_engine_over_ranks_refuses_filters(folder: Path, kept: dict[str, floa
 def test_requests_that_cannot_fit_are_refused_and_nothing_is_admitted(folder: Path) -> None:
     engine = _engine(folder, num_tokens=64)
     fine = _sequences([[4, 5, 6]], max_new_tokens=4)
-    with pytest.raises(ValueError, match="context of 256 tokens"):
-        engine.add([*fine, *_sequences([[3] * 250], max_new_tokens=7)])
-    with pytest.raises(ValueError, match="raise engine.kv_cache_bytes"):
-        engine.add([*fine, *_sequences([[3] * 40], max_new_tokens=40)])
-    with pytest.raises(ValueError, match="empty"):
-        engine.add([*fine, *_sequences([[]], max_new_tokens=4)])
-    with pytest.raises(ValueError, match="tokenizer"):
-        engine.add([*fine, *_sequences([[3]], max_new_tokens=4, stop_strings=("x",))])
+    for bad, words in (
+        (_sequences([[3] * 250], max_new_tokens=7), "context of 256 tokens"),
+        (_sequences([[3] * 40], max_new_tokens=40), "raise engine.kv_cache_bytes"),
+        (_sequences([[]], max_new_tokens=4), "empty"),
+        (_sequences([[3]], max_new_tokens=4, stop_strings=("x",)), "tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.add([*fine, *bad])
     assert not engine.has_work

@@ -3,35 +3,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import make_sequences, run
 from tiny_models import tiny_model
 
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.engine.sequence import Sequence
 from llamarl.errors import ConfigError
 from llamarl.models.loading import load_model
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_sequences=8, max_batch_tokens=24)
 
 
-def _sequences(prompts: list[list[int]], **params: object) -> list[Sequence]:
-    settings = SamplingParams(**{"max_new_tokens": 32, "temperature": 0.0, **params})  # type: ignore[arg-type]
-    return [
-        Sequence(prompt_index=i, sample_index=0, prompt_tokens=p, params=settings, seed=i)
-        for i, p in enumerate(prompts)
-    ]
-
-
-def _run(engine: NativeEngine, sequences: list[Sequence]) -> list[list[int]]:
-    engine.add(sequences)
-    while engine.has_work:
-        engine.step()
-    return [s.tokens for s in sequences]
-
-
-def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (5, 19, 33, 12)]
+def _tokens(engine: NativeEngine, sequences: list[Sequence]) -> list[list[int]]:
+    return [sequence.tokens for sequence in run(engine, sequences)]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
@@ -39,8 +24,7 @@ def test_int8_serves_a_distribution_close_to_the_weights_it_was_built_from(famil
     tiny_model(family, "eager").save_pretrained(tmp_path)
     exact = NativeEngine(tmp_path, CONFIG, eos_token_ids=())
     rounded = NativeEngine(tmp_path, CONFIG, eos_token_ids=(), quantization="int8")
-    sequences = _sequences(_prompts(), temperature=1.0, max_new_tokens=64)
-    _run(rounded, sequences)
+    sequences = run(rounded, make_sequences(temperature=1.0))
     model = load_model(tmp_path, dtype=torch.float32, attention="eager")
     differences = []
     for s in sequences:
@@ -61,21 +45,21 @@ def test_int8_is_rebuilt_from_new_weights(tmp_path: Path) -> None:
     tiny_model("llama", "eager", seed=2).save_pretrained(tmp_path / "new")
     engine = NativeEngine(tmp_path / "old", CONFIG, eos_token_ids=(), quantization="int8")
     fresh = NativeEngine(tmp_path / "new", CONFIG, eos_token_ids=(), quantization="int8")
-    before = _run(engine, _sequences(_prompts()))
+    before = _tokens(engine, make_sequences())
     with torch.no_grad():
         for name, tensor in engine.parameters_for_sync().items():
             tensor.copy_(fresh.parameters_for_sync()[name])
     engine.weights_updated(1)
-    after = _run(engine, _sequences(_prompts()))
-    assert after == _run(fresh, _sequences(_prompts()))
+    after = _tokens(engine, make_sequences())
+    assert after == _tokens(fresh, make_sequences())
     assert after != before
 
 
 def test_a_row_in_int8_does_not_depend_on_the_rest_of_its_batch(tmp_path: Path) -> None:
     tiny_model("llama", "eager").save_pretrained(tmp_path)
     engine = NativeEngine(tmp_path, CONFIG, eos_token_ids=(), quantization="int8")
-    together = _run(engine, _sequences(_prompts()))
-    alone = [_run(engine, _sequences([p]))[0] for p in _prompts()]
+    together = _tokens(engine, make_sequences())
+    alone = [_tokens(engine, [one])[0] for one in make_sequences()]
     assert together == alone
 
 

@@ -1,6 +1,7 @@
 """Generators driven alone, and versions of weights for them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -9,7 +10,7 @@ from llamarl.controller.graph import llamarl_graph
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
 
-__all__ = ["Version", "ranks_of"]
+__all__ = ["Version", "generator", "ranks_of"]
 
 
 class Version:
@@ -30,16 +31,18 @@ class Version:
 _FIRST: dict[str, torch.Tensor] = {}
 
 
-def ranks_of(config: RunConfig) -> list[GeneratorExecutor]:
-    """Every rank of a recipe's generator, set up."""
+def generator(config: RunConfig, run_dir: Path | None = None, rank: int = 0) -> GeneratorExecutor:
+    """A rank of a recipe's generator, set up."""
     graph = llamarl_graph(config)
-    spec = graph.executors[0]
     ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
-    ranks = []
-    for rank in range(spec.num_ranks):
-        context = ExecutorContext(
-            name="generator", rank=rank, num_ranks=spec.num_ranks, device="cpu", run_dir=None, seed=0, **ends
-        )
-        ranks.append(GeneratorExecutor(config, context))
-        ranks[-1].setup()
-    return ranks
+    num_ranks = graph.executors[0].num_ranks
+    context = ExecutorContext(
+        name="generator", rank=rank, num_ranks=num_ranks, device="cpu", run_dir=run_dir, seed=0, **ends
+    )
+    executor = GeneratorExecutor(config, context)
+    executor.setup()
+    return executor
+
+
+def ranks_of(config: RunConfig) -> list[GeneratorExecutor]:
+    return [generator(config, rank=rank) for rank in range(llamarl_graph(config).executors[0].num_ranks)]

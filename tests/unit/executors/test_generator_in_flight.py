@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lone_generators import Version
+from lone_generators import Version, generator
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller.graph import llamarl_graph
 from llamarl.errors import EventLogError
-from llamarl.executors.base import ExecutorContext
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.in_flight import Logged, Moment, Newest, digest_of, tick_event
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, EventLog, TickEvent
@@ -50,18 +48,6 @@ class Feed:
 
     def take(self, source_tick: int) -> Version:
         return Version(source_tick + 1)
-
-
-def generator(config: RunConfig, run_dir: Path | None = None, rank: int = 0) -> GeneratorExecutor:
-    graph = llamarl_graph(config)
-    num_ranks = config.generator.tp * config.generator.pp
-    ends = {"reads": graph.inputs["generator"], "writes": graph.outputs["generator"]}
-    context = ExecutorContext(
-        name="generator", rank=rank, num_ranks=num_ranks, device="cpu", run_dir=run_dir, seed=0, **ends
-    )
-    executor = GeneratorExecutor(config, context)
-    executor.setup()
-    return executor
 
 
 def run(executor: GeneratorExecutor, asked: list[int], first: int = 0) -> list[tuple[list[Group], dict[str, Any]]]:

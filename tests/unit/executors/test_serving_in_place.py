@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import run
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
@@ -32,9 +33,7 @@ def weights(of: NativeEngine, version: int) -> dict[str, torch.Tensor]:
 def sampled(by: NativeEngine) -> tuple[list[int], list[float]]:
     params = SamplingParams(max_new_tokens=12, temperature=1.0)
     sequence = Sequence(prompt_index=0, sample_index=0, prompt_tokens=[3, 5, 7], params=params, seed=11)
-    by.add([sequence])
-    while by.has_work:
-        by.step()
+    run(by, [sequence])
     return sequence.tokens, sequence.logprobs
 
 

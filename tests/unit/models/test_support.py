@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from engine_runs import run
 from tiny_models import FAMILIES as TINY
 from tiny_models import tiny_config
 from training_fixtures import make_groups
@@ -88,9 +89,7 @@ def generate_in_int8(folder: Path) -> None:
     )
     params = SamplingParams(max_new_tokens=2)
     sequence = Sequence(prompt_index=0, sample_index=0, prompt_tokens=[3, 4, 5], params=params, seed=1)
-    engine.add([sequence])
-    while engine.has_work:
-        engine.step()
+    run(engine, [sequence])
     assert len(sequence.tokens) == 2
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from made_run import Report
 
 from llamarl.config import validate
 from llamarl.errors import ConfigError
@@ -48,11 +49,7 @@ def run(folder: Path, source: str, num_ticks: int = 4) -> None:
     config = ObservabilityConfig(console="none", tensorboard=False, trace=False, sinks=(f"{folder}/mine.py:Sink",))
     recorder = Recorder(folder, config, ["trainer"], num_ticks, run_config={"run": {"seed": 7}})
     for tick in range(num_ticks):
-        report: Any = SimpleNamespace(
-            executor="trainer", tick=tick, metrics={"lr": 0.5}, started_s=tick, finished_s=tick + 0.5, spans=(),
-            failures={}, controller_bytes=0,
-        )  # fmt: skip
-        recorder.on_report(report)
+        recorder.on_report(Report("trainer", tick, {"lr": 0.5}, tick, tick + 0.5))
     recorder.close()
 
 

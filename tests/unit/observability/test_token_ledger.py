@@ -4,10 +4,10 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_run import Report
 
 from llamarl.errors import CheckpointError
 from llamarl.observability.config import ObservabilityConfig
@@ -98,18 +98,9 @@ def recorder(run_dir: Path, **how: Any) -> Recorder:
     return Recorder(run_dir, quiet, ["trainer"], 4, **how)
 
 
-def report(row: dict[str, Any]) -> Any:
+def report(row: dict[str, Any]) -> Report:
     metrics = {key: float(value) for key, value in row.items() if key != "step"}
-    return SimpleNamespace(
-        executor="trainer",
-        tick=row["step"],
-        metrics=metrics,
-        started_s=0.0,
-        finished_s=1.0,
-        spans=(),
-        controller_bytes=0,
-        failures={},
-    )
+    return Report("trainer", row["step"], metrics, 0.0, 1.0)
 
 
 def test_the_recorder_checks_each_row_against_the_one_before_also_after_a_resume(tmp_path: Path) -> None:
@@ -133,7 +124,7 @@ def test_what_a_journal_tells_that_cannot_be_is_told_with_the_cure(
 ) -> None:
     row = random_rows(7, 1)[0]
     found = report(row)
-    found.metrics |= wrong
+    found.metrics.update(wrong)
     resumed = recorder(tmp_path, resume_after_tick=-1, written_until=0)
     with pytest.raises(CheckpointError, match=f"{told}.*; remove .*/journal to go on") if told else nullcontext():
         resumed.on_report(found)

@@ -1,5 +1,6 @@
 """``llamarl watch``: what is served, to whom, and that a run which goes on is seen."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -33,15 +34,23 @@ def run(tmp_path: Path) -> Path:
     return MadeRun(ticks=3, settings={"run.num_ticks": "9"}).write(tmp_path / "run")
 
 
-@pytest.fixture
-def served(run: Path) -> Iterator[WatchServer]:
-    server = make_server(WatchedRuns([run], 5_000_000), 0)
+@contextlib.contextmanager
+def serving(run: Path, *address: str) -> Iterator[WatchServer]:
+    server = make_server(WatchedRuns([run], 5_000_000), 0, *address)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(timeout=10)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+
+
+@pytest.fixture
+def served(run: Path) -> Iterator[WatchServer]:
+    with serving(run) as server:
+        yield server
 
 
 def answer_to(server: WatchServer, path: str, headers: dict[str, str]) -> tuple[http.client.HTTPResponse, str]:
@@ -86,10 +95,7 @@ def test_who_does_not_have_the_printed_address_is_shown_nothing(served: WatchSer
 
 
 def test_on_another_address_it_is_reached_by_any_name_and_wants_the_token_all_the_same(run: Path) -> None:
-    server = make_server(WatchedRuns([run], 5_000_000), 0, "0.0.0.0")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serving(run, "0.0.0.0") as server:
         assert server.url.startswith(f"http://{socket.gethostname()}:{server.server_port}/?token=")
         host = {"Host": f"gpu-1.example:{server.server_port}"}
         assert answer_to(server, "/state", host)[0].status == 403
@@ -97,10 +103,6 @@ def test_on_another_address_it_is_reached_by_any_name_and_wants_the_token_all_th
         assert answer.status == 303
         cookie = (answer.getheader("Set-Cookie") or "").partition(";")[0]
         assert answer_to(server, "/state", {**host, "Cookie": cookie})[0].status == 200
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=10)
 
 
 @pytest.mark.parametrize("bind", ["192.0.2.1", "::1", "no such host"])

@@ -11,7 +11,6 @@ from training_fixtures import tiny_config
 
 from llamarl.errors import ModelError
 from llamarl.models.parallel import ParallelLayout
-from llamarl.models.sizes import why_heads_not_shared
 from llamarl.models.support import FAMILIES
 from llamarl.trainer import building
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
@@ -72,13 +71,6 @@ def test_a_row_shorter_than_its_ranks_leaves_some_with_padding_alone() -> None:
     empty = make_microbatch([], [], torch.device("cpu"), context=_rank(3, 4))
     assert empty.input_ids.shape == (1, 1) and empty.num_tokens == 0 and empty.own is not None
     assert empty.own.num_tokens == 0 and isinstance(empty.packed, RowOverRanks) and empty.packed.num_tokens == 1
-
-
-def test_heads_by_hand() -> None:
-    assert why_heads_not_shared(32, tp=1, cp=32) is None and why_heads_not_shared(32, tp=8, cp=4) is None
-    assert "the 4 that tp 8 leaves on a rank do not divide by 8; sizes that fit: 1, 2, 4" in str(
-        why_heads_not_shared(32, tp=8, cp=8)
-    )
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

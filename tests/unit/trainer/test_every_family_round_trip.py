@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import run
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, tiny_config
 from training_fixtures import make_groups
@@ -26,10 +27,7 @@ def make_trainer(folder: Path) -> Trainer:
 def sampled(engine: NativeEngine) -> Sequence:
     params = SamplingParams(max_new_tokens=14)
     sequence = Sequence(prompt_index=0, sample_index=0, prompt_tokens=[3, 14, 15, 9, 26, 5], params=params, seed=4)
-    engine.add([sequence])
-    while engine.has_work:
-        engine.step()
-    return sequence
+    return run(engine, [sequence])[0]
 
 
 def names_in(folder: Path) -> set[str]:

@@ -187,15 +187,20 @@ def test_a_torn_or_altered_export_is_told_from_a_whole_one(base: Path, tmp_path:
 # -- from a checkpoint ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("served", "asked"),
+    [("float32", None), ("bfloat16", None), ("float32", "bfloat16")],
+    ids=["32", "16", "on request"],
+)
 def test_a_checkpoint_exports_the_folder_that_its_tick_would_have_written(
-    base: Path, served: str, tmp_path: Path
+    base: Path, served: str, asked: str | None, tmp_path: Path
 ) -> None:
     config = validate({"model": {"path": str(base)}, "generator": {"engine": {"dtype": served}}})
-    trainer = trained(base)
+    trainer = trained(base, lr=1e-3, **({"export_dtype": asked} if asked else {}))
     trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
-    trainer.export(tmp_path / "live", served_dtype=served)
-    export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later")
+    live = trainer.export(tmp_path / "live", served_dtype=served)
+    later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later", export_dtype=asked)
+    assert later == live and later.dtype == (asked or served)
     assert why_incomplete(tmp_path / "later") is None
     assert (tmp_path / "live" / EXPORT_FILE).read_bytes() == (tmp_path / "later" / EXPORT_FILE).read_bytes()
 
@@ -214,15 +219,6 @@ def test_a_process_that_trains_nothing_exports_a_checkpoint(base: Path, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert why_incomplete(tmp_path / "later") is None
-
-
-def test_a_checkpoint_exports_fewer_bits_on_request(base: Path, tmp_path: Path) -> None:
-    config = validate({"model": {"path": str(base)}})
-    trainer = trained(base, lr=1e-3, export_dtype="bfloat16")
-    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
-    live = trainer.export(tmp_path / "live")
-    later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out", export_dtype="bfloat16")
-    assert later == live and later.dtype == "bfloat16"
 
 
 def test_a_weight_too_large_for_the_precision_is_refused(base: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_runs import run
 from made_responses import made_group, made_response
 from tiny_models import tiny_config
 
@@ -56,9 +57,7 @@ def groups(folder: Path) -> list[Group]:
         ]
         for p, tokens in enumerate(prompts)
     ]  # fmt: skip
-    engine.add([sequence for group in asked for sequence in group])
-    while engine.has_work:
-        engine.step()
+    run(engine, [sequence for group in asked for sequence in group])
     return [
         dataclasses.replace(
             made_group(map(response, group), index=p, tokens=prompts[p]),

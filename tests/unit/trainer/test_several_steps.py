@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_groups, make_response
+from training_fixtures import make_groups, make_response, poisoned
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
@@ -173,17 +173,10 @@ def test_nobody_computes_a_proximal_policy_that_no_one_asks_for(model_folder: Pa
         assert [batch.proximal_logprobs for batch in seen] == [None] * epochs
 
 
-def _poisoned(index: int) -> Group:
-    """Rewards so large that the gradient overflows."""
-    prompt = Prompt(index=index, tokens=np.array([5, 6], np.int32), text="")
-    responses = tuple(make_response(index, s, [7, 8], Score(value=v)) for s, v in enumerate((3e38, -3e38)))
-    return Group(prompt=prompt, responses=responses)
-
-
 def test_a_step_with_a_non_finite_gradient_is_skipped_and_the_others_are_made(model_folder: Path) -> None:
     sound = make_groups(num_groups=1, failed=False)
     several, single = _trainer(model_folder, minibatches=2), _trainer(model_folder)
-    metrics = several.train([*sound, _poisoned(1)], 0)
+    metrics = several.train([*sound, poisoned(1)], 0)
     single.train(sound, 0)
     _assert_same_state(several, single)
     assert metrics["step/skipped"] == 1.0 and not math.isfinite(metrics["grad_norm"])
@@ -194,7 +187,7 @@ def test_too_many_skipped_steps_stop_the_tick_midway_with_a_version_made(model_f
     trainer, fresh = _trainer(model_folder, epochs=5, max_skipped_steps=2), _trainer(model_folder)
     seen = _recorded(trainer)
     with pytest.raises(TrainingDiverged, match="tick 0: 3 steps in a row with a non-finite loss or gradient"):
-        trainer.train([_poisoned(0)], 0)
+        trainer.train([poisoned(0)], 0)
     assert len(seen) == 3 and trainer.policy_version == 1
     _assert_same_state(trainer, fresh)
 
@@ -213,20 +206,14 @@ def test_steps_without_a_token_are_counted_and_change_nothing(model_folder: Path
 # The plan of a tick's steps.
 
 
-def test_a_pass_takes_each_group_once_in_parts_that_differ_by_one_group() -> None:
-    made = plan_steps(range(8), minibatches=3, epochs=1, seed=0, tick=0)
-    assert sorted(map(len, made)) == [2, 3, 3]
-    assert sorted(prompt for step in made for prompt in step) == list(range(8))
-
-
 def test_passes_ticks_and_seeds_are_cut_differently_and_each_again_the_same() -> None:
     def plan(seed: int = 0, tick: int = 0) -> list[list[int]]:
-        return plan_steps(range(8), minibatches=2, epochs=2, seed=seed, tick=tick)
+        return plan_steps(range(8), minibatches=3, epochs=2, seed=seed, tick=tick)
 
     made = plan()
-    assert len(made) == 4
-    assert sorted(made[0] + made[1]) == sorted(made[2] + made[3]) == list(range(8))
-    assert {frozenset(step) for step in made[:2]} != {frozenset(step) for step in made[2:]}
+    assert [sorted(map(len, part)) for part in (made[:3], made[3:])] == [[2, 3, 3]] * 2  # alike, but for one group
+    assert sorted(sum(made[:3], [])) == sorted(sum(made[3:], [])) == list(range(8))  # each group once a pass
+    assert {frozenset(step) for step in made[:3]} != {frozenset(step) for step in made[3:]}
     assert plan() == made
     assert plan(tick=1) != made
     assert plan(seed=1) != made

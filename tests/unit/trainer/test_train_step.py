@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_groups, make_response, with_reference, write_model
+from training_fixtures import make_groups, make_response, poisoned, with_reference, write_model
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
@@ -156,18 +156,11 @@ def test_metrics_by_hand(model_folder: Path) -> None:
     assert metrics["lr"] == 1e-9
 
 
-def _poisoned() -> list[Group]:
-    """A reward so large that the gradient overflows."""
-    prompt = Prompt(index=0, tokens=np.array([5, 6], dtype=np.int32), text="")
-    responses = tuple(make_response(0, s, [7, 8], Score(value=v)) for s, v in enumerate((3e38, -3e38)))
-    return [Group(prompt=prompt, responses=responses)]
-
-
 def test_a_non_finite_gradient_skips_the_step_and_makes_a_version(model_folder: Path, tmp_path: Path) -> None:
     trainer = _trainer(model_folder)
     trainer.train(make_groups(), 0)
     before = {key: value.clone() for key, value in trainer.weights.state().items()}
-    metrics = trainer.train(_poisoned(), 1)
+    metrics = trainer.train([poisoned()], 1)
     assert metrics["step/skipped"] == 1.0 and not math.isfinite(metrics["grad_norm"])
     assert metrics["policy_version"] == trainer.policy_version == 2
     after = trainer.weights.state()
@@ -209,10 +202,10 @@ def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradient_is_finit
 def test_too_many_skips_in_a_row_stop_the_run_with_the_weights_kept(model_folder: Path) -> None:
     trainer = _trainer(model_folder, max_skipped_steps=2)
     before = _weights(trainer)
-    trainer.train(_poisoned(), 0)
-    trainer.train(_poisoned(), 1)
+    trainer.train([poisoned()], 0)
+    trainer.train([poisoned()], 1)
     with pytest.raises(TrainingDiverged, match="tick 2: 3 steps in a row with a non-finite loss or gradient"):
-        trainer.train(_poisoned(), 2)
+        trainer.train([poisoned()], 2)
     metrics = trainer.metrics  # its tokens are accounted for all the same
     assert metrics["tokens/trained"] > 0 and metrics["tokens/unused"] == 0.0 and metrics["policy_version"] == 3.0
     for name, tensor in before.items():
@@ -223,7 +216,7 @@ def test_too_many_skips_in_a_row_stop_the_run_with_the_weights_kept(model_folder
 def test_a_finite_step_between_skips_starts_the_count_again(model_folder: Path) -> None:
     trainer = _trainer(model_folder, max_skipped_steps=1)
     for k in range(6):
-        trainer.train(_poisoned() if k % 2 == 0 else make_groups(), k)
+        trainer.train([poisoned()] if k % 2 == 0 else make_groups(), k)
     assert trainer.policy_version == 6
 
 
