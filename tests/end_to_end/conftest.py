@@ -4,13 +4,13 @@ import json
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked_command import Started, run_llamarl
+from waiting import wait_until
 
 from llamarl.observability.keys import KEYS, REPLICA_KEY
 
@@ -94,14 +94,6 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     names = {re.sub(r"^time/replica_\d+_s$", REPLICA_KEY.format("N"), name) for name in names}
     assert names <= {key.name for key in KEYS}, f"not in the table of metrics: {names - {key.name for key in KEYS}}"
     return found
-
-
-def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {limit_s} s for {what}")
-        time.sleep(0.02)
 
 
 def wait_for_rows(run: Started, run_dir: Path, number: int) -> None:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_responses import made_group, made_response
 from tools.chaos.processes import alive, wait_for_end
+from waiting import wait_until
 
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
@@ -345,9 +346,7 @@ def test_nobody_is_left_when_the_process_of_the_pool_is_killed(tmp_path: Path, w
     parent.start()
     try:
         assert heard.poll(60) and len(pids := set(heard.recv())) == 2
-        until = time.monotonic() + 15.0
-        while not (note.exists() and note.read_text().endswith("\n")) and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: note.exists() and note.read_text().endswith("\n"))
         pids |= set(map(int, note.read_text().split()))
         assert all(map(alive, pids))
         parent.kill()

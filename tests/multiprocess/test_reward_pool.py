@@ -4,13 +4,12 @@ import dataclasses
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from made_responses import made_group, made_response
 from tools.chaos.processes import alive, wait_for_end
+from waiting import wait_until
 
 from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
@@ -74,13 +73,6 @@ def _outcomes(group: Group) -> list[Score | Failure | None]:
     return [response.outcome for response in group.responses]
 
 
-def _wait_until(done: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return done()
-
-
 def _group_members(group: int) -> list[int]:
     """Living processes of a process group."""
     members = []
@@ -142,7 +134,7 @@ def test_a_sample_over_its_time_is_failed_and_its_worker_and_children_are_gone(c
         assert "timeout_s=0.5" in bad.detail
         assert pool.num_replaced == 1
         assert not alive(old)
-        assert _wait_until(lambda: not _group_members(old))
+        wait_until(lambda: not _group_members(old))
 
 
 def test_a_batch_over_its_limit_fails_what_is_left_and_the_pool_goes_on(config: TaskConfig) -> None:
@@ -184,7 +176,7 @@ def test_a_worker_that_is_killed_from_outside_at_its_work_costs_no_verdict(confi
     with RewardPool(one_worker(config)) as pool:
 
         def kill() -> None:
-            assert _wait_until(lambda: pool._workers[0].job is not None)
+            wait_until(lambda: pool._workers[0].job is not None)
             os.kill(pool._workers[0].pid or 0, signal.SIGKILL)
 
         killing = threading.Thread(target=kill)

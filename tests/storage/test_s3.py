@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from same_run import assert_same_run
+from waiting import wait_until
 
 pytestmark = [pytest.mark.storage, pytest.mark.timeout(900)]
 
@@ -43,7 +44,7 @@ class Server:
         self.process = subprocess.Popen(
             [program, "-H", "127.0.0.1", "-p", str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        until(lambda: self._answers(), 60, "the server")
+        wait_until(lambda: self._answers(), 60, "the server")
         request = urllib.request.Request(f"{self.address}/bucket", method="PUT", data=b"")
         urllib.request.urlopen(request, timeout=10).close()
 
@@ -57,13 +58,6 @@ class Server:
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.wait(30)
-
-
-def until(condition: object, limit_s: float, what: str) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, f"waited {limit_s} s for {what}"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +114,7 @@ def test_everything_killed_and_deleted_comes_back_from_s3_to_the_same_bits(
     running = subprocess.Popen(
         words(str(RECIPE), **{"run.dir": str(run), "run.mirror": URL}), env=env, start_new_session=True
     )
-    until(lambda: b"tick_000005/manifest.json" in manifest(server), 240, "two checkpoints")
+    wait_until(lambda: b"tick_000005/manifest.json" in manifest(server), 240, "two checkpoints")
     os.killpg(running.pid, signal.SIGKILL)
     running.wait(30)
     shutil.rmtree(run)
@@ -155,11 +149,13 @@ def test_a_server_that_is_away_for_a_minute_is_caught_up_with_and_for_good_is_to
         running = subprocess.Popen(
             words(str(RECIPE), **settings), env=environment(server), stdout=said, stderr=subprocess.STDOUT
         )
-    until(lambda: (run / "checkpoints" / "tick_000002").exists(), 240, "a checkpoint")
+    wait_until(lambda: (run / "checkpoints" / "tick_000002").exists(), 240, "a checkpoint")
     server.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     try:
-        until(lambda: (run / "model" / "config.json").exists(), 200, "the end of the run, while the storage is away")
+        wait_until(
+            lambda: (run / "model" / "config.json").exists(), 200, "the end of the run, while the storage is away"
+        )
         print(f"the run came to its end {time.monotonic() - began:.1f} s after the storage had gone")
         if comes_back:
             time.sleep(max(0.0, 60 - (time.monotonic() - began)))

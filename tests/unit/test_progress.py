@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 import pytest
+from waiting import wait_until
 
 from llamarl import progress
 from llamarl.observability.config import ObservabilityConfig
@@ -63,10 +64,8 @@ def test_a_live_display_shows_what_executors_are_at_in_place_of_what_they_do() -
             return {"generator": "sampling 5 of 8 groups"}
 
         lines = LiveLines(ask, reporter)
-        deadline = time.monotonic() + 20
-        while "sampling 5 of 8 groups" not in out.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: "sampling 5 of 8 groups" in out.getvalue())
         lines.close()
         count = len(asked)
         time.sleep(1.2)
-        assert "sampling 5 of 8 groups" in out.getvalue() and count >= 1 and len(asked) == count
+        assert count >= 1 and len(asked) == count

@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 from same_run import contents
+from waiting import wait_until
 
 from llamarl.checkpoint import mirror as module
 from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
@@ -145,16 +146,9 @@ def objects() -> dict[str, bytes]:
     return {k.removeprefix("/bucket/runs/x/"): v.getvalue() for k, v in fsspec.filesystem("memory").store.items()}
 
 
-def until(condition: Any, limit_s: float = 20.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-
-
 def settle(mirror: Mirror) -> None:
     mirror.wake()
-    until(lambda: mirror._done == mirror._asked)
+    wait_until(lambda: mirror._done == mirror._asked)
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
@@ -283,7 +277,7 @@ def test_a_slow_storage_holds_up_nobody(tmp_path: Path, fault: Fault) -> None:
         fault.hold = threading.Event()
         run.save(0)
         mirror.wake()
-        until(lambda: "checkpoints/tick_000000/trainer/state" in mirror._left)
+        wait_until(lambda: "checkpoints/tick_000000/trainer/state" in mirror._left)
         assert mirror.news() == []
         fault.hold.set()
         settle(mirror)
@@ -298,12 +292,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_sent_is_sent_whole(tmp_path: P
         before, fault.hold = mirror._done, threading.Event()
         run.save(0)
         mirror.wake()
-        until(lambda: "checkpoints/tick_000000/trainer/state" in mirror._left)
+        wait_until(lambda: "checkpoints/tick_000000/trainer/state" in mirror._left)
         for tick in (1, 2, 3):
             run.save(tick)
         assert not (run.path / "checkpoints" / "tick_000000").exists()
         fault.hold.set()
-        until(lambda: mirror._done > before)
+        wait_until(lambda: mirror._done > before)
         restore(URL, tmp_path / "back")
         assert CheckpointStore(tmp_path / "back" / "checkpoints").load().tick == 0
     restore(URL, tmp_path / "end")
@@ -472,7 +466,7 @@ def test_a_resume_takes_over_and_the_one_before_ends_its_mirror_and_says_so(tmp_
             assert second is not None
             run.save(1)
             first.wake()
-            until(lambda: first._ended != "")
+            wait_until(lambda: first._ended != "")
             (told,) = first.news()
             assert "The run goes on without its mirror" in told
     restore(URL, tmp_path / "end")

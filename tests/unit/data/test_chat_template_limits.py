@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 import llamarl.data.prompts as chat
 from llamarl.data.config import DataConfig
@@ -151,10 +152,7 @@ def test_the_process_goes_on_when_the_job_is_told_to_stop_and_ends_with_its_pare
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    end = time.monotonic() + 30
-    while is_alive(int(done.stdout)):
-        assert time.monotonic() < end, "its process is left"
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(int(done.stdout)), 30.0, "the end of its process")
 
 
 @pytest.mark.parametrize("tools", [(), ({"type": "function", "function": {"name": "add", "parameters": {}}},)])

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from llamarl.cli.doctor import first_difference, record_twice
 from llamarl.data.items import TaskItem
@@ -277,18 +277,13 @@ def test_close_ends_the_open_request_and_the_program(agent: Callable[..., AgentP
     env.reset(ITEM, 0)
     env.close()
     assert (tmp_path / "ended").exists()
-    end = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before, what="the end of its threads")
 
 
 def test_two_requests_at_once_fail_the_sample(agent: Callable[..., AgentProgram]) -> None:
     env = agent("two_at_once")
     env.reset(ITEM, 0)
-    end = time.monotonic() + 10
-    while env._events.empty() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: not env._events.empty(), what="the second request")
     with pytest.raises(AgentFailed, match="another request of this episode is open"):
         env.step("1")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
+from waiting import wait_until
 
 from llamarl.environments.code import CodeOptions, judge_program
 from llamarl.environments.sandbox import inside, run
@@ -189,10 +190,8 @@ def test_a_box_ends_with_the_process_that_started_it(kind: Kind) -> None:
     before = children()
     code = f"from llamarl.environments.sandbox.run import run_in_box\nrun_in_box('import time; print(1); time.sleep(60)', kind={kind!r})"
     caller = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: has_program(caller.pid))
     until = time.monotonic() + 20
-    while not has_program(caller.pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert has_program(caller.pid)
     caller.kill()
     caller.wait()  # and that nothing is left, the fixture proves
     while children() - before and time.monotonic() < until:

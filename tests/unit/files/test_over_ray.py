@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from far_files import FarHost
+from waiting import wait_until
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
@@ -97,11 +97,8 @@ def test_a_runs_folder_goes_with_the_process_that_made_it_unless_it_was_left(
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "base")], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
-    until = time.monotonic() + 5.0
     folder = Path(done.stdout.strip()).parent
-    while folder.exists() != left and time.monotonic() < until:
-        time.sleep(0.02)
-    assert folder.exists() == left
+    wait_until(lambda: folder.exists() == left, 5.0)
 
 
 def test_a_run_that_there_is_not_and_a_path_that_leads_out_are_refused(host: FarHost, tmp_path: Path) -> None:

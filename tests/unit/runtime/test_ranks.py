@@ -3,12 +3,12 @@
 import asyncio
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from llamarl.runtime.children import is_stopped
 from llamarl.runtime.output import OutputReader
@@ -77,9 +77,7 @@ def test_who_is_stopped_before_its_new_process_has_begun_never_does_anything(pre
     ranks.stop("generator")
     answer.set()
     launcher.let.set()
-    deadline = time.monotonic() + 30.0
-    while not prepares and not launcher.links and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: prepares or launcher.links, 30.0)
     ranks.end(5.0, orderly=True)
     assert len(launcher.links) == (0 if prepares else 1), "it is not even started where that can still be spared"
     assert all(link.ended.done() and not link.told for link in launcher.links)
@@ -94,9 +92,6 @@ def test_a_guard_whose_rank_was_stopped_before_it_said_who_it_is_counts_as_stopp
     program = f"sleep 60 & kill -{word} $!; echo done; wait"
     with subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, process_group=0) as guard:
         assert guard.stdout is not None and guard.stdout.readline() == b"done\n"
-        until = time.monotonic() + 5.0
-        while stopped and not is_stopped(guard.pid) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert is_stopped(guard.pid) is stopped
+        wait_until(lambda: is_stopped(guard.pid) is stopped, 5.0)
         subprocess.run(["kill", "-KILL", "--", f"-{guard.pid}"], check=True)
     assert not is_stopped(guard.pid)  # nobody is not stopped

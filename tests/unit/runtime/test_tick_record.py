@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import struct
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_responses import made_group, made_response
+from waiting import wait_until
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataReceiver, DataSender, check_token
@@ -418,10 +418,7 @@ def written_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch, **changes: obj
             segment.close()
             assert held is not None
             log.append(held)
-        until = time.monotonic() + 5.0
-        while (not told or (run_dir / JOURNAL_FOLDER).exists()) and time.monotonic() < until:
-            time.sleep(0.01)  # its own thread makes the room
-        assert not (run_dir / JOURNAL_FOLDER).exists()
+        wait_until(lambda: told and not (run_dir / JOURNAL_FOLDER).exists(), 5.0, "the room that its thread makes")
     sender.close()
     log.close()
     return told

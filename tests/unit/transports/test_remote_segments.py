@@ -5,13 +5,13 @@ import pickle
 import socket
 import struct
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from certificates import signed
 from other_space import KEY, being_at, place
+from waiting import wait_until
 
 from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded
 from llamarl.transports.network import TlsFiles
@@ -50,14 +50,6 @@ def dial(server: SegmentServer, key: bytes = KEY, purpose: str = "segments") -> 
     connection = socket.create_connection(server.endpoint, timeout=5)
     prove_as_client(connection, key, purpose, 5)
     return connection
-
-
-def wait_until(done: object, limit_s: float = 10.0) -> None:
-    assert callable(done)
-    until = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < until, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def test_job_on_one_machine_listens_nowhere_and_its_handles_are_as_small_as_ever() -> None:
