@@ -9,7 +9,7 @@ import pytest
 from far_files import FarHost, far_host
 
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
 from llamarl.checkpoint.written import record_files, writer_name
 from llamarl.errors import CheckpointError
 from llamarl.files.host_folders import FarFolder, HostFolders, files_for_ranks
@@ -67,10 +67,14 @@ def _save(two: Two, tick: int) -> dict[str, tuple[FileRecord, ...]]:
     return written
 
 
-def test_a_checkpoint_of_three_machines_is_finished_whole_and_leaves_nothing_on_the_hosts(two: Two) -> None:
+def _finished(two: Two) -> Checkpoint:
     written = _save(two, 3)
     two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
-    checkpoint = two.store.finish(3, written, {})
+    return two.store.finish(3, written, {})
+
+
+def test_a_checkpoint_of_three_machines_is_finished_whole_and_leaves_nothing_on_the_hosts(two: Two) -> None:
+    checkpoint = _finished(two)
     assert [record.path for record in two.store.verify(checkpoint.path).manifest.files] == [
         "generator/rank_0/g",
         "generator/rank_1/g",
@@ -83,9 +87,7 @@ def test_a_checkpoint_of_three_machines_is_finished_whole_and_leaves_nothing_on_
 
 
 def test_a_resume_sends_each_rank_its_state_wherever_it_is_now(two: Two, tmp_path: Path) -> None:
-    written = _save(two, 3)
-    two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
-    checkpoint = two.store.finish(3, written, {})
+    checkpoint = _finished(two)
     with far_host(tmp_path / "c") as other:
         client = other.client("c")
         folder = FarFolder(client, *client.open_run("id"))
@@ -126,9 +128,7 @@ def test_a_file_that_is_not_there_as_its_rank_told_is_refused_by_file_and_host(
 
 
 def test_a_state_that_was_altered_since_is_not_taken_by_the_host(two: Two) -> None:
-    written = _save(two, 3)
-    two.far.fetch(written, two.run_dir / "checkpoints" / "tick_000003.partial")
-    checkpoint = two.store.finish(3, written, {})
+    checkpoint = _finished(two)
     path = checkpoint.path / "trainer/state/rank_1.safetensors"
     path.write_bytes(b"X" + path.read_bytes()[1:])
     with pytest.raises(CheckpointError, match="rank_1.safetensors: it was altered"):

@@ -58,20 +58,16 @@ def test_a_row_has_stable_order_shortest_floats_whole_counts_and_null_for_nan() 
     )
 
 
-def test_metrics_of_executors_are_merged_and_times_added() -> None:
+def test_metrics_of_executors_are_merged_and_their_times_and_tokens_add_up() -> None:
     row = merge_metrics(
         4,
         {
             "generator": {"tokens/generated": 5.0, "time/weight_sync_s": 1.0},
+            "teacher": {"tokens/generated": 7.0},
             "trainer": {"time/weight_sync_s": 0.5, "lr": 1.0},
         },
     )
-    assert row == {"step": 4, "tokens/generated": 5.0, "time/weight_sync_s": 1.5, "lr": 1.0}
-
-
-def test_tokens_of_several_executors_add_up() -> None:
-    row = merge_metrics(0, {"generator": {"tokens/generated": 5.0}, "teacher": {"tokens/generated": 7.0}})
-    assert row == {"step": 0, "tokens/generated": 12.0}
+    assert row == {"step": 4, "tokens/generated": 12.0, "time/weight_sync_s": 1.5, "lr": 1.0}
 
 
 def test_two_values_under_one_key_are_refused_with_both_owners() -> None:
