@@ -1,6 +1,7 @@
 """The verbs as a user types them, and the examples as they ship."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -67,11 +68,15 @@ def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: Com
     assert all(len(a["tokens"]) == len(a["logprobs"]) > 0 for a in answers[0])
 
 
-def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers(llamarl: CommandLine) -> None:
+def test_plain_answers_come_in_the_order_of_the_prompts_under_their_numbers_and_greedy_ones_are_equal(
+    llamarl: CommandLine,
+) -> None:
     prompts = "a3 b9 c4 =\n" * 3 + "a1 b2 =\n"
-    done = llamarl.run(["generate", "bundled:tiny", "--samples", "2"], stdin=prompts)
+    done = llamarl.run(["generate", "bundled:tiny", "--samples", "2", "--temperature", "0"], stdin=prompts)
     labels = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert labels == [f"[prompt {p}, sample {s}]" for p in (1, 2, 3, 4) for s in (1, 2)]
+    answers = re.split(r"\[prompt \d, sample \d\]\n", done.stdout)[1:]
+    assert answers[0] == answers[1] and answers[6] == answers[7] and answers[0] != answers[6]
 
 
 def test_the_example_graph_runs_and_shows_its_delay() -> None:

@@ -266,11 +266,9 @@ def test_oversubscription_needs_segments() -> None:
         validate({"generator": {"oversubscription": 1.5}})
 
 
-def test_a_group_of_one_or_of_equal_responses_is_refused_only_where_the_baseline_needs_a_group() -> None:
+def test_a_group_of_one_is_refused_only_where_the_baseline_needs_a_group() -> None:
     with pytest.raises(ConfigError, match="generator.group_size is 1"):
         validate({"generator": {"group_size": 1}})
-    with pytest.raises(ConfigError, match=r"sampling.temperature is 0 \(greedy\)"):
-        validate({"generator": {"sampling": {"temperature": 0}}})
 
 
 def test_every_key_is_explained() -> None:

@@ -240,10 +240,10 @@ def _request_of(line: str, where: str) -> dict[str, Any]:
         raise DataError(str(error)) from error
     if not isinstance(record, dict) or not ({"prompt", "messages"} & set(record)):
         raise DataError(f'{where}: expected an object with "prompt" or "messages", got {line[:80]!r}')
-    if "messages" in record:
+    if "messages" in record or isinstance(record["prompt"], list):  # as rows that are trained on have it
         from llamarl.data.items import read_messages
 
-        read_messages(record, where)
+        read_messages(record, where, "messages" if "messages" in record else "prompt")
     elif not isinstance(record["prompt"], str):
         value = record["prompt"]
         raise DataError(f"{where}: field 'prompt' is {type(value).__name__} {value!r:.60}, expected text")

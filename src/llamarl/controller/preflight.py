@@ -392,9 +392,15 @@ def _check_sampled_distribution(config: RunConfig) -> None:
     """Refuse to train on samples of a distribution that the trainer does not compute.
 
     Raises:
-        ConfigError: Unlikely tokens are left out of it.
+        ConfigError: Unlikely tokens are left out of it, or all but one.
     """
-    sampling = config.generator.sampling
+    sampling, group_size = config.generator.sampling, config.generator.group_size
+    if sampling.temperature == 0 and group_size > 1:
+        raise ConfigError.at(
+            "generator.sampling.temperature",
+            f"is 0 (greedy), so all responses of a group (group_size {group_size}) are equal and teach nothing: set it to 1.0",
+            "generator.group_size",
+        )
     for name, everything in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if (value := getattr(sampling, name)) != everything:
             raise ConfigError.at(

@@ -93,7 +93,7 @@ def execute(
     """
     with (
         RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts,
-        StopRequest() as request,
+        StopRequest(parts.recorder.console.stopping) as request,
     ):
         run_graph(
             parts.marking,

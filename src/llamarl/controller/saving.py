@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
@@ -171,14 +171,20 @@ def _next_cut(marking: Marking) -> int:
     return max([*unfired.values(), *kept])
 
 
-_STOPPING = b"\nstopping after the next tick that can be saved; Ctrl-C once more stops at once\n"
+_STOPPING = "stopping after the next tick that can be saved; Ctrl-C once more stops at once"
 
 
 class StopRequest:
     """Whether the user has asked for the job to stop, while a ``with`` block lasts in the main thread;
-    elsewhere, and where somebody else handles Ctrl-C, nothing changes."""
+    elsewhere, and where somebody else handles Ctrl-C, nothing changes.
 
-    def __init__(self) -> None:
+    Args:
+        show: Given the words that say so, whether it shows them; called in the handler, so it may set
+            something and no more. Else they go to standard error.
+    """
+
+    def __init__(self, show: Callable[[str], bool] = lambda words: False) -> None:
+        self._show = show
         self._asked = False
 
     def __enter__(self) -> StopRequest:
@@ -204,4 +210,5 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, _STOPPING)  # a stream may be in the middle of a line
+        if not self._show(_STOPPING):
+            os.write(2, f"\n{_STOPPING}\n".encode())  # a stream may be in the middle of a line

@@ -270,12 +270,6 @@ class GeneratorConfig:
                 "max_segments ticks to be delivered in; raise max_segments or lower oversubscription",
                 ("max_segments",),
             )
-        if self.sampling.temperature == 0 and self.group_size > 1:
-            text = (
-                f"is 0 (greedy), so all responses of a group (group_size {self.group_size}) are equal and teach nothing: "
-                "set it to 1.0"
-            )
-            yield Mistake("sampling.temperature", text, ("group_size",))
         own = " (what else it does, engine.options say)" if self.engine.by_import_path else ""
         served = ["none", *sorted({one for of in kind.quantizations.values() for one in of})]
         if not kind.native and (self.tp * self.pp > 1 or self.quantization not in served):

@@ -9,6 +9,7 @@ the place: equal runs write equal folders.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
 
 EXPORT_FILE = "llamarl.json"
 _FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,8 @@ def find_model(named: str, base: str | None = None) -> NamedModel:
     if (folder / EXPORT_FILE).is_file() and (reason := why_incomplete(folder, checksums=False)) is not None:
         advice = f"write it again by llamarl export {run} --out DIR" if run is not None else "export it again"
         raise ModelError(f"{folder} is not whole: {reason}; {advice}")
+    if run is not None:
+        _tell_of_newer_checkpoint(run, folder)
     if not (folder / _ADAPTER_FILE).is_file() or (folder / "config.json").is_file():
         if base is not None:
             raise ConfigError(f"--base is the model that an adapter belongs to, but {named} is no adapter folder")
@@ -157,6 +161,17 @@ def _final_policy(run: Path) -> Path:
     else:
         instead = f"let it finish (llamarl train RECIPE --resume {run})"
     raise ConfigError(f"{run} is a run without a final policy in {run / 'model'}: {instead}")
+
+
+def _tell_of_newer_checkpoint(run: Path, folder: Path) -> None:
+    """Warn where the run went on after it wrote ``folder``, and was stopped before it wrote another."""
+    ticks = [int(path.name[5:]) for path in (run / "checkpoints").glob("tick_*") if path.name[5:].isdigit()]
+    version = _body(folder)["policy_version"] if (folder / EXPORT_FILE).is_file() else None
+    if version is not None and max(ticks, default=-1) + 1 > version:
+        _log.warning(
+            "%s is policy version %d, the newest checkpoint of the run holds %d: llamarl export %s --out DIR writes that one",
+            folder, version, max(ticks) + 1, run,
+        )  # fmt: skip
 
 
 def _base_of(adapter: Path) -> str:

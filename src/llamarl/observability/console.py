@@ -107,6 +107,13 @@ class ConsoleReporter:
             words = " · ".join(f"{name} {at}" for name, at in executors.items())
             self._say(f"  {text.duration(time.monotonic() - self._began_s)}  {words}")
 
+    def stopping(self, words: str) -> bool:
+        """Show in the live panel that the run was asked to stop; False where there is none. Safe in a signal handler."""
+        if self._panel is None:
+            return False
+        self._panel.stopping = words
+        return True
+
     def on_report(self, executor: str, tick: int) -> None:
         """An executor has finished a tick."""
         if self._panel is not None:
@@ -183,6 +190,7 @@ class _Panel:
         """Executor -> the last tick that it finished."""
         self.working: Mapping[str, str] = {}
         """Executor -> what it is at."""
+        self.stopping = ""
         self._row: Mapping[str, Any] = {}
         self._held_out: tuple[str, float | None] = ("accuracy", None)
         self._num_failed = 0
@@ -225,7 +233,8 @@ class _Panel:
                 Text(f"idle {text.percent(idle)}"),
                 Text(self.working.get(lane.name, lane.detail), style="dim"),
             )
-        return Group(Text(""), self._progress, facts, lanes)
+        asked = [Text(f"  {self.stopping}", style="yellow")] if self.stopping else []
+        return Group(Text(""), self._progress, facts, lanes, *asked)
 
 
 class LiveLines:

@@ -96,6 +96,7 @@ def test_one_wrong_flag_of_generate_is_one_line(
     ("line", "words"),
     [
         ('{"prompt": 5}', "field 'prompt' is int 5, expected text"),
+        ('{"prompt": [{"role": 5}]}', "field 'prompt' is [{'role': 5}], expected a list of {role, content}"),
         ('{"prompt": null}', "field 'prompt' is NoneType None, expected text"),
         ('{"messages": "hello"}', "field 'messages' is 'hello', expected a list"),
         ('{"messages": [{"role": "user", "content": 5}]}', "expected a list of {role, content}"),
@@ -108,7 +109,7 @@ def test_one_wrong_flag_of_generate_is_one_line(
         ('{"prompt": "a", "x": NaN}', "infinity or NaN"),
         ('{"prompt": "a", "x": 1e999}', "infinity or NaN"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_wrong_line_of_prompts_is_named_by_file_and_number(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, words: str

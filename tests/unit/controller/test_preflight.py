@@ -295,6 +295,16 @@ def test_training_on_the_likeliest_tokens_alone_is_refused(tmp_path: Path, kept:
         check_prompts(config, FOLDER)
 
 
+def test_training_on_equal_responses_is_refused_and_one_of_each_is_not(tmp_path: Path) -> None:
+    greedy = {"max_new_tokens": 20, "temperature": 0}
+    with pytest.raises(
+        ConfigError, match=r"sampling.temperature is 0 \(greedy\), so all .* \(group_size 8\) are equal"
+    ):
+        check_prompts(questions(tmp_path, 1, generator={"sampling": greedy}), FOLDER)
+    alone = questions(tmp_path, 1, generator={"sampling": greedy, "group_size": 1}, algorithm={"advantage": "reward"})
+    check_prompts(alone, FOLDER)
+
+
 def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
     config = questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 256}})
     with pytest.raises(ConfigError, match="max_new_tokens = 256 leaves no room .*256 tokens"):

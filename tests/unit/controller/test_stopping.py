@@ -34,6 +34,14 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts(capfd: pytest.CaptureFi
         press()
 
 
+def test_a_live_display_says_it_in_place_of_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    with StopRequest(lambda words: not said.append(words)) as request:  # type: ignore[func-returns-value]
+        press()
+        assert request.take()
+    assert "stopping after the next tick" in said[0] and not capfd.readouterr().err
+
+
 def test_a_handler_of_somebody_else_stays() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))

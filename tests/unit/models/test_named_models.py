@@ -66,6 +66,18 @@ def test_a_run_without_a_policy_says_how_to_get_one(tmp_path: Path) -> None:
         find_model(str(run))
 
 
+def test_a_run_that_went_on_after_its_policy_was_written_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run")
+    write_export(write_model(run / "model"), ExportFacts(policy_version=40, dtype="float32", served_dtype="float32"))
+    for tick, said in (("tick_000039", ""), ("tick_000042", "model is policy version 40, the newest checkpoint of")):
+        (run / "checkpoints" / tick).mkdir(parents=True)
+        assert find_model(str(run)).path == str(run / "model")
+        assert said in caplog.text and bool(caplog.text) == bool(said)
+    assert "holds 43: llamarl export" in caplog.text
+
+
 def test_a_torn_export_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     model = write_model(run / "model")
