@@ -51,7 +51,7 @@ def told() -> str:
     done = min(work.done(), work.num)
     words = f"{work.verb} {f'{done:,} of ' if done else ''}{plural(work.num, work.noun)}"
     words = ", ".join(filter(None, (words, work.more())))
-    if not 0 < done < work.num:
+    if not work.num <= 5 * done < 5 * work.num:  # the first of many that go side by side foretells nothing
         return words
     left_s = (time.monotonic() - work.began_s) / done * (work.num - done)
     return f"{words}, about {left_s:.0f} s left" if left_s >= 1 else words

@@ -27,6 +27,8 @@ def test_what_is_done_so_far_tells_what_is_left(clock: list[float]) -> None:
     done = [0]
     progress.watch("sampling", "group", 8, lambda: done[0], lambda: "2,100 tokens")
     assert progress.told() == "sampling 8 groups, 2,100 tokens"
+    done[0], clock[0] = 1, 105.0  # of less than a fifth nothing is foretold
+    assert progress.told() == "sampling 1 of 8 groups, 2,100 tokens"
     done[0], clock[0] = 2, 110.0  # ten seconds for two: thirty for six
     assert progress.told() == "sampling 2 of 8 groups, 2,100 tokens, about 30 s left"
     done[0] = 9  # of more than were asked for

@@ -192,7 +192,7 @@ class _Panel:
         """Executor -> what it is at."""
         self.stopping = ""
         self._row: Mapping[str, Any] = {}
-        self._held_out: tuple[str, float | None] = ("accuracy", None)
+        self._held_out: tuple[str, float | None] = ("held out", None)
         self._num_failed = 0
         self._step_s: list[float] = []
         self._progress = Progress(

@@ -119,7 +119,7 @@ def held_out(row: Mapping[str, Any]) -> tuple[str, float | None] | None:
     """What an evaluation is judged by, its mean reward where rewards are graded; None where none ended in this row."""
     if not evaluation_line(row):
         return None
-    return ("held out", row["eval/reward_mean"]) if is_graded(row) else ("accuracy", row.get("eval/accuracy"))
+    return ("held-out reward", row["eval/reward_mean"]) if is_graded(row) else ("accuracy", row.get("eval/accuracy"))
 
 
 def evaluation_line(row: Mapping[str, Any]) -> str:
