@@ -34,12 +34,12 @@ from llamarl.errors import ConfigError, FileError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.executors.demonstrations import num_training_rows
 from llamarl.models.folders import companion_files, local_model_path, resolve_model_path, split_revision
-from llamarl.models.precision import resolve_precision
+from llamarl.models.precision import num_parameters, resolve_precision
 from llamarl.observability.writing import replace_file
 from llamarl.plural import plural
 from llamarl.reading import read_object
 from llamarl.roles import MODEL_SECTIONS, present_roles, with_settings
-from llamarl.trainer.config import MICROBATCH_TOKENS
+from llamarl.trainer.config import MICROBATCH_TOKENS, cpu_microbatch_tokens
 
 __all__ = [
     "MODELS_FILE",
@@ -173,10 +173,12 @@ def with_sizes(config: RunConfig, machine: Machine) -> RunConfig:
         block_size=generator.engine.block_size_on(generator.device),
         kv_cache_bytes=generator.engine.kv_cache_bytes or (0 if known else CPU_CACHE_BYTES),
     )
+    tokens = trainer.max_tokens_per_microbatch
+    if not tokens and not known:
+        on_cpu = trainer.device.startswith("cpu")
+        tokens = cpu_microbatch_tokens(num_parameters(config.model.path)) if on_cpu else MICROBATCH_TOKENS
     trainer = dataclasses.replace(
-        trainer,
-        share_prompts=trainer.shares_prompts(trainer.device),
-        max_tokens_per_microbatch=trainer.max_tokens_per_microbatch or (0 if known else MICROBATCH_TOKENS),
+        trainer, share_prompts=trainer.shares_prompts(trainer.device), max_tokens_per_microbatch=tokens
     )
     config = dataclasses.replace(config, trainer=trainer, generator=dataclasses.replace(generator, engine=engine))
     if not known:

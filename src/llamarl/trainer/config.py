@@ -22,11 +22,12 @@ __all__ = [
     "OptimizerConfig",
     "ReferenceConfig",
     "TrainerConfig",
+    "cpu_microbatch_tokens",
     "num_at_once",
 ]
 
 _SMALL = 20_000_000
-"""Parameters below which one micro-batch is computed after the other."""
+"""Parameters below which one micro-batch is computed after the other, and may be four times as large."""
 MOST_AT_ONCE = 4
 """Micro-batches that a trainer computes at the same time unless told otherwise, and so the cores
 that a lone one fills: threads above that are teams, who need their cores. Each further one costs a
@@ -87,7 +88,8 @@ class TrainerConfig:
 
     max_tokens_per_microbatch: NonNegativeInt = 0
     """Tokens (prompt and response) that one forward pass packs. Bounds activation memory; a single longer
-    response is computed alone. 0: 4096; on GPUs as many of 16384, 8192 and 4096 as fit beside what
+    response is computed alone. 0: 4096, on a CPU 1024 of a model of 20 million parameters or more, whose
+    activations are most of what it holds; on GPUs as many of 16384, 8192 and 4096 as fit beside what
     the GPU holds, which the run's config.toml says."""
 
     microbatches_at_once: NonNegativeInt = 0
@@ -331,6 +333,11 @@ class CriticConfig:
 
     warmup_ticks: NonNegativeInt = 0
     """Ticks over which its rate rises linearly to ``lr``."""
+
+
+def cpu_microbatch_tokens(num_parameters: int) -> int:
+    """What ``max_tokens_per_microbatch`` 0 means on a CPU, for a model of so many parameters."""
+    return MICROBATCH_TOKENS if num_parameters < _SMALL else MICROBATCH_TOKENS // 4
 
 
 def num_at_once(asked: int, *, threads: int, num_parameters: int, reentrant: bool = True) -> int:

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from llamarl.config import RunConfig, validate
-from llamarl.controller import preflight, prepare
+from llamarl.controller import preflight, prepare, settle
 from llamarl.controller.device_memory import GpuMemory, held
 from llamarl.controller.settle import Machine, with_sizes
 from llamarl.errors import ConfigError
@@ -115,6 +115,15 @@ def test_sizes_of_a_cpu_are_what_they_always_were(model: Path) -> None:
     engine, trainer = fitted.generator.engine, fitted.trainer
     assert (engine.block_size, engine.kv_cache_bytes) == (2, 1 << 30)
     assert (trainer.max_tokens_per_microbatch, trainer.share_prompts) == (4096, True)
+
+
+@pytest.mark.parametrize(("num_parameters", "tokens"), [(19_999_999, 4096), (20_000_000, 1024)])
+def test_micro_batches_of_a_larger_model_on_a_cpu_are_smaller(
+    model: Path, num_parameters: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settle, "num_parameters", lambda path: num_parameters)
+    config = _run(model, {"generator.device": "cpu", "trainer.device": "cpu"})
+    assert with_sizes(config, Machine(_specs())).trainer.max_tokens_per_microbatch == tokens
 
 
 def test_a_recipe_that_says_its_sizes_keeps_them(model: Path) -> None:
