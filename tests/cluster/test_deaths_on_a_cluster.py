@@ -169,7 +169,7 @@ def test_a_killed_controller_leaves_nothing_on_any_node_and_the_next_job_begins(
 
 
 def test_ranks_that_are_killed_at_twenty_random_moments_change_no_bit(three: RayHosts, folder: Path) -> None:
-    words = ("tiny", *SMALL, "--run.num_ticks", "90", "--checkpoint.every", "15", "--recovery.max_restarts", "100")
+    words = ("tiny", *SMALL, "--run.num_ticks", "240", "--checkpoint.every", "15", "--recovery.max_restarts", "100")
     train(None, folder / "long", *words)
     random_ = random.Random(5)
     controller = begin(three, "killed", *words, *APART)
