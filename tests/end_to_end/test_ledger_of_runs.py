@@ -44,8 +44,6 @@ def total(table: list[dict[str, Any]], key: str) -> int:
                 "run.cores": 4,
                 "dynamic_sampling.enabled": "true",
                 "dynamic_sampling.carry_ticks": 1,
-                "algorithm.train_truncated": "false",
-                "generator.sampling.max_new_tokens": 12,  # so that some are cut
             },
             marks=pytest.mark.long,
         ),
