@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CommandLine, rows
+from conftest import LONG_LEDGERS, CommandLine, rows
 
 from llamarl.observability.ledger import imbalance
 from llamarl.observability.rollouts import read_rollouts
@@ -44,6 +44,9 @@ def total(table: list[dict[str, Any]], key: str) -> int:
                 "run.cores": 4,
                 "dynamic_sampling.enabled": "true",
                 "dynamic_sampling.carry_ticks": 1,
+                "algorithm.train_truncated": "false",
+                "generator.sampling.max_new_tokens": 31,  # so that some are cut, at a length that does not fail
+                "task.options": LONG_LEDGERS,
             },
             marks=pytest.mark.long,
         ),
