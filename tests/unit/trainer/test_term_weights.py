@@ -153,6 +153,19 @@ def test_rows_beside_samples_enter_no_mean_over_what_was_sampled() -> None:
     assert rows.keys() == alone.keys() and not any(rows.values())
 
 
+def test_means_of_a_tick_are_those_of_its_samples_alone_and_rows_count_among_what_trained(tmp_path: Path) -> None:
+    model, sampled, rows = write_model(tmp_path / "model"), make_groups(), rows_to_imitate(1.0)
+    alone, both = (
+        Trainer(model, TrainerConfig(), OptimizerConfig(), AlgorithmConfig(), temperature=1.0).train(groups, 0)
+        for groups in (sampled, [*sampled, *rows])
+    )
+    for key in ("ratio/mean", "ratio/max", "ratio/effective_samples", "mismatch/kl", "entropy", "staleness/mean"):
+        assert both[key] == pytest.approx(alone[key], rel=1e-5), key
+    shown = sum(int(r.loss_mask.sum()) for group in rows for r in group.responses)
+    assert shown and both["tokens/trained"] == alone["tokens/trained"] + shown
+    assert both["samples/trained"] == alone["samples/trained"] + 3 and both["tokens/unused"] == alone["tokens/unused"]
+
+
 def test_a_response_without_any_term_is_not_computed(tmp_path: Path) -> None:
     prompt = Prompt(index=0, tokens=np.array([3, 4], np.int32), text="")
     (group,) = make_groups(1, 2, failed=False)
