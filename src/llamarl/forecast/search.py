@@ -29,7 +29,7 @@ from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.memory import MARGIN, fits, generator_memory, trainer_memory
 from llamarl.forecast.model import ModelSpec, context_parallel_sizes, expert_parallel_sizes, tensor_parallel_sizes
-from llamarl.forecast.step_time import max_cycle_mean, reinforcement_learning_graph
+from llamarl.forecast.step_time import step_period
 from llamarl.forecast.ticks import (
     GeneratorDemand,
     TrainerDemand,
@@ -485,7 +485,7 @@ def _joined(
     devices: int,
     max_staleness: int,
 ) -> Plan:
-    """The plan of roles on devices of their own; its step is the maximum cycle mean of the job's graph."""
+    """The plan of roles on devices of their own; its step is the period of the job's graph."""
     slowest = max(generators, key=lambda choice: choice.time_s)
     if hardware.is_cpu:
         cores = sum(_cores_of(choice.hardware, hardware) for choice in generators)
@@ -493,15 +493,13 @@ def _joined(
         factor = longer / trainer.time.total_s
         time = TrainerTime(**{name: seconds * factor for name, seconds in vars(trainer.time).items()})
         trainer = replace(trainer, time=time)
-    durations, edges = reinforcement_learning_graph(
+    step_s, sets_pace = step_period(
         generator_s=slowest.time_s + sync_s,
         reward_s=work.reward_s,
         trainer_s=trainer.time.total_s,
         sync_s=0.0,
         max_staleness=max_staleness,
     )
-    period = max_cycle_mean(durations, edges)
-    role = period.cycle[0] if len(period.cycle) == 1 else "round"
     return Plan(
         hardware=hardware,
         colocated=False,
@@ -510,9 +508,9 @@ def _joined(
         trainer=trainer,
         generators=generators,
         sync_s=sync_s,
-        step_s=period.period_s,
-        binds=_binds(role, trainer.time, slowest),
-        tokens_per_s=work.tokens / period.period_s,
+        step_s=step_s,
+        binds=_binds(sets_pace, trainer.time, slowest),
+        tokens_per_s=work.tokens / step_s,
     )
 
 

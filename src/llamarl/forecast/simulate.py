@@ -23,7 +23,7 @@ from llamarl.controller.saving import Saving
 from llamarl.errors import ExecutorFailed, PlanError
 from llamarl.forecast.costed import STALENESS_METRIC
 from llamarl.forecast.scenario import Failures, Scenario
-from llamarl.forecast.step_time import closed_form_period
+from llamarl.forecast.step_time import step_period
 from llamarl.forecast.virtual_clock import Snapshots, VirtualClockRuntime
 from llamarl.observability.trace import idle_share
 from llamarl.runtime.base import Report
@@ -214,7 +214,7 @@ def _measure(scenario: Scenario, reports: list[Report], num_failures: int, lost_
                 staleness[lag] = staleness.get(lag, 0) + int(tokens)
     trained = sum(report.metrics["tokens/trained"] for report in steady["trainer"])
     around = {**{f"{role}_s": seconds for role, seconds in role_s.items()}, "sync_s": scenario.weights_latency_s}
-    theory_s = closed_form_period(**around, max_staleness=scenario.max_staleness)
+    theory_s, _ = step_period(**around, max_staleness=scenario.max_staleness)
     return SimulationResult(
         scenario=scenario,
         reports=tuple(reports),

@@ -1,7 +1,7 @@
 """A run as the page's blocks: name -> plain columns. Each block is opened by the page when its view is.
 
 run        small, read at once: name, status, findings, totals, what is missing
-metrics    rows as columns          timeline   ticks, spans, gaps, forecast
+metrics    rows as columns          timeline   ticks, spans, gaps
 index      every response           detail/T   text and tokens of the chosen groups of tick T
 config     configuration, job, machine
 """

@@ -133,9 +133,7 @@ def read_run(path: Path) -> RunFiles:
         rows = [dict(row) for row in read_metrics(path)]
     else:
         missing.append(f"{METRICS_FILE} (not there yet): no curve, no token ledger")
-    job = _object_or_empty(
-        path / JOB_FILE, missing, "channels, machine and the size of a version are not known, and there is no forecast"
-    )
+    job = _object_or_empty(path / JOB_FILE, missing, "channels, machine and the size of a version are not known")
     if (path / TRACE_FILE).exists():
         trace = read_trace(path / TRACE_FILE)
     else:

@@ -1,4 +1,4 @@
-"""Idle gaps of every executor, what each gap waited for, and the pace that the step-time model forecasts. Pure.
+"""Idle gaps of every executor, and what each gap waited for. Pure.
 
 An executor may begin tick k when its tick k - 1 is done, every channel into it holds the token of
 tick k - delay, and every channel out of it has room: its sink is done with tick k + delay -
@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
-from llamarl.errors import GraphError
-from llamarl.forecast import step_time
 from llamarl.observability.job_description import Edge
 from llamarl.observability.trace import Slice, Trace
 
-__all__ = ["Forecast", "Gap", "channels_of", "find_gaps", "forecast", "timeline_columns"]
+__all__ = ["Gap", "channels_of", "find_gaps", "timeline_columns"]
 
 _SAME_MOMENT_S = 1e-6
 _MS = 3
@@ -40,19 +37,6 @@ class Gap:
     channel: str = ""
     for_room: bool = False
     """It waited for room on ``channel``, not for a token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The steady state of the job, from the mean time of each executor's tick."""
-
-    period_s: float
-    cycle: tuple[str, ...]
-    """Executors that set the pace."""
-    busy_s: dict[str, float]
-    """Executor -> seconds a tick, the median."""
-    starts_s: dict[str, list[float]]
-    """Executor -> when each of its ticks begins if every tick takes ``busy_s`` and nothing is lost between."""
 
 
 def channels_of(job: Mapping[str, Any]) -> list[Edge]:
@@ -104,51 +88,6 @@ def _explained(
     return replace(gap, cause_lane=who, cause_tick=tick, cause_end_s=at_s, channel=name, for_room=room)
 
 
-def forecast(trace: Trace, channels: Sequence[Edge], num_ticks: int) -> Forecast | None:
-    """What the step-time model says of this job; None where executors or channels are not known.
-
-    The first tick of each executor is left out of its median (it warms caches up), where there are three or more.
-    """
-    lanes = [lane for lane in trace.lanes if trace.ticks.get(lane)]
-    edges = [c for c in channels if c.source in lanes and c.sink in lanes]
-    if not lanes or not edges or num_ticks < 1:
-        return None
-    busy = {}
-    for lane in lanes:
-        seconds = [s.end_s - s.start_s for s in trace.ticks[lane]]
-        busy[lane] = median(seconds[1:] if len(seconds) > 2 else seconds)
-    graph = [step_time.Edge(c.source, c.sink, c.delay) for c in edges]
-    graph += [step_time.Edge(c.sink, c.source, c.capacity - c.delay) for c in edges if c.capacity is not None]
-    try:
-        period = step_time.max_cycle_mean(busy, graph)
-    except GraphError:  # channels of another version: no forecast rather than a wrong one
-        return None
-    return Forecast(
-        period_s=period.period_s,
-        cycle=period.cycle,
-        busy_s=busy,
-        starts_s=_earliest_starts(busy, graph, num_ticks),
-    )
-
-
-def _earliest_starts(
-    busy: Mapping[str, float], edges: Sequence[step_time.Edge], num_ticks: int
-) -> dict[str, list[float]]:
-    """Executor -> start of ticks 0 .. num_ticks - 1 when each begins as soon as it may."""
-    starts: dict[str, list[float]] = {lane: [] for lane in busy}
-    for tick in range(num_ticks):
-        now = {lane: (starts[lane][-1] + busy[lane] if tick else 0.0) for lane in busy}
-        for _ in busy:  # edges without delay: as many passes as the longest chain needs
-            for edge in edges:
-                k = tick - edge.delay
-                if k >= 0:
-                    begun = now[edge.source] if edge.delay == 0 else starts[edge.source][k]
-                    now[edge.sink] = max(now[edge.sink], begun + busy[edge.source])
-        for lane, at_s in now.items():
-            starts[lane].append(at_s)
-    return starts
-
-
 def timeline_columns(trace: Trace, channels: Sequence[Edge]) -> dict[str, Any]:
     """The page's block: times in milliseconds since the first executor began."""
     gaps = find_gaps(trace, channels)
@@ -183,16 +122,9 @@ def timeline_columns(trace: Trace, channels: Sequence[Edge]) -> dict[str, Any]:
                 "gap_for_room": [gap.for_room for gap in own],
             }
         )
-    told = forecast(trace, channels, max((s[-1].tick + 1 for s in trace.ticks.values() if s), default=0))
     return {
         "lanes": lanes,
         "labels": labels,
         "resumed": [[tick, ms(at - began_s)] for tick, at in trace.resumed],
-        "forecast": told
-        and {
-            "period_ms": told.period_s * 1e3,
-            "cycle": list(told.cycle),
-            "busy_ms": {lane: seconds * 1e3 for lane, seconds in told.busy_s.items()},
-            "starts_ms": {lane: [ms(at) for at in starts] for lane, starts in told.starts_s.items()},
-        },
+        "knows_channels": bool(channels),
     }

@@ -29,7 +29,7 @@ from llamarl.forecast.search import (
     synchronous,
     trainer_demand,
 )
-from llamarl.forecast.step_time import closed_form_period
+from llamarl.forecast.step_time import step_period
 from llamarl.forecast.ticks import GeneratorDemand, TrainerLayout, trainer_tick
 
 H100 = find_hardware("h100")
@@ -56,7 +56,7 @@ def test_more_staleness_is_never_slower_and_zero_is_the_sum() -> None:
     candidates = split_candidates(H100, work, options, 16)
     plans = [asynchronous(H100, work, options, 16, s, candidates) for s in (1, 2, 4, 8)]
     for plan in plans:
-        closed = closed_form_period(
+        closed, _ = step_period(
             generator_s=plan.generator.time_s + plan.sync_s, reward_s=0.0, trainer_s=plan.trainer.time.total_s,
             sync_s=0.0, max_staleness=plan.max_staleness,
         )  # fmt: skip

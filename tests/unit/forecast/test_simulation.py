@@ -16,7 +16,7 @@ from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
 from llamarl.forecast.lengths import constant, empirical, lognormal
 from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation
 from llamarl.forecast.simulate import SimulationResult, simulate
-from llamarl.forecast.step_time import closed_form_period
+from llamarl.forecast.step_time import step_period
 from llamarl.forecast.virtual_clock import VirtualClockRuntime
 from llamarl.tick_schedule import constant_batches, select_due, slot_starts
 
@@ -46,7 +46,7 @@ def test_theory_is_simulation_when_nothing_varies() -> None:
             durations = {"generator_s": generator, "reward_s": reward, "trainer_s": trainer, "sync_s": sync}
             ticks = 12 * (staleness + 1)  # a whole number of rounds
             result = simulate(of_durations(**durations, max_staleness=staleness, num_ticks=ticks))
-            theory = closed_form_period(**durations, max_staleness=staleness)
+            theory, _ = step_period(**durations, max_staleness=staleness)
             assert result.step_s == pytest.approx(theory, rel=0.01), (durations, staleness)
 
 

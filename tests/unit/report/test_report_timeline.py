@@ -1,13 +1,12 @@
-"""Idle gaps, what ended them, and the forecast: worked by hand from the times of a made job."""
+"""Idle gaps and what ended them: worked by hand from the times of a made job."""
 
 from pathlib import Path
 
-import pytest
-from made_run import JOB, MadeRun
+from made_run import MadeRun
 
 from llamarl.observability.job_description import Edge
 from llamarl.observability.trace import Slice, Trace, read_trace
-from llamarl.report.timeline import channels_of, find_gaps, forecast
+from llamarl.report.timeline import channels_of, find_gaps
 
 CHANNELS = [
     Edge(name="data", source="generator", sink="trainer", delay=0, capacity=2),
@@ -62,27 +61,6 @@ def test_time_in_which_the_job_was_down_is_no_gap() -> None:
         ("generator", 4.5),
         ("trainer", 4.5),
     ]
-
-
-def test_the_forecast_is_the_step_time_model_of_the_median_ticks(tmp_path: Path) -> None:
-    trace = read_trace(MadeRun().write(tmp_path / "run") / "trace.json")
-    told = forecast(trace, JOB.edges, 6)
-    # generator 4, reward 1, trainer 3, weights come two ticks later: max(4, 1, 3, 8 / 2) = 4 s; the run itself took 5
-    assert told is not None and told.period_s == pytest.approx(4.0)
-    assert told.busy_s == pytest.approx({"generator": 4.0, "reward": 1.0, "trainer": 3.0})
-    # generator tick 2 waits for trainer tick 0, done at 4 + 1 + 3 = 8: just when the generator is free again
-    assert told.starts_s["generator"][:4] == pytest.approx([0.0, 4.0, 8.0, 12.0])
-    assert told.starts_s["trainer"][:3] == pytest.approx([5.0, 9.0, 13.0])
-
-
-def test_no_forecast_without_channels_and_none_from_a_graph_that_deadlocks() -> None:
-    trace = _trace([(0.0, 1.0)], [(1.0, 2.0)])
-    assert forecast(trace, [], 1) is None
-    dead = [
-        Edge(name="a", source="generator", sink="trainer", delay=0),
-        Edge(name="b", source="trainer", sink="generator", delay=0),
-    ]
-    assert forecast(trace, dead, 1) is None
 
 
 def test_channels_are_read_as_far_as_they_are_known() -> None:

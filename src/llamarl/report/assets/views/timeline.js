@@ -39,7 +39,7 @@ view("timeline", {
     page.append(
       h("div", { class: "controls" }, back, onward, span,
         labelled("Ticks shown", select([[4, "4"], [8, "8"], [16, "16"], [32, "32"]], timelineState.count, (value) => { timelineState.count = Number(value); move(first); }))),
-      panel(null, lanes, legend([["work", colour(0)], ["inside a tick", colour(6)], ["idle", mix(css("--bad"), 0.43)], ...(line.forecast ? [["forecast", mix(css("--soft"), 0.73)]] : [])])),
+      panel(null, lanes, legend([["work", colour(0)], ["inside a tick", colour(6)], ["idle", mix(css("--bad"), 0.43)]])),
       detail,
       h("div", { class: "grid" },
         pace(line),
@@ -52,7 +52,7 @@ view("timeline", {
     fillGaps();
     move(first);
     if (chosen) {
-      detail.append(gapPanel(run, chosen, line.forecast !== null), await tickGroups(run, chosen.tick));
+      detail.append(gapPanel(run, chosen, line.knows_channels), await tickGroups(run, chosen.tick));
       requestAnimationFrame(() => detail.scrollIntoView({ block: "nearest" }));
     }
   },
@@ -79,49 +79,39 @@ function idleByTick(lane) {
   return lane.tick.map((tick, i) => { const idle = gap.get(tick) || 0; return idle + lane.length[i] ? idle / (idle + lane.length[i]) : 0; });
 }
 
-/** Who sets the pace, measured and as the step-time model has it. */
+/** Who sets the pace. */
 function pace(line) {
   const lanes = line.lanes.filter((lane) => lane.tick.length);
   const busiest = lanes.reduce((best, lane) => (idleShare(lane) < idleShare(best) ? lane : best));
   const trainer = line.lanes.find((lane) => lane.name === "trainer") || busiest;
   const ends = trainer.start.map((start, i) => start + trainer.length[i]);
   const period = median(ends.slice(1).map((end, i) => end - ends[i]));
-  const told = line.forecast;
-  const rows = lanes.map((lane) => ({
-    name: lane.name, busy: median(lane.length), idle: idleShare(lane), forecast: told ? Math.max(0, 1 - told.busy_ms[lane.name] / told.period_ms) : null,
-  }));
+  const rows = lanes.map((lane) => ({ name: lane.name, busy: median(lane.length), idle: idleShare(lane) }));
   return panel("Who sets the pace",
     h("p", {}, h("b", {}, busiest.name), ` is idle least (${format.share(idleShare(busiest))}). `,
-      period ? `A tick takes ${format.seconds(period / 1e3)} (median). ` : "",
-      told
-        ? `The planner's step-time model, fed with the executors' median tick times, forecasts ${format.seconds(told.period_ms / 1e3)}, set by ${[...new Set(told.cycle)].join(" → ")}${told.cycle.length > 1 ? " one after the other" : ""}. What a tick takes beyond that was lost between executors, or to ticks that took longer than the median.`
-        : "There is no forecast: this run has no job.json, which names its channels."),
+      period ? `A tick takes ${format.seconds(period / 1e3)} (median).` : ""),
     table([
       { title: "executor", cell: (row) => row.name },
       { title: "a tick, median", number: true, cell: (row) => format.seconds(row.busy / 1e3) },
       { title: "idle", number: true, cell: (row) => format.share(row.idle) },
-      ...(told ? [{ title: "idle, forecast", number: true, cell: (row) => format.share(row.forecast) }] : []),
     ], rows));
 }
 
 function timelineChart(line, first, count, chosen) {
   const shown = (tick) => tick >= first && tick < first + count;
   const lanes = line.lanes.filter((lane) => lane.tick.length);
-  const work = bars(), gap = bars(), span = bars(), told = bars();
+  const work = bars(), gap = bars(), span = bars();
   const seen = lanes.flatMap((lane) => lane.tick.map((tick, i) => i).filter((i) => shown(lane.tick[i])).map((i) => [lane.start[i], lane.start[i] + lane.length[i]]));
   const left = Math.min(...seen.map(([start]) => start)), right = Math.max(...seen.map(([, end]) => end));
   const pixels = Math.max(120, document.getElementById("main").clientWidth - 140) / (right - left), wide = (length, tick) => length * pixels > 4 + 8 * String(tick).length;
-  const shift = forecastShift(line, lanes, first);
   lanes.forEach((lane, y) => {
     lane.tick.forEach((tick, i) => { if (shown(tick)) push(work, y, 0.5, lane.start[i], lane.length[i], `${lane.name}, tick ${tick}: ${format.seconds(lane.length[i] / 1e3)}`, { tick, lane: lane.name }, wide(lane.length[i], tick) ? String(tick) : ""); });
     lane.gap_tick.forEach((tick, i) => { if (shown(tick) && lane.gap_start[i] + lane.gap_length[i] > left) push(gap, y, 0.5, lane.gap_start[i], lane.gap_length[i], `${lane.name} idle before tick ${tick}: ${format.seconds(lane.gap_length[i] / 1e3)}${lane.gap_cause[i] ? `, waited for ${lane.gap_cause[i]}` : ""}`, { gap: true, tick, lane: lane.name }, ""); });
     lane.span_tick.forEach((tick, i) => { if (shown(tick)) push(span, y + 0.34, 0.13, lane.span_start[i], lane.span_length[i], `${line.labels[lane.span_label[i]]}: ${format.seconds(lane.span_length[i] / 1e3)}`, { tick, lane: lane.name }, ""); });
-    if (line.forecast) (line.forecast.starts_ms[lane.name] || []).forEach((start, tick) => { if (shown(tick)) push(told, y - 0.33, 0.1, start + shift, line.forecast.busy_ms[lane.name], `forecast of ${lane.name}, tick ${tick}`, { tick, lane: lane.name }, ""); });
   });
   const common = { type: "bar", orientation: "h", hovertemplate: "%{hovertext}<extra></extra>", textposition: "inside", insidetextanchor: "middle", textangle: 0, constraintext: "none", cliponaxis: true };
   return {
     traces: [
-      { ...common, ...told, marker: { color: css("--soft"), opacity: 0.55 } },
       { ...common, ...gap, marker: { color: css("--bad"), opacity: gap.customdata.map((one) => (chosen && one.lane === chosen.lane && one.tick === chosen.tick ? 1 : 0.32)), line: { color: css("--bad"), width: 1 } } },
       { ...common, ...work, marker: { color: colour(0), line: { color: css("--panel"), width: 1 } }, textfont: { color: isDark() ? "#0c141b" : "#ffffff", size: 11 } },
       { ...common, ...span, marker: { color: colour(6), line: { color: css("--panel"), width: 0.5 } } },
@@ -139,13 +129,6 @@ const bars = () => ({ y: [], width: [], base: [], x: [], hovertext: [], customda
 function push(into, y, width, base, length, hovertext, customdata, text) {
   into.y.push(y); into.width.push(width); into.base.push(base / 1e3); into.x.push(length / 1e3);
   into.hovertext.push(escapeMarkup(hovertext)); into.customdata.push(customdata); into.text.push(text);
-}
-
-/** Lays the forecast beside what happened: both begin the first shown tick of the first executor together. */
-function forecastShift(line, lanes, first) {
-  if (!line.forecast || !lanes.length) return 0;
-  const at = lanes[0].tick.indexOf(first);
-  return at < 0 ? 0 : lanes[0].start[at] - (line.forecast.starts_ms[lanes[0].name] || [])[first];
 }
 
 function gapPanel(run, gap, known) {
