@@ -69,6 +69,19 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cuda_graphs", ["off", "auto"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_blocks_read_in_place_give_the_tokens_of_copied_ones(
+    family: str, cuda_graphs: str, tmp_path: Path, device: torch.device
+) -> None:
+    tiny_model(family, "eager").save_pretrained(tmp_path)
+    copied, in_place = (
+        run(make_engine(tmp_path, device, cuda_graphs=cuda_graphs, attention=way, block_size=16), make_sequences())
+        for way in ("auto", "flex")
+    )
+    assert [s.tokens for s in in_place] == [s.tokens for s in copied]
+
+
+@pytest.mark.parametrize("cuda_graphs", ["off", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_float32_tokens_equal_generate(
     family: str, cuda_graphs: str, tmp_path: Path, device: torch.device

@@ -23,13 +23,14 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in trainer.parameters_for_sync().items()}
 
 
+@pytest.mark.parametrize("attention", ["auto", "flex"])
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
 def test_two_float32_steps_are_those_of_the_cpu(
-    family: str, share_prompts: bool, tmp_path: Path, device: torch.device
+    family: str, share_prompts: bool, attention: str, tmp_path: Path, device: torch.device
 ) -> None:
     folder = write_model(tmp_path, family)
-    settings = {"share_prompts": share_prompts, "max_tokens_per_microbatch": 64}
+    settings = {"share_prompts": share_prompts, "max_tokens_per_microbatch": 64, "attention": attention}
     here, there = _trainer(folder, "cpu", **settings), _trainer(folder, device, **settings)
     for tick in range(2):
         expected, found = (trainer.train(make_groups(seed=tick), tick) for trainer in (here, there))

@@ -37,7 +37,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
         fsdp, tp = (world, 1) if axis == "fsdp" else (1, world)
         layout = make_layout(fsdp=fsdp, tp=tp, device="cpu")
         built = build_policy(
-            folder / family, layout, temperature=1.0, dtype=torch.float32, chunk_tokens=16, share_prompts=False,
+            folder / family, layout, temperature=1.0, dtype=torch.float32, chunk_tokens=16, attention="llamarl_packed",
             device=torch.device("cpu"), checkpoint_every=2,
         )  # fmt: skip
         policy = built.module

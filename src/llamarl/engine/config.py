@@ -85,7 +85,7 @@ class EngineConfig:
     name: Annotated[str, AfterValidator(_name)] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface:
     fast on GPUs, but its bits depend on the batch, so runs with it do not repeat bit for bit.
-    block_size and cuda_graphs are the native one's. Or an engine of your own as
+    block_size, attention and cuda_graphs are the native one's. Or an engine of your own as
     package.module:Class or file.py:Class (docs/engine.md)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
@@ -112,6 +112,11 @@ class EngineConfig:
 
     max_sequences: PositiveInt = 256
     """Sequences in the running batch; the rest wait in admission order."""
+
+    attention: Literal["auto", "flex"] = "auto"
+    """Kernel of decoded tokens. "auto" copies a step's keys and values out of their blocks first;
+    "flex" reads them where they lie, by a kernel of torch's that is compiled on a GPU, where it has
+    not run yet, and is slow elsewhere. Prompts are computed as ever."""
 
     cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
     """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's

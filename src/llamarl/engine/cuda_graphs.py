@@ -26,6 +26,7 @@ goes, and in which bucket, depends on its batch alone, so a resumed run takes th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -81,13 +82,15 @@ class Buckets:
     Args:
         max_rows: Most sequences in a step.
         max_tokens: Longest context.
+        in_place: Whether attention reads blocks where they lie: then a wide table costs nothing, and one width does.
     """
 
-    def __init__(self, *, max_rows: int, max_tokens: int, block_size: int) -> None:
+    def __init__(self, *, max_rows: int, max_tokens: int, block_size: int, in_place: bool = False) -> None:
         self._block_size = block_size
         widest = -(-max_tokens // block_size)
+        self._most_tokens = math.inf if in_place else _FREE_TOKENS
         self.rows = sizes_between(1, min(max_rows, _MOST_ROWS))
-        self.widths = sizes_between(min(widest, -(-_LEAST_TOKENS // block_size)), widest)
+        self.widths = (widest,) if in_place else sizes_between(min(widest, -(-_LEAST_TOKENS // block_size)), widest)
 
     def choose(self, counts: Sequence[int]) -> Bucket | None:
         """The smallest bucket for sequences that hold so many blocks each.
@@ -99,7 +102,7 @@ class Buckets:
         width = next((size for size in self.widths if size >= max(counts)), None)
         if rows is None or width is None:
             return None
-        if rows * width * self._block_size > _FREE_TOKENS and rows * width > _MAX_PADDED_RATIO * sum(counts):
+        if rows * width * self._block_size > self._most_tokens and rows * width > _MAX_PADDED_RATIO * sum(counts):
             return None
         return Bucket(rows, width)
 

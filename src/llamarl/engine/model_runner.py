@@ -104,6 +104,7 @@ class ModelRunner:
             summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),
         )
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
+        self._flex = config.attention == "flex"
         padded = self._pads_decodes(config)
         self._size_cache(config, scratch=padded)
         self._cache = torch.empty(0)
@@ -168,7 +169,12 @@ class ModelRunner:
             for linear in self.linears:
                 linear.forget()
 
-        buckets = Buckets(max_rows=config.max_sequences, max_tokens=self.context_length, block_size=self.block_size)
+        buckets = Buckets(
+            max_rows=config.max_sequences,
+            max_tokens=self.context_length,
+            block_size=self.block_size,
+            in_place=self._flex,
+        )
         decoder = PaddedDecoder(
             self._decode_padded,
             buckets,
@@ -397,7 +403,7 @@ class ModelRunner:
         if self.links is not None and not self.links.is_first:
             received = self.links.receive_hidden(len(tokens))
         decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
-        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._first_layer)
+        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._flex, self._first_layer)
         return self._hidden(token_ids, position_ids, batch, received), last_row
 
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
@@ -413,7 +419,7 @@ class ModelRunner:
 
     def _decode_padded(self, inputs: DecodeInputs) -> Tensor:
         decode = DecodeBatch(0, inputs.tables, inputs.lengths, inputs.bucket.width * self.block_size)
-        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [])
+        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._flex)
         return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
 
     def _cut_decodes(self, decoding: list[Chunk]) -> list[_Cut]:
@@ -424,7 +430,8 @@ class ModelRunner:
         first = 0
         while first < len(decoding):
             width, held, last = counts[first], 0, first
-            while last < len(decoding) and width * (last + 1 - first) <= _MAX_PADDED_RATIO * (held + counts[last]):
+            most = math.inf if self._flex else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
+            while last < len(decoding) and width * (last + 1 - first) <= most * (held + counts[last]):
                 held += counts[last]
                 last += 1
             blocks: list[int] = []

@@ -23,13 +23,12 @@ from llamarl.config import RunConfig
 from llamarl.engine.factory import make_engine, sampling_params
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ModelError
-from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import torch_dtype
 from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import TrainingSequence, make_microbatch, pack_sequences
 from llamarl.trainer.building import build_policy
-from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.shared_prompts import row_attention
 
 __all__ = ["LargestGap", "Mismatch", "Verdict", "judge", "measure", "sample_and_score"]
 
@@ -216,7 +215,7 @@ def sample_and_score(
 @torch.no_grad()
 def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -> list[npt.NDArray[np.float32]]:
     layout = ParallelLayout(fsdp=1, tp=1, mesh=None)
-    share = config.trainer.shares_prompts(device) and can_share_prompts(load_model_config(config.model.path))
+    attention, share = row_attention(config.trainer, device, config.model.path)
     replay = config.trainer.router == "replay"
     policy = build_policy(
         config.model.path,
@@ -224,7 +223,7 @@ def _score(config: RunConfig, sequences: Sequence[TokenSequence], device: str) -
         temperature=config.generator.sampling.temperature,
         dtype=torch_dtype(config.trainer.dtype, device=device, model=config.model.path),
         chunk_tokens=config.trainer.logprob_chunk_tokens,
-        share_prompts=share,
+        attention=attention,
         device=torch.device(device),
         trained=False,
         replay=replay,

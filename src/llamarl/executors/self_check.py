@@ -36,7 +36,8 @@ from llamarl.models.parallel import ParallelLayout
 from llamarl.models.small_copy import NUM_TOKENS, small_model
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
-from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.config import TrainerConfig
+from llamarl.trainer.shared_prompts import row_attention
 
 __all__ = ["Finding", "check_architecture", "check_generated", "find_differences"]
 
@@ -227,14 +228,14 @@ def _true_logprobs(model: PreTrainedModel, sequence: TokenSequence) -> Tensor:
 def _check_trainer(folder: Path, model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> list[Finding]:
     way = "packed"
     try:
-        share = can_share_prompts(load_model_config(folder))
+        attention, share = row_attention(TrainerConfig(), "cpu", folder)
         policy = build_policy(
             folder,
             ParallelLayout(fsdp=1, tp=1, mesh=None),
             temperature=1.0,
             dtype=torch.float32,
             chunk_tokens=16,
-            share_prompts=share,
+            attention=attention,
             device=torch.device("cpu"),
         ).module
         batch = make_microbatch(

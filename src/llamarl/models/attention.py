@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ __all__ = [
     "PACKED_ATTENTION",
     "PackedSequences",
     "PaddedBatch",
+    "Segment",
     "attending",
     "current_packing",
     "fused_attention",
@@ -54,6 +55,17 @@ PACKED_ATTENTION = "llamarl_packed"
 """Name in transformers' attention interface. To take it from here is to have it registered."""
 
 _SOFTCAP_CHUNK = 256  # query rows whose scores are held at once in a soft-capped layer
+
+
+class Segment(NamedTuple):
+    """Successive rows of a packed row, each of which sees those up to itself, after the rows of a prompt that they go on from."""
+
+    first: int
+    num_tokens: int
+    prompt: int = 0
+    """First row of that prompt."""
+    prompt_tokens: int = 0
+    """0: it begins a text of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +152,14 @@ class PackedSequences:
     @property
     def num_tokens(self) -> int:
         return self.cu_seqlens[-1]
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What attention derives from the boundaries."""
+        return self._cache
+
+    def segments(self) -> list[Segment]:
+        return [Segment(start, n) for start, n in zip(self.cu_seqlens, self.lengths, strict=False)]
 
     def position_ids(self, device: torch.device | str) -> Tensor:
         """[1, T] int64: the position of each token in its own sequence, as the model call needs it."""

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.models.attention import fused_attention, register_attention, repeated_heads, softcapped_attention
+from llamarl.models.flex import flex_decode, page_mask
 
 __all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_attention", "paged_step", "prefill_attention"]
 
@@ -44,7 +45,14 @@ class DecodeBatch:
     """[N] cached tokens, the new one included."""
     num_slots: int
     """L = B * block_size."""
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[Any, Any] = field(default_factory=dict)
+
+    def pages(self, window: int | None, num_blocks: int, size: int) -> Any:
+        """What the kernel that reads blocks in place needs to know of them. Made once a step."""
+        if ("pages", window) not in self._masks:
+            tables = self.blocks.view(len(self.lengths), -1)
+            self._masks["pages", window] = page_mask(tables, self.lengths, num_blocks, size, window)
+        return self._masks["pages", window]
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[N, 1, 1, L]: 0 on slots that hold tokens the query may see, -inf elsewhere. Made once a
@@ -126,6 +134,8 @@ class PagedBatch:
     """[T] flat slot (block * block_size + offset) of each token."""
     decodes: list[DecodeBatch]
     prefills: list[PrefillChunk]
+    flex: bool = False
+    """Whether decodes read their blocks in place."""
     first_layer: int = 0
     """To which ``keys[0]`` belongs: layers keep their numbers where a pipeline stage holds some of them."""
 
@@ -182,6 +192,12 @@ def paged_attention(
     for batch in paged_batch.decodes:
         N, L = len(batch.lengths), batch.num_slots
         inside = window if window is not None and window < L else None
+        if paged_batch.flex:
+            queries, pages = q_THD[batch.first : batch.first + N], batch.pages(inside, *keys.shape[:2])
+            out_THD[batch.first : batch.first + N] = flex_decode(
+                queries, keys, values, pages, scale=scale, softcap=softcap
+            )
+            continue
         k = keys.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         v = values.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         q = q_THD[batch.first : batch.first + N].reshape(N, KV, H // KV, D)

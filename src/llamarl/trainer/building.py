@@ -90,7 +90,7 @@ def build_policy(
     temperature: float,
     dtype: torch.dtype,
     chunk_tokens: int,
-    share_prompts: bool,
+    attention: str,
     device: torch.device,
     trained: bool = True,
     entropy_needs_grad: bool = False,
@@ -103,7 +103,7 @@ def build_policy(
 
     Args:
         dtype: Of weights as computed with, and of activations.
-        share_prompts: Whether micro-batches hold a group's prompt once.
+        attention: Name in transformers' attention interface, as ``row_attention`` says; rows over ranks have their own.
         trained: False freezes every parameter.
         checkpoint_every: Every so many layers one recomputes its activations in the backward pass; 0 is none.
         lora: With it, adapters are added and the model itself is frozen.
@@ -113,7 +113,7 @@ def build_policy(
         ModelError: The model is not supported, or not with this ``tp``, ``pp``, ``cp`` or ``ep``.
         ValueError: ``temperature`` is 0.
     """
-    attention = _attention(share_prompts, layout)
+    attention = CONTEXT_ATTENTION if layout.cp > 1 else attention
     parts = None
     if layout.num_ranks > 1:  # no rank may need memory for the whole
         model = make_skeleton(model_path, attention=attention)
@@ -157,14 +157,13 @@ def build_policy(
 
 
 def build_value_model(
-    model_path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, share_prompts: bool, device: torch.device
+    model_path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, attention: str, device: torch.device
 ) -> Built[ValueModel]:
     """This rank's part of the value model in ``model_path``, which may hold a language model.
 
     Raises:
         ModelError: The model has no value form, or does not divide by ``tp``.
     """
-    attention = _attention(share_prompts, layout)
     parts = None
     if layout.num_ranks > 1:
         model = value_skeleton(model_path, attention=attention)
@@ -222,12 +221,6 @@ def _loaded_on(layout: ParallelLayout, device: torch.device) -> torch.device:
     """Where a whole model is read: in host memory, from where a lone rank takes it rounded. Its
     float32 weights beside those that it computes with would be what bounds a GPU."""
     return torch.device("cpu") if layout.num_ranks == 1 else device
-
-
-def _attention(share_prompts: bool, layout: ParallelLayout) -> str:
-    if layout.cp > 1:
-        return CONTEXT_ATTENTION
-    return "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
 
 
 def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout) -> None:

@@ -99,11 +99,18 @@ class TrainerConfig:
     after the other, all threads on each. Bits depend on this number and on the threads of one
     micro-batch. Several ranks, and GPUs, take one after the other."""
 
+    attention: Literal["auto", "flex"] = "auto"
+    """Kernel of the rows that are trained and scored. "auto": on a GPU in half precision flash attention
+    over separate sequences, else padded batches. "flex": one kernel of torch's that also takes
+    shared prompts, windows and soft caps; compiled on a GPU, where it has not run yet, and slow
+    elsewhere."""
+
     share_prompts: bool | Literal["auto"] = "auto"
     """Compute a group's prompt once for all of its responses; exact to rounding. Models with
-    sliding-window or soft-capped attention compute it once a response all the same. "auto": on a
-    CPU; on a GPU the kernel for it is slower and keeps more than the one for separate sequences, so
-    true pays there only where prompts are much longer than responses (llamarl plan compares)."""
+    sliding-window or soft-capped attention compute it once a response all the same, but under
+    trainer.attention = "flex". "auto": on a CPU and under "flex"; else on a GPU the kernel for it is
+    slower and keeps more than the one for separate sequences, so true pays there only where prompts
+    are much longer than responses (llamarl plan compares)."""
 
     skip_zero_advantage: bool = True
     """Do not compute responses whose advantage is 0, where their gradient is exactly 0: under a
@@ -150,6 +157,8 @@ class TrainerConfig:
                 "over which experts are spread (1: the model has none, or each rank holds all)",
                 ("fsdp", "cp"),
             )
+        if self.attention == "flex" and self.cp > 1:
+            yield Mistake("attention", f"is 'flex', which takes whole rows, but cp is {self.cp}", ("cp",))
 
     @property
     def num_ranks(self) -> int:
@@ -163,7 +172,9 @@ class TrainerConfig:
 
     def shares_prompts(self, device: str) -> bool:
         """What ``share_prompts`` means on a device."""
-        return device.startswith("cpu") if self.share_prompts == "auto" else self.share_prompts
+        if self.share_prompts == "auto":
+            return device.startswith("cpu") or self.attention == "flex"
+        return self.share_prompts
 
     @property
     def steps_per_tick(self) -> int:

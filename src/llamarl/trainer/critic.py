@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.loading import load_model_config
 from llamarl.models.precision import torch_dtype
 from llamarl.trainer.building import build_value_model, layout_of
 from llamarl.trainer.computes import Computes
@@ -30,7 +29,7 @@ from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.policy import ValueModel
 from llamarl.trainer.scoring import LaidOut, lay_out
 from llamarl.trainer.sharded_model import ShardedModel
-from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.shared_prompts import row_attention
 from llamarl.types import Group
 
 __all__ = ["Critic", "value_loss"]
@@ -70,11 +69,9 @@ class Critic(ShardedModel[ValueModel]):
         self.ticks_done = 0
         learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
         layout = layout_of("critic", config, device)
-        share_prompts = trainer.shares_prompts(device) and can_share_prompts(load_model_config(model_path))
+        attention, share_prompts = row_attention(trainer, device, model_path)
         dtype = torch_dtype(trainer.dtype, device=device, model=model_path)
-        built = build_value_model(
-            model_path, layout, dtype=dtype, share_prompts=share_prompts, device=torch.device(device)
-        )
+        built = build_value_model(model_path, layout, dtype=dtype, attention=attention, device=torch.device(device))
         super().__init__(built, layout, self.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype)
         max_tokens = trainer.microbatch_tokens
         self.computes = Computes(built.module, layout, device, max_tokens=max_tokens, share_prompts=share_prompts)

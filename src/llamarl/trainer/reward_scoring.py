@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
-from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import make_layout
 from llamarl.models.reward_model import is_packed, last_token, load_reward_model
 from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.building import build_reward_model
 from llamarl.trainer.computes import Computes
-from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.config import TrainerConfig
+from llamarl.trainer.shared_prompts import row_attention
 
 __all__ = ["RewardScorer", "distinct", "padded_batches"]
 
@@ -65,9 +65,7 @@ class RewardScorer:
         self._computes: Computes | None = None
         self._whole: PreTrainedModel | None = None
         if is_packed(path):
-            # on a GPU the kernel for separate texts is the faster one
-            share_prompts = self.device.type == "cpu" and can_share_prompts(load_model_config(path))
-            attention = "llamarl_shared_prompts" if share_prompts else "llamarl_packed"
+            attention, share_prompts = row_attention(TrainerConfig(), str(self.device), path)
             model = build_reward_model(
                 path, self.layout, dtype=dtype, attention=attention, device=self.device, key=key
             ).module

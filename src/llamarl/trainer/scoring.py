@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.models.loading import load_model_config
 from llamarl.models.precision import torch_dtype
 from llamarl.trainer.batch import TrainingSequence, trainable, training_sequence
 from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.computes import Computes, Packed
 from llamarl.trainer.config import ReferenceConfig, TrainerConfig
-from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.shared_prompts import row_attention
 from llamarl.types import Group
 
 __all__ = ["FrozenScorer", "LaidOut", "Located", "lay_out"]
@@ -118,7 +117,7 @@ class FrozenScorer:
         """
         self.algorithm = algorithm
         self.layout = layout_of("reference", config, device)
-        share_prompts = trainer.shares_prompts(device) and can_share_prompts(load_model_config(model_path))
+        attention, share_prompts = row_attention(trainer, device, model_path)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
         policy = build_policy(
             model_path,
@@ -126,7 +125,7 @@ class FrozenScorer:
             temperature=temperature,
             dtype=dtype,
             chunk_tokens=trainer.logprob_chunk_tokens,
-            share_prompts=share_prompts,
+            attention=attention,
             device=torch.device(device),
             trained=False,
         ).module

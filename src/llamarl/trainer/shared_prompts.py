@@ -14,24 +14,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from llamarl.models.attention import (
+    PACKED_ATTENTION,
     PackedSequences,
     PaddedBatch,
+    Segment,
     fused_attention,
     packed_attention,
     places_in,
     register_attention,
 )
+from llamarl.models.flex import FLEX_ATTENTION
+from llamarl.models.loading import load_model_config
 from llamarl.models.packing import similar_responses
 from llamarl.models.transfer import to_device
+from llamarl.trainer.config import TrainerConfig
 
-__all__ = ["SharedPrompts", "can_share_prompts", "shared_prompt_attention"]
+__all__ = ["RowAttention", "SharedPrompts", "can_share_prompts", "row_attention", "shared_prompt_attention"]
 
 
 def can_share_prompts(config: PretrainedConfig) -> bool:
@@ -43,6 +49,24 @@ def can_share_prompts(config: PretrainedConfig) -> bool:
     if kinds is not None:
         return all(kind == "full_attention" for kind in kinds)
     return not getattr(text, "sliding_window", None)
+
+
+class RowAttention(NamedTuple):
+    """How a job's rows are laid, and which attention reads them."""
+
+    name: str
+    """In transformers' attention interface."""
+    share_prompts: bool
+    """Whether a row holds a group's prompt once."""
+
+
+def row_attention(trainer: TrainerConfig, device: str, model_path: str | Path) -> RowAttention:
+    """What ``trainer.attention`` and ``trainer.share_prompts`` mean for a model on a device."""
+    flex = trainer.attention == "flex"
+    share = trainer.shares_prompts(device) and (flex or can_share_prompts(load_model_config(model_path)))
+    if flex:
+        return RowAttention(FLEX_ATTENTION, share)
+    return RowAttention("llamarl_shared_prompts" if share else PACKED_ATTENTION, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,23 @@ class SharedPrompts:
     @property
     def num_tokens(self) -> int:
         return sum(prompt + sum(responses) for prompt, responses in self.units)
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What attention derives from the units."""
+        return self._cache
+
+    def segments(self) -> list[Segment]:
+        """Each prompt, and each response behind it."""
+        found, row = [], 0
+        for prompt, responses in self.units:
+            first, row = row, row + prompt
+            found.append(Segment(first, prompt))
+            for n in responses:
+                if n:
+                    found.append(Segment(row, n, first, prompt))
+                row += n
+        return found
 
     @cached_property
     def prompts(self) -> PackedSequences:

@@ -28,7 +28,6 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.models.adapters import with_targets
 from llamarl.models.exported import ExportFacts
-from llamarl.models.loading import load_model_config
 from llamarl.models.precision import torch_dtype
 from llamarl.observability.ledger import scored_tokens
 from llamarl.progress import watch
@@ -46,7 +45,7 @@ from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.policy import Policy, TokenScores
 from llamarl.trainer.sharded_model import ShardedModel
-from llamarl.trainer.shared_prompts import can_share_prompts
+from llamarl.trainer.shared_prompts import row_attention
 from llamarl.trainer.staleness import check_token_versions
 from llamarl.trainer.statistics import StepStatistics, tick_metrics
 from llamarl.trainer.step_plan import plan_of_rank
@@ -113,14 +112,14 @@ class Trainer(ShardedModel[Policy]):
         learning_rate(optimizer, optimizer.warmup_ticks, num_ticks)  # a falling schedule without an end fails now
         layout = layout_of("trainer", config, device)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
-        share_prompts = config.shares_prompts(device) and can_share_prompts(load_model_config(model_path))
+        attention, share_prompts = row_attention(config, device, model_path)
         built = build_policy(
             model_path,
             layout,
             temperature=temperature,
             dtype=dtype,
             chunk_tokens=config.logprob_chunk_tokens,
-            share_prompts=share_prompts,
+            attention=attention,
             device=torch.device(device),
             entropy_needs_grad=algorithm.entropy_coef != 0,
             checkpoint_every=_CHECKPOINT_EVERY[config.activation_checkpointing],

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,26 @@ def test_padded_steps_give_the_tokens_of_exact_ones(family: str, tmp_path: Path)
     assert [s.tokens for s in result] == [s.tokens for s in exact]
     for one, other in zip(result, exact, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+
+
+def test_blocks_read_in_place_give_the_tokens_of_copied_ones_in_buckets_of_rows_alone(tmp_path: Path) -> None:
+    """Of a family whose layers have windows and soft caps by turns."""
+
+    def generated(engine: NativeEngine) -> list[Sequence]:
+        sequences = make_sequences(temperature=1.0)
+        for i, sequence in enumerate(sequences):
+            sequence.params = replace(sequence.params, max_new_tokens=3 + i)
+        return run(engine, sequences)
+
+    tiny_model("gemma2", "eager").save_pretrained(tmp_path)
+    copied = generated(_engine(tmp_path, "off"))
+    engine = _engine(tmp_path, "padded", attention="flex")
+    padded = _count_padded(engine)
+    for result in (generated(_engine(tmp_path, "off", attention="flex")), generated(engine)):
+        assert [s.tokens for s in result] == [s.tokens for s in copied]
+        for one, other in zip(result, copied, strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+    assert len({bucket.rows for bucket in padded}) > 2 and len({bucket.width for bucket in padded}) == 1
 
 
 def test_padding_survives_preemption_sampling_and_new_weights(folder: Path) -> None:

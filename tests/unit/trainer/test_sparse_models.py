@@ -33,7 +33,7 @@ def policy_of(folder: Path) -> Policy:
         temperature=1.0,
         dtype=torch.float32,
         chunk_tokens=16,
-        share_prompts=False,
+        attention="llamarl_packed",
         device=torch.device("cpu"),
     ).module
 
