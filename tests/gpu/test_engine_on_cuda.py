@@ -69,7 +69,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cuda_graphs", ["off", "auto"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # whose tiny heads are of 16, the kernel's least width
 def test_blocks_read_in_place_give_the_tokens_of_copied_ones(
     family: str, cuda_graphs: str, tmp_path: Path, device: torch.device
 ) -> None:
