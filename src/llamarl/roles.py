@@ -28,18 +28,13 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from llamarl.errors import Mistake
 
 if TYPE_CHECKING:
-    from llamarl.algorithms.config import AlgorithmConfig
-    from llamarl.controller.config import ScheduleConfig
-    from llamarl.data.config import DataConfig
-    from llamarl.engine.config import EngineConfig
-    from llamarl.executors.config import EvaluationConfig, ExecutorConfig, GeneratorConfig, JudgeConfig
+    from llamarl.executors.config import ExecutorConfig
     from llamarl.models.support import Use
-    from llamarl.trainer.config import LoraConfig, TrainerConfig
 
 __all__ = [
     "MODEL_SECTIONS",
@@ -68,46 +63,8 @@ evaluation to the next. Only ticks that are due carry a version, so that much ro
 the weights in shared memory, or two if every tick is due."""
 
 
-class JobConfig(Protocol):
-    """What the table of roles asks of a configuration; ``config.RunConfig`` is one."""
-
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def evaluation(self) -> EvaluationConfig: ...
-    @property
-    def executors(self) -> Mapping[str, ExecutorConfig]: ...
-    @property
-    def generator(self) -> GeneratorConfig: ...
-    @property
-    def judge(self) -> JudgeConfig: ...
-    @property
-    def judge_engine(self) -> EngineConfig: ...
-    @property
-    def lora(self) -> LoraConfig: ...
-    @property
-    def model(self) -> Any: ...
-    @property
-    def run(self) -> Any: ...
-    @property
-    def schedule(self) -> ScheduleConfig: ...
-    @property
-    def trainer(self) -> TrainerConfig: ...
-    @property
-    def samples(self) -> bool: ...
-    @property
-    def has_critic(self) -> bool: ...
-    @property
-    def has_judge(self) -> bool: ...
-    @property
-    def has_reference(self) -> bool: ...
-    @property
-    def has_reward_model(self) -> bool: ...
-
-
-_Config = TypeVar("_Config", bound=JobConfig)
+JobConfig = Any
+"""A ``config.RunConfig``, which imports this file and so has no name here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +370,7 @@ def idle_size_mistakes(config: JobConfig) -> Iterator[Mistake]:
                 )
 
 
-def with_settings(config: _Config, changes: Mapping[str, Mapping[str, Any]]) -> _Config:
+def with_settings(config: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> JobConfig:
     """``config`` with other values in the sections of its roles, all at once: between two of them
     it might be no configuration.
 
@@ -428,7 +385,7 @@ def with_settings(config: _Config, changes: Mapping[str, Mapping[str, Any]]) -> 
                 sections["executors"][role.name] = changed
             else:
                 sections[role.section] = changed
-    return dataclasses.replace(config, **sections)  # type: ignore[type-var, return-value]
+    return dataclasses.replace(config, **sections)
 
 
 def _rewired(role: Role, config: JobConfig) -> Role:
@@ -488,10 +445,6 @@ def _own(name: str, config: JobConfig) -> Role:
     )
 
 
-_ALL = ("executors",)
-"""What a mistake of wiring looks at: the sections of all executors."""
-
-
 def wiring_mistakes(config: JobConfig) -> Iterator[Mistake]:
     """What is wrong with the executors that a recipe brings or rewires, in which any of them may be at fault. Whether a
     cycle lacks a delay the graph itself tells."""
@@ -502,100 +455,70 @@ def wiring_mistakes(config: JobConfig) -> Iterator[Mistake]:
         yield from _weights_mistakes(name, own, config)
     roles = present_roles(config)
     writers: dict[str, Role] = {}
-    for role in roles:
-        for channel in role.writes:
-            if channel in writers:
-                yield Mistake(
-                    f"executors.{role.name}.writes",
-                    f": channel {channel!r} is written by {writers[channel].name} already; a channel "
-                    f"has one writer: give it another name",
-                    _ALL,
-                )
-            writers.setdefault(channel, role)
     readers: dict[str, Role] = {}
-    for role in roles:
-        for reads in role.reads:
-            channel = next((name for name in reads.channels if name in writers), "")
-            if not channel:
-                wanted = " or ".join(map(repr, reads.channels))
-                near = difflib.get_close_matches(reads.channels[0], writers, n=1, cutoff=0.6)
-                yield Mistake(
-                    f"executors.{role.name}.reads",
-                    f": nobody writes {wanted}; "
-                    + (f"did you mean {near[0]!r}? " if near else "")
-                    + f"there are {', '.join(writers)}",
-                    _ALL,
-                )
-                continue
-            source = writers[channel]
-            if (reads.kind == "weights") != _writes_weights(source):
-                yield Mistake(
-                    f"executors.{role.name}.reads",
-                    f": {channel!r}, which {source.name} writes, carries "
-                    f"{'weights' if _writes_weights(source) else 'groups'}, and {role.name} reads "
-                    f"{'weights' if reads.kind == 'weights' else 'groups'}",
-                    _ALL,
-                )
-            if channel in readers:
-                yield Mistake(
-                    f"executors.{role.name}.reads",
-                    f": channel {channel!r} is read by {readers[channel].name} already; a channel has "
-                    f"one reader: let {role.name} read what {readers[channel].name} writes, or {source.name} write a second "
-                    f"channel ([executors.{source.name}] writes), which then carries the same",
-                    _ALL,
-                )
-            readers.setdefault(channel, role)
-    for channel, role in writers.items():
-        if channel not in readers and not (
-            role.name in ROLES and channel in ROLES[role.name].writes and _writes_weights(role)
-        ):
-            yield Mistake(
-                f"executors.{role.name}.writes",
-                f": nobody reads {channel!r}: name it in the reads of an executor, such as "
-                f"[executors.trainer] reads = [{channel!r}]",
-                _ALL,
+    for role, channel in ((one, name) for one in roles for name in one.writes):
+        if channel in writers:
+            other = f"channel {channel!r} is written by {writers[channel].name} already"
+            yield _wrong(role.name, "writes", f": {other}; a channel has one writer: give it another name")
+        writers.setdefault(channel, role)
+    for role, reads in ((one, read) for one in roles for read in one.reads):
+        channel = next((name for name in reads.channels if name in writers), "")
+        if not channel:
+            near = difflib.get_close_matches(reads.channels[0], writers, n=1, cutoff=0.6)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            wanted = " or ".join(map(repr, reads.channels))
+            yield _wrong(role.name, "reads", f": nobody writes {wanted}; {meant}there are {', '.join(writers)}")
+            continue
+        source = writers[channel]
+        carried, read = (
+            "weights" if is_it else "groups" for is_it in (_writes_weights(source), reads.kind == "weights")
+        )
+        if carried != read:
+            other = f"{channel!r}, which {source.name} writes, carries {carried}"
+            yield _wrong(role.name, "reads", f": {other}, and {role.name} reads {read}")
+        if channel in readers:
+            other = readers[channel].name
+            yield _wrong(
+                role.name,
+                "reads",
+                f": channel {channel!r} is read by {other} already; a channel has one reader: let {role.name} read what {other} "
+                f"writes, or {source.name} write a second channel ([executors.{source.name}] writes), which then carries the same",
             )
+        readers.setdefault(channel, role)
+    for channel, role in writers.items():
+        standard = role.name in ROLES and channel in ROLES[role.name].writes and _writes_weights(role)
+        if channel not in readers and not standard:
+            such = f"name it in the reads of an executor, such as [executors.trainer] reads = [{channel!r}]"
+            yield _wrong(role.name, "writes", f": nobody reads {channel!r}: {such}")
+
+
+def _wrong(name: str, key: str, text: str) -> Mistake:
+    """Of wiring, which looks at the sections of all executors."""
+    return Mistake(f"executors.{name}{key and '.'}{key}", text, ("executors",))
 
 
 def _own_mistakes(name: str, own: ExecutorConfig, config: JobConfig) -> Iterator[Mistake]:
-    key = f"executors.{name}"
     if name not in ROLES:
         if not name.isidentifier() or not name.isascii():
-            yield Mistake(key, ": an executor's name is of letters, digits and underscores", _ALL)
+            yield _wrong(name, "", ": an executor's name is of letters, digits and underscores")
         if not own.factory:
             near = difflib.get_close_matches(name, ROLES, n=1, cutoff=0.6)
-            yield Mistake(
-                f"{key}.factory",
-                "is empty: give the import path of its class"
-                + (f", or did you mean executors.{near[0]}?" if near else ""),
-                _ALL,
-            )
+            meant = f", or did you mean executors.{near[0]}?" if near else ""
+            yield _wrong(name, "factory", f"is empty: give the import path of its class{meant}")
         return
     role = ROLES[name]
     if not role.present(config):
-        yield Mistake(key, f": this job has no {name}; see section [{role.section or name}]", _ALL)
-    for field, default in (("ranks", 1), ("threads", 1), ("device", "cpu")):
-        if getattr(own, field) != default:
-            where = (
-                f"set it in section [{role.section}]" if role.section else "it has one rank with one thread on the CPU"
-            )
-            yield Mistake(
-                f"{key}.{field}",
-                f"is {getattr(own, field)!r}, but {name} is an executor of the standard job: {where}",
-                _ALL,
-            )
-    if own.settings:
-        yield Mistake(
-            f"{key}.settings",
-            f": {name} is an executor of the standard job, and the recipe's own sections are its settings",
-            _ALL,
-        )
-    if own.delays:
-        yield Mistake(
-            f"{key}.delays",
-            f": what {name} reads has the delay of the standard job; delays are for executors of your own",
-            _ALL,
-        )
+        yield _wrong(name, "", f": this job has no {name}; see section [{role.section or name}]")
+    where = f"set it in section [{role.section}]" if role.section else "it has one rank with one thread on the CPU"
+    for key, default, what in (
+        ("ranks", 1, where),
+        ("threads", 1, where),
+        ("device", "cpu", where),
+        ("settings", {}, "the recipe's own sections are its settings"),
+        ("delays", {}, "what it reads has the delay of the standard job"),
+    ):
+        if (given := getattr(own, key)) != default:
+            yield _wrong(name, key, f"is {given!r}, but {name} is an executor of the standard job: {what}")
 
 
 def _weights_mistakes(name: str, own: ExecutorConfig, config: JobConfig) -> Iterator[Mistake]:
@@ -608,14 +531,14 @@ def _weights_mistakes(name: str, own: ExecutorConfig, config: JobConfig) -> Iter
         yield Mistake(
             f"{key}.delays",
             f": {late} ticks are more than schedule.max_staleness + 1 = {most}: the trainer keeps no older weights",
-            ("schedule.max_staleness", *_ALL),
+            ("schedule.max_staleness", "executors"),
         )
     if config.schedule.weights == "latest":
         yield Mistake(
             f"{key}.reads",
             f": {', '.join(map(repr, read))} carries the version of a tick, but schedule.weights is 'latest': set that to "
             "'exact'",
-            ("schedule.weights", *_ALL),
+            ("schedule.weights", "executors"),
         )
     path = own.settings.get("model", {}).get("path", config.model.path)
     if path != config.model.path:
@@ -623,7 +546,7 @@ def _weights_mistakes(name: str, own: ExecutorConfig, config: JobConfig) -> Iter
             f"{key}.settings",
             f": model.path is {path!r}, but {', '.join(map(repr, read))} carries weights of the policy, "
             f"{config.model.path!r}: leave out one of the two; without such reads the model stays as it is",
-            ("model.path", *_ALL),
+            ("model.path", "executors"),
         )
 
 

@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig
@@ -122,62 +124,32 @@ def _check_channel(channel: ChannelSpec, names: Sequence[str]) -> None:
 
 
 def _check_connected(names: Sequence[str], channels: Sequence[ChannelSpec]) -> None:
-    if len(names) == 1:
-        return
-    neighbours: dict[str, set[str]] = {name: set() for name in names}
-    for channel in channels:
-        neighbours[channel.source].add(channel.sink)
-        neighbours[channel.sink].add(channel.source)
-    for name in names:
-        if not neighbours[name]:
-            raise GraphError(f"executor {name!r} has no channel: connect it or leave it out")
-    seen: set[str] = set()
-    stack = [names[0]]
-    while stack:
-        name = stack.pop()
-        if name not in seen:
-            seen.add(name)
-            stack.extend(neighbours[name])
+    seen = {names[0]}
+    while new := {end for c in channels if {c.source, c.sink} & seen for end in (c.source, c.sink)} - seen:
+        seen |= new
     if missing := [name for name in names if name not in seen]:
         raise GraphError(
-            f"executors {', '.join(missing)} are not connected with {names[0]!r}: run them as a job of their own"
+            f"executors {', '.join(missing)} are not connected with {names[0]!r}: give them a channel, leave them out, or run "
+            "them as a job of their own"
         )
 
 
 def _check_live(names: Sequence[str], channels: Sequence[ChannelSpec]) -> None:
-    """Find a cycle without a token by depth-first search over the edges that carry none."""
-    empty: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
-    for channel in channels:
-        if channel.delay == 0:
-            empty[channel.source].append(
-                (channel.sink, f"{channel.name!r} ({channel.source} -> {channel.sink}, delay 0)")
-            )
-        if channel.capacity - channel.delay == 0:
-            room = f"the room on {channel.name!r} (capacity {channel.capacity} = delay {channel.delay})"
-            empty[channel.sink].append((channel.source, room))
-    done: set[str] = set()
-    for start in names:
-        path: list[str] = []
-        labels: list[str] = []
-
-        def visit(name: str, path: list[str] = path, labels: list[str] = labels) -> None:
-            if name in path:
-                cycle = labels[path.index(name) :]
-                raise GraphError(
-                    f"deadlock: no token on the cycle of {', then '.join(cycle)}; "
-                    f"give one of these edges a delay >= 1, or more capacity"
-                )
-            if name in done:
-                return
-            path.append(name)
-            for sink, label in empty[name]:
-                labels.append(label)
-                visit(sink)
-                labels.pop()
-            path.pop()
-            done.add(name)
-
-        visit(start)
+    """Find a cycle without a token among the edges that carry none."""
+    empty: dict[tuple[str, str], str] = {}
+    for c in channels:
+        if c.capacity == c.delay:
+            empty[c.sink, c.source] = f"the room on {c.name!r} (capacity {c.capacity} = delay {c.delay})"
+        if c.delay == 0:
+            empty[c.source, c.sink] = f"{c.name!r} ({c.source} -> {c.sink}, delay 0)"
+    try:
+        TopologicalSorter({name: [source for source, sink in empty if sink == name] for name in names}).prepare()
+    except CycleError as error:
+        cycle = [empty[edge] for edge in pairwise(error.args[1])]
+        raise GraphError(
+            f"deadlock: no token on the cycle of {', then '.join(cycle)}; "
+            f"give one of these edges a delay >= 1, or more capacity"
+        ) from None
 
 
 def llamarl_graph(config: RunConfig) -> Graph:
