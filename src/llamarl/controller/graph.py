@@ -238,21 +238,13 @@ class WeightEdge:
     """That lie at the source at once, at most."""
     bytes_per_rank: float
     """Memory of these versions at a source rank, if all hold as much; the fullest holds a little more."""
-    checkpoint_copies: int = 0
-    """Earlier versions that the source also copies near checkpoints, at most at once, in float32."""
-    checkpoint_bytes_per_rank: float = 0.0
-    """Host memory of these copies, likewise."""
 
     def summary(self) -> str:
         """One line for people."""
-        line = (
+        return (
             f"{self.transport} ({self.reason}); holds {plural(self.versions, 'version')}, about {format_bytes(self.bytes_per_rank)} a "
             f"{self.source} rank"
         )
-        if self.checkpoint_copies:
-            size = format_bytes(self.checkpoint_bytes_per_rank)
-            line += f"; near checkpoints copies of at most {plural(self.checkpoint_copies, 'version')} more, {size}"
-        return line
 
 
 def choose_transports(
@@ -274,8 +266,7 @@ def choose_transports(
     if hosts is None:
         hosts = {spec.name: [platform.node() or "this host"] * spec.num_ranks for spec in graph.executors}
     num_ticks = config.run.num_ticks
-    slot_bytes = _version_bytes(config, config.generator.served_dtype)  # as it travels
-    copies = _copies_for_checkpoints(config)
+    slot_bytes = _version_bytes(config)
     channels: list[ChannelSpec] = []
     edges: list[WeightEdge] = []
     for channel in graph.channels:
@@ -291,9 +282,6 @@ def choose_transports(
             elif config.schedule.colocated and transport_kind(name).on_device:
                 name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
             channel = replace(channel, transport=name)
-            keeps = bool(channel.delay) and not any(
-                edge.checkpoint_copies for edge in edges
-            )  # one copy serves them all
             versions = versions_held(channel.capacity, num_ticks, _carries(config, channel))
             edges.append(
                 WeightEdge(
@@ -304,8 +292,6 @@ def choose_transports(
                     reason=reason,
                     versions=versions,
                     bytes_per_rank=versions * slot_bytes,
-                    checkpoint_copies=copies if keeps else 0,
-                    checkpoint_bytes_per_rank=copies * _version_bytes(config, "float32") if keeps else 0.0,
                 )
             )
         channels.append(channel)
@@ -348,31 +334,20 @@ def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -
     return most
 
 
-def _copies_for_checkpoints(config: RunConfig) -> int:
-    """Most earlier versions that a trainer rank copies to host memory at once, for checkpoints to hold them.
-
-    The checkpoint after tick c holds versions c + 1 - staleness .. c + 1, the last from the weights themselves. A copy
-    is kept for ``staleness`` ticks, in which those of the next checkpoint may be made.
-    """
-    staleness, checkpoint = config.schedule.max_staleness, config.checkpoint
-    saves = checkpoint.every or checkpoint.every_minutes or checkpoint.at_end
-    return staleness + 1 if staleness and saves else 0
-
-
 def _places(spec: ExecutorSpec, hosts: Sequence[str], process: str) -> list[Place]:
     devices = [device.strip() for device in spec.device.split(",")]
     return [Place(hosts[rank], devices[rank % len(devices)], process) for rank in range(spec.num_ranks)]
 
 
-def _version_bytes(config: RunConfig, dtype: str) -> float:
-    """Bytes of one version in ``dtype`` at a trainer rank, if all hold as much."""
+def _version_bytes(config: RunConfig) -> float:
+    """Bytes of one version, as it travels, at a trainer rank, if all hold as much."""
     from llamarl.models.loading import parameter_shapes  # which imports torch
 
     shapes, trainer = parameter_shapes(config.model.path), config.trainer
     if config.lora.rank and config.lora.hand_over == "adapter":
         return 4.0 * config.lora.num_parameters(shapes)
     parts = trainer.pp * trainer.fsdp * trainer.cp * trainer.tp
-    return (4.0 if dtype == "float32" else 2.0) * sum(map(math.prod, shapes.values())) / parts
+    return (4.0 if config.generator.served_dtype == "float32" else 2.0) * sum(map(math.prod, shapes.values())) / parts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,108 +46,9 @@ if TYPE_CHECKING:
     from llamarl.runtime.ray.cluster import Cluster
     from llamarl.runtime.ray.launcher import RayLauncher
 
-__all__ = ["HostPlaces", "JobHosts", "open_hosts", "pair_lines"]
+__all__ = ["JobHosts", "open_hosts", "pair_lines"]
 
 _LOOK_S = 0.05
-
-
-class HostPlaces:
-    """Implements :class:`llamarl.runtime.processes.Places`.
-
-    Args:
-        where: Executor -> the host of each rank. Changed in place, as ``files`` and ``launcher`` have it too.
-        hosts: Of the cluster, in the order of their numbers.
-        placement: Of the executors.
-        take: Takes on one host what the ranks of another have there; why it could not, empty: it did.
-        allow_unlike: Whether the other host may differ in what decides bits.
-        told_s: How long it may take to hear that a host is gone.
-    """
-
-    def __init__(
-        self,
-        where: dict[str, tuple[int, ...]],
-        hosts: Sequence[Machine],
-        placement: Placement,
-        launcher: RayLauncher,
-        files: JobFiles | None,
-        network: Callable[[int], Network],
-        take: Callable[[int, int], str],
-        *,
-        allow_unlike: bool,
-        told_s: float = 0.0,
-    ) -> None:
-        self._where, self._hosts, self._placement = where, hosts, placement
-        self._launcher, self._files, self._network = launcher, files, network
-        self._take, self._allow_unlike, self._told_s = take, allow_unlike, told_s
-        self._stand_ins: dict[int, int] = {}
-        """Host that is gone -> the one that was taken for its ranks."""
-        self._full: set[int] = set()
-        """Hosts that had no room when one was needed."""
-
-    def adapt(self, plan: WorkerPlan) -> WorkerPlan:
-        host = self._where[plan.spec.name][plan.rank]
-        return plan if self._files is None else self._files.adapt(plan, host)
-
-    def has_place(self, executor: str) -> bool:
-        return all(self._other(host) is not None for host in self._lost(executor))
-
-    def relocate(self, executor: str) -> Sequence[Network]:
-        for host in self._lost(executor):
-            other = self._other(host)
-            if (
-                other is None
-            ):  # gone since ``has_place`` was asked: its ranks are then not started, which is their death
-                continue
-            for name, ranks in self._where.items():
-                self._where[name] = tuple(other if at == host else at for at in ranks)
-        return [self._network(host) for host in self._where[executor]]
-
-    def prepare(self, executor: str, load_from: Path | None) -> None:
-        if self._files is None:
-            return
-        ranks = self._where[executor]
-        hosts = set(ranks)  # as they are now: another executor's death may move all ranks of one meanwhile
-        try:
-            self._files.send_to_new_hosts(executor, load_from, ranks)
-        except (CheckpointError, TransferError) as error:
-            if self._hears_of_a_loss(hosts):
-                raise ConnectionError(str(error)) from error
-            raise
-
-    def bring_files(self, executor: str, report: RankReport) -> None:
-        if self._files is not None:
-            self._files.bring(executor, report, self._where[executor][report.rank])
-
-    def _hears_of_a_loss(self, hosts: Collection[int]) -> bool:
-        """Whether one of these is gone; files may break off before that is known."""
-        until = time.monotonic() + self._told_s
-        while not (lost := self._launcher.lost.intersection(hosts)) and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        return bool(lost)
-
-    def _lost(self, executor: str) -> list[int]:
-        return sorted(set(self._where[executor]) & self._launcher.lost)
-
-    def _other(self, host: int) -> int | None:
-        """The host that takes the place of another, with room for its ranks that is ours already;
-        None: there is none."""
-        if (known := self._stand_ins.get(host)) is not None and known not in self._launcher.lost:
-            return known
-        while True:
-            other = stand_in(
-                host,
-                self._placement,
-                self._hosts,
-                self._where,
-                gone=self._launcher.lost | self._full,
-                allow_unlike=self._allow_unlike,
-            )
-            if other is None or not self._take(other, host):
-                break
-            self._full.add(other)
-        if other is not None:
-            self._stand_ins[host] = other
-        return other
 
 
 _TAKE_S = 30.0
@@ -157,7 +58,8 @@ _STAND_IN_S = 5.0
 
 @dataclass
 class JobHosts:
-    """Hosts that have said what they are, and the key of the one run that they are for."""
+    """Hosts that have said what they are, and the key of the one run that they are for. While it goes on they are the
+    :class:`llamarl.runtime.processes.Places` of its ranks."""
 
     cluster: Cluster
     make_launcher: type[RayLauncher]
@@ -170,7 +72,8 @@ class JobHosts:
     run_key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
     """Of this run alone: its ranks have it from the controller, inside the cluster."""
     where: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Executor -> the host of each rank, once :meth:`place` has been called."""
+    """Executor -> the host of each rank, once :meth:`place` has been called. Changed in place, as files and launcher have
+    it too."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Versions and processors of the machines that hold ranks, once :meth:`place` has been called."""
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -181,8 +84,12 @@ class JobHosts:
     """The hosts, once :meth:`place` has been called."""
     placement: Placement | None = None
     """Of its executors, likewise."""
-    places: HostPlaces | None = None
-    """Once :meth:`runtime` has been called."""
+    files: JobFiles | None = None
+    """Likewise as :meth:`runtime` was given them."""
+    stand_ins: dict[int, int] = field(default_factory=dict)
+    """Host that is gone -> the one that was taken for its ranks."""
+    full: set[int] = field(default_factory=set)
+    """Hosts that had no room when one was needed."""
     news: str = ""
     """What the user is to know of hosts that are absent, likewise."""
 
@@ -360,24 +267,78 @@ class JobHosts:
         assert self.placement is not None, "placed before its ranks run"
         on_lost = files.lose if files is not None else lambda host: None
         self.launcher = launcher = self.make_launcher(self.cluster, self.where, on_lost, specs=self.placement.executors)
-        self.places = HostPlaces(
-            self.where,
-            self.machines,
-            self.placement,
-            launcher,
-            files,
-            self.network,
-            self._take_for,
-            allow_unlike=self.config.hosts.allow_unlike,
-            told_s=2 * self.cluster.told_s,
-        )
+        self.files = files
         return ProcessRuntime(
             collective_timeout_s=self.config.deadlines.collective_s,
             launchers=dict.fromkeys(self.where, launcher),
             networks={name: [self.network(host) for host in ranks] for name, ranks in self.where.items()},
-            places=self.places,
+            places=self,
             log=log,
         )
+
+    def adapt(self, plan: WorkerPlan) -> WorkerPlan:
+        host = self.where[plan.spec.name][plan.rank]
+        return plan if self.files is None else self.files.adapt(plan, host)
+
+    def has_place(self, executor: str) -> bool:
+        return all(self._other(host) is not None for host in self._lost(executor))
+
+    def relocate(self, executor: str) -> Sequence[Network]:
+        for host in self._lost(executor):
+            other = self._other(host)
+            if other is None:  # gone since ``has_place``: its ranks are then not started, which is their death
+                continue
+            for name, ranks in self.where.items():
+                self.where[name] = tuple(other if at == host else at for at in ranks)
+        return [self.network(host) for host in self.where[executor]]
+
+    def prepare(self, executor: str, load_from: Path | None) -> None:
+        if self.files is None:
+            return
+        ranks = self.where[executor]
+        hosts = set(ranks)  # as they are now: another executor's death may move all ranks of one meanwhile
+        try:
+            self.files.send_to_new_hosts(executor, load_from, ranks)
+        except (CheckpointError, TransferError) as error:
+            if self._hears_of_a_loss(hosts):
+                raise ConnectionError(str(error)) from error
+            raise
+
+    def bring_files(self, executor: str, report: RankReport) -> None:
+        if self.files is not None:
+            self.files.bring(executor, report, self.where[executor][report.rank])
+
+    def _hears_of_a_loss(self, hosts: Collection[int]) -> bool:
+        """Whether one of these is gone; files may break off before that is known."""
+        until = time.monotonic() + 2 * self.cluster.told_s
+        while not (lost := self._gone.intersection(hosts)) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        return bool(lost)
+
+    @property
+    def _gone(self) -> set[int]:
+        assert self.launcher is not None, "its ranks run"
+        return self.launcher.lost
+
+    def _lost(self, executor: str) -> list[int]:
+        return sorted(set(self.where[executor]) & self._gone)
+
+    def _other(self, host: int) -> int | None:
+        """The host that takes the place of another, with room for its ranks that is ours already;
+        None: there is none."""
+        if (known := self.stand_ins.get(host)) is not None and known not in self._gone:
+            return known
+        assert self.placement is not None, "its ranks run"
+        allow = self.config.hosts.allow_unlike
+        while True:
+            without = self._gone | self.full
+            other = stand_in(host, self.placement, self.machines, self.where, gone=without, allow_unlike=allow)
+            if other is None or not self._take_for(other, host):
+                break
+            self.full.add(other)
+        if other is not None:
+            self.stand_ins[host] = other
+        return other
 
     def clocks(self) -> dict[str, tuple[float, float]]:
         """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""

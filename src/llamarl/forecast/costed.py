@@ -25,7 +25,7 @@ import numpy as np
 
 from llamarl.executors.base import ExecutorContext
 from llamarl.forecast.scenario import Scenario
-from llamarl.forecast.virtual_clock import TimedStep
+from llamarl.forecast.virtual_clock import TimedStep, VirtualExecutor
 from llamarl.tick_schedule import NEVER, Bools, Floats, Ints, constant_batches, plan_tick
 
 __all__ = ["STALENESS_METRIC", "Batch", "CostedGenerator", "CostedReward", "CostedTrainer"]
@@ -79,11 +79,12 @@ def _jitter(sigma: float, size: int, rng: np.random.Generator) -> Floats:
     return np.ones(size) if sigma == 0.0 else rng.lognormal(-sigma * sigma / 2.0, sigma, size)
 
 
-class CostedGenerator:
+class CostedGenerator(VirtualExecutor):
     """Replicas with slots, carried groups and a speed each."""
 
     def __init__(self, scenario: Scenario, context: ExecutorContext) -> None:
-        s = self.scenario = scenario
+        super().__init__(scenario, context)
+        s = scenario
         self._speed = s.variation.slow_replicas(s.replicas, s.seed)
         self._count = s.max_staleness + s.max_segments
         """Versions that live groups may hold tokens of."""
@@ -91,10 +92,8 @@ class CostedGenerator:
         self._active = max(self._deliver, int(self._deliver * s.oversubscription))
         zero = np.zeros((s.replicas, 0), np.int64)
         group = np.zeros((s.replicas, 0, s.group_size), np.int64)
-        self._carried = _Groups(zero, zero, group, group, np.zeros((s.replicas, 0, self._count), np.int64))
-
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        raise ValueError(f"channel {channel!r} leaves the generator with a delay; only the weights edge may have one")
+        self.state = _Groups(zero, zero, group, group, np.zeros((s.replicas, 0, self._count), np.int64))
+        """The carried groups."""
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep:
         """Decode to the end of the tick under the version that is there when it begins; the slowest replica ends it."""
@@ -121,7 +120,7 @@ class CostedGenerator:
         by_version[:, :, int(inputs["weights"]) % self._count] += made.sum(axis=2)
         done = np.where(plan.completed_at <= (tick * _TICK + plan.stop)[:, None], plan.completed_at, NEVER)
         after = dataclasses.replace(groups, written=groups.written + made, made=by_version, done=done)
-        leaving, self._carried = after.where(plan.leaves), after.where(~plan.leaves)
+        leaving, self.state = after.where(plan.leaves), after.where(~plan.leaves)
         assert int(leaving.made.sum()) == int(leaving.length.sum()), "a group left before it was complete"
         lowest = tick - self._count + 1
         versions = lowest + (np.arange(self._count) - lowest) % self._count
@@ -140,7 +139,7 @@ class CostedGenerator:
 
     def _admit(self, tick: int) -> _Groups:
         """The carried groups and new ones, up to as many as are active."""
-        s, old = self.scenario, self._carried
+        s, old = self.scenario, self.state
         new = max(0, self._active - old.admitted.shape[1])
         rng = np.random.default_rng([s.seed, _LENGTHS, tick])
         lengths = s.lengths.sample(s.replicas * new * s.group_size, rng).reshape(s.replicas, new, s.group_size)
@@ -151,41 +150,22 @@ class CostedGenerator:
         values: tuple[Ints | int, ...] = (tick, NEVER, lengths, 0, 0)
         return _Groups(*(extend(getattr(old, f.name), v) for f, v in zip(dataclasses.fields(old), values, strict=True)))
 
-    def save(self) -> Any:
-        """Arrays are replaced, never changed, so the reference is the state."""
-        return self._carried
 
-    def load(self, state: Any) -> None:
-        self._carried = state
-
-
-class CostedReward:
+class CostedReward(VirtualExecutor):
     """Judges a batch."""
-
-    def __init__(self, scenario: Scenario, context: ExecutorContext) -> None:
-        self.scenario = scenario
-
-    def initial_token(self, channel: str, source_tick: int) -> Any:
-        raise ValueError(f"channel {channel!r} leaves the reward executor with a delay; only weights may have one")
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep:
         batch: Batch = inputs["completions"]
         duration = self.scenario.reward_s
         return TimedStep(duration_s=duration, outputs={"scored": batch}, spans=(("score", 0.0, duration),))
 
-    def save(self) -> Any:
-        return None
 
-    def load(self, state: Any) -> None:
-        pass
-
-
-class CostedTrainer:
+class CostedTrainer(VirtualExecutor):
     """Owns the policy's version: v after v ticks."""
 
     def __init__(self, scenario: Scenario, context: ExecutorContext) -> None:
-        self.scenario = scenario
-        self._version = 0
+        super().__init__(scenario, context)
+        self.state = 0
 
     def initial_token(self, channel: str, source_tick: int) -> Any:
         return max(0, source_tick + 1)
@@ -195,16 +175,10 @@ class CostedTrainer:
         batch: Batch = inputs["scored"]
         rng = np.random.default_rng([s.seed, _TRAINER, tick])
         duration = s.trainer.batch_s(batch.tokens) * float(_jitter(s.variation.trainer_jitter, 1, rng)[0])
-        staleness = {self._version - version: tokens for version, tokens in batch.tokens_of_version.items()}
-        self._version += 1
+        staleness = {self.state - version: tokens for version, tokens in batch.tokens_of_version.items()}
+        self.state += 1
         metrics = {f"{STALENESS_METRIC}{lag}": float(tokens) for lag, tokens in sorted(staleness.items())}
         metrics["tokens/trained"] = float(sum(staleness.values()))
         return TimedStep(
-            duration_s=duration, outputs={"weights": self._version}, metrics=metrics, spans=(("train", 0.0, duration),)
+            duration_s=duration, outputs={"weights": self.state}, metrics=metrics, spans=(("train", 0.0, duration),)
         )
-
-    def save(self) -> Any:
-        return self._version
-
-    def load(self, state: Any) -> None:
-        self._version = state

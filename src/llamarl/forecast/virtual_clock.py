@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llamarl.errors import DeadlineExceeded, ExecutorFailed
 from llamarl.executors.base import ExecutorContext
@@ -38,18 +38,19 @@ class TimedStep:
     """(label, start, end), seconds after the start of the tick."""
 
 
-class VirtualExecutor(Protocol):
+class VirtualExecutor:
     """An executor that only takes time. Made by ``factory(config, context)`` as every executor."""
 
-    def initial_token(self, channel: str, source_tick: int) -> Any: ...
+    def __init__(self, config: Any, context: ExecutorContext) -> None:
+        self.scenario = config
+        self.state: Any = None
+        """After the last step. Replaced, never changed, so that it can be kept by its reference."""
 
-    def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep: ...
+    def initial_token(self, channel: str, source_tick: int) -> Any:
+        raise ValueError(f"channel {channel!r} has a delay; only weights may have one")
 
-    def save(self) -> Any:
-        """State after the last step; later steps must not change what was returned."""
-        ...
-
-    def load(self, state: Any) -> None: ...
+    def step(self, tick: int, inputs: Mapping[str, Any]) -> TimedStep:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class VirtualClockRuntime:
             )
             executor = self._executors[spec.name] = resolve(spec.factory)(spec.config, context)
             if job.load_from is not None:
-                executor.load(self._snapshots[job.load_from, spec.name])
+                executor.state = self._snapshots[job.load_from, spec.name]
             initial = {
                 c.name: {
                     tick: (_Token(executor.initial_token(c.name, tick), self._clock),)
@@ -134,7 +135,7 @@ class VirtualClockRuntime:
         step = executor.step(order.tick, {name: token.payload for name, token in tokens.items()})
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
-            self._snapshots[order.save_to, order.executor] = executor.save()
+            self._snapshots[order.save_to, order.executor] = executor.state
         self._push(_Firing(order, step, self._clock, start), self._fired)
         self._fired += 1
 

@@ -2,16 +2,19 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from other_space import place
 
-from llamarl.controller.job_hosts import HostPlaces
+from llamarl.config import load_config
+from llamarl.controller.job_hosts import JobHosts
 from llamarl.errors import TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import Machine
 from llamarl.runtime.placement import place as settle
+from llamarl.transports.network import Network
 
 
 class Launcher:
@@ -34,29 +37,35 @@ class Files:
             raise TransferError("it did not come")
 
 
+class Hosts(JobHosts):
+    def network(self, host: int) -> Network:
+        return place(("a", "b", "c")[host])
+
+
 def places(
     where: dict[str, tuple[int, ...]],
     launcher: Launcher,
     files: Files | None = None,
     told_s: float = 0.0,
     full: dict[int, str] | None = None,
-) -> HostPlaces:
-    full = full or {}
-    hosts = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
+) -> JobHosts:
+    machines = [Machine(name, 8, 0, {"llamarl": "1"}) for name in "abc"]
     specs = [
         ExecutorSpec(name=name, factory="m:f", num_ranks=len(ranks), device="cpu", threads=1)
         for name, ranks in where.items()
     ]
-    unchecked: Any = (launcher, files)
-    return HostPlaces(
-        where,
-        hosts,
-        settle(specs, hosts, where),
-        *unchecked,
-        lambda host: place(("a", "b", "c")[host]),
-        lambda other, lost: full.get(other, ""),
-        allow_unlike=False,
-        told_s=told_s,
+    cluster: Any = SimpleNamespace(
+        told_s=told_s / 2, take=lambda more, within_s: "".join((full or {}).get(host, "") for host in more)
+    )
+    unchecked: Any = {"launcher": launcher, "files": files, "make_launcher": None}
+    return Hosts(
+        cluster,
+        config=load_config(None),
+        named=["a", "b", "c"],
+        where=where,
+        machines=machines,
+        placement=settle(specs, machines, where),
+        **unchecked,
     )
 
 

@@ -95,17 +95,6 @@ def test_every_transport_of_the_table_may_be_named() -> None:
         load_config(None, ["--schedule.transport", "tpc"])
 
 
-def test_memory_of_copies_for_checkpoints_is_said() -> None:
-    config = load_config(None, ["--schedule.max_staleness", "2", "--generator.engine.dtype", "bfloat16"])
-    _, edges = settled(config, {})
-    edge = edges["weights"]
-    assert edge.checkpoint_copies == 3 and edge.checkpoint_bytes_per_rank == 3 * TINY_BYTES
-    assert edge.summary().endswith("; near checkpoints copies of at most 3 versions more, 6.71 MB")
-    assert edges["eval_weights"].checkpoint_copies == 0
-    _, synchronous = settled(load_config(None, ["--schedule.max_staleness", "0"]), {})
-    assert synchronous["weights"].checkpoint_copies == 0  # a checkpoint holds the trainer's own version alone
-
-
 def test_co_located_weights_go_through_host_memory_where_they_wait() -> None:
     config = load_config(None, ["--schedule.max_staleness", "0", "--schedule.colocated", "true"])
     _, edges = settled(config, {"trainer": "cuda:0", "generator": "cuda:0", "evaluator": "cuda:1"})
