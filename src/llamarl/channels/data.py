@@ -92,14 +92,12 @@ class DataSender:
         num_sink_ranks: int,
         transport: SourceTransport | None = None,
     ) -> None:
-        _check_ranks(spec, rank, num_source_ranks, num_source_ranks, num_sink_ranks)
         self._spec = spec
         self._rank = rank
         self._num_parts = num_sink_ranks if spec.kind is ChannelKind.SCATTER else 1
         self._transport = transport if transport is not None else SharedMemorySource()
         self._slots: list[SourceBuffer | None] = [None] * (spec.capacity + 1)
         self._sequence = 0
-        self._closed = False
 
     def send(self, tick: int, payload: Any) -> Handle:
         """Publish ``payload``: a sequence of items (GATHER, SCATTER), or any one object (BROADCAST).
@@ -107,8 +105,6 @@ class DataSender:
         Raises:
             ChannelError: It holds something that is no plain value, or there is no memory for it.
         """
-        if self._closed:
-            raise ValueError(f"channel {self._spec.name!r}: send after close")
         if self._spec.kind is ChannelKind.BROADCAST:
             if self._rank != 0:
                 return None
@@ -131,7 +127,6 @@ class DataSender:
 
     def close(self) -> None:
         """Free the slots. Idempotent; receivers that have a slot open keep it."""
-        self._closed = True
         for buffer in self._slots:
             if buffer is not None:
                 buffer.close()
@@ -204,7 +199,6 @@ class DataReceiver:
         num_sink_ranks: int,
         transport: SinkTransport | None = None,
     ) -> None:
-        _check_ranks(spec, rank, num_sink_ranks, num_source_ranks, num_sink_ranks)
         self._spec = spec
         self._rank = rank
         self._num_source_ranks = num_source_ranks
@@ -226,10 +220,10 @@ class DataReceiver:
         who = f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} (process {os.getpid()}) is reading"
         clock = deadline_clock(deadline_s, who)
         if self._spec.kind is ChannelKind.BROADCAST:
-            return self._pull(self._check(handles[0], 0), clock)
+            return self._pull(handles[0], clock)
         items: list[Any] = []
-        for source_rank, handle in enumerate(handles):
-            items.extend(self._pull(self._check(handle, source_rank), clock))
+        for handle in handles:
+            items.extend(self._pull(handle, clock))
         return items
 
     def close(self) -> None:
@@ -238,16 +232,6 @@ class DataReceiver:
             remote.close()
         self._open.clear()
         self._transport.close()
-
-    def _check(self, handle: Any, source_rank: int) -> DataHandle:
-        if not isinstance(handle, DataHandle) or (handle.channel, handle.source_rank) != (self._spec.name, source_rank):
-            raise ValueError(f"channel {self._spec.name!r}: {handle!r} is not a handle of source rank {source_rank}")
-        if handle.num_parts != self._num_parts:
-            raise ValueError(
-                f"channel {self._spec.name!r}: the source split its token in {handle.num_parts} parts, "
-                f"the sink counts {self._num_parts}; both ends must be made with the same num_sink_ranks"
-            )
-        return handle
 
     def _pull(self, handle: DataHandle, clock: Clock) -> Any:
         doing = f"the token of tick {handle.tick} from {self._spec.source!r} rank {handle.source_rank}"
@@ -309,17 +293,6 @@ class DataReceiver:
             with contextlib.suppress(ChannelError):  # its source has gone, or sent others since
                 return self._transport.open(handle.original, clock(doing))
         return self._transport.open(handle.address, clock(doing))
-
-
-def _check_ranks(spec: ChannelSpec, rank: int, num_own: int, num_source_ranks: int, num_sink_ranks: int) -> None:
-    if spec.kind is ChannelKind.WEIGHTS:
-        raise ValueError(f"channel {spec.name!r} carries weights: use llamarl.channels.weights")
-    if num_source_ranks < 1 or num_sink_ranks < 1 or not 0 <= rank < num_own:
-        raise ValueError(
-            f"channel {spec.name!r}: rank {rank} of {num_own}, {num_source_ranks} source and {num_sink_ranks} sink ranks"
-        )
-    if spec.capacity < 1:
-        raise ValueError(f"channel {spec.name!r}: capacity must be >= 1, got {spec.capacity}")
 
 
 def _aligned(size: int) -> int:

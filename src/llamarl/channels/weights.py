@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
+from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.errors import ChannelError
 from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
@@ -40,7 +40,6 @@ class WeightsSender(Publisher):
         num_sink_ranks: int,
         transport: SourceTransport | None = None,
     ) -> None:
-        _check(spec, rank, num_source_ranks)
         super().__init__(
             rank=rank,
             num_source_ranks=num_source_ranks,
@@ -79,7 +78,6 @@ class WeightsReceiver(Puller):
         num_sink_ranks: int,
         transport: SinkTransport | None = None,
     ) -> None:
-        _check(spec, rank, num_sink_ranks)
         super().__init__(
             rank=rank,
             num_sink_ranks=num_sink_ranks,
@@ -109,8 +107,6 @@ class WeightsReceiver(Puller):
         for rank, handle in enumerate(handles):
             if handle is None:
                 raise ChannelError(f"channel {self._spec.name!r}: source rank {rank} sent no version, others did")
-            if not isinstance(handle, SlotHandle) or handle.source_rank != rank:
-                raise ValueError(f"channel {self._spec.name!r}: {handle!r} is not a handle of source rank {rank}")
         return self.open(handles, deadline_s)
 
     def fetch_ahead(self, handles: Sequence[Handle], deadline_s: float) -> None:
@@ -122,12 +118,3 @@ class WeightsReceiver(Puller):
         slots = [handle for handle in handles if isinstance(handle, SlotHandle)]
         if len(slots) == self._num_source_ranks:
             super().fetch_ahead(slots, deadline_s)
-
-
-def _check(spec: ChannelSpec, rank: int, num_own: int) -> None:
-    if spec.kind is not ChannelKind.WEIGHTS:
-        raise ValueError(f"channel {spec.name!r} is a {spec.kind.value} channel: use llamarl.channels.data")
-    if not 0 <= rank < num_own:
-        raise ValueError(f"channel {spec.name!r}: rank {rank} of {num_own}")
-    if spec.capacity < 1:
-        raise ValueError(f"channel {spec.name!r}: capacity must be >= 1, got {spec.capacity}")

@@ -165,11 +165,6 @@ def test_mistakes_of_the_caller_are_value_errors() -> None:
     handle = senders[0].send(0, [1])
     with pytest.raises(ValueError, match="2 source ranks, got 1"):
         receivers[0].receive((handle,), 5.0)
-    with pytest.raises(ValueError, match="not a handle of source rank 1"):
-        receivers[0].receive((handle, handle), 5.0)
-    senders[0].close()
-    with pytest.raises(ValueError, match="after close"):
-        senders[0].send(1, [1])
 
 
 def test_closed_sender_is_reported_as_gone() -> None:
@@ -187,5 +182,3 @@ def test_each_pipeline_stage_gets_every_part_and_tensor_parallel_peers_the_same_
     handle = sender.send(0, ["a", "b"])
     found = [make_receiver(edge, rank=rank, **counts).receive((handle,), 5.0) for rank in range(12)]
     assert found == [["a"], ["a"], ["b"], ["b"]] * 3
-    with pytest.raises(ValueError, match=r"8 sink ranks are no multiple of sink_replicas \* sink_stages = 6"):
-        make_sender(edge, rank=0, num_source_ranks=1, num_sink_ranks=8)

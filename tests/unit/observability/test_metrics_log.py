@@ -32,13 +32,11 @@ def test_items_of_a_tick_are_in_the_order_of_the_executors_whoever_came_first() 
     assert tick == 5 and list(items) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("executor", "tick", "what"), [("a", 3, "twice"), ("a", 2, "twice"), ("x", 3, "not of this job")]
-)
-def test_a_report_that_cannot_be_is_refused(executor: str, tick: int, what: str) -> None:
+@pytest.mark.parametrize(("executor", "tick"), [("a", 3), ("a", 2), ("x", 3)])
+def test_a_report_that_cannot_be_is_refused(executor: str, tick: int) -> None:
     join: TickJoin[int] = TickJoin(["a", "b"], first_tick=3)
     join.add("a", 3, 1)
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(AssertionError):
         join.add(executor, tick, 1)
 
 

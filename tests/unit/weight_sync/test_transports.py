@@ -8,17 +8,11 @@ from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.controller.graph import Place, choose_transport
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.checksum import block_digest, digest
 from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource, pack_handles, unpack_handles
 from llamarl.transports.deadline import deadline_clock, wait_for_device
 from llamarl.transports.shared_memory import SharedMemorySource
-
-
-def test_a_side_without_ranks_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="1 and 0"):
-        choose_transport([Place("a", "cpu")], [])
 
 
 def test_cuda_ipc_says_what_it_lacks() -> None:
