@@ -340,10 +340,6 @@ class JobHosts:
             self.stand_ins[host] = other
         return other
 
-    def clocks(self) -> dict[str, tuple[float, float]]:
-        """Host -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
-        return self.launcher.offsets() if self.launcher is not None else {}
-
     def summary(self) -> str:
         """Where the executors are, for people."""
         parts = [f"{executor} on {self.names(list(dict.fromkeys(ranks)))}" for executor, ranks in self.where.items()]

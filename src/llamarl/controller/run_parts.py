@@ -166,7 +166,7 @@ class RunParts:
             self._files.end()
         if hosts is not None:
             hosts.close()
-        self.recorder.close(stopped, clocks=hosts.clocks() if hosts is not None else None)
+        self.recorder.close(stopped)
         if stopped and not self._folder.identity.change():
             last = next(reversed(self._store.list()), None)
             journaled = any((run_dir / JOURNAL_FOLDER).glob("*"))

@@ -225,18 +225,15 @@ class Recorder:
         self._summary.warnings = tuple(self._warned)
         return self._summary
 
-    def close(self, stopped: str = "", *, clocks: Mapping[str, tuple[float, float]] | None = None) -> None:
+    def close(self, stopped: str = "") -> None:
         """Close every file and print the summary. Idempotent.
 
         Args:
             stopped: By what the run was stopped early ("by the user"); empty where it reached its last tick.
-            clocks: Host -> how far its clock was ahead and by how much that may be wrong, in seconds, for the trace.
         """
         if self._closed:
             return
         self._closed = True
-        if clocks:
-            self._draw(-1, lambda trace: trace.clocks(clocks))
         for sink in self._sinks:
             sink.close()
         if self._trace is not None:

@@ -112,17 +112,6 @@ class TraceWriter:
                 events.append(self._slice(label, "span", lane, start, end, {"tick": tick}))
         self._append(events)
 
-    def clocks(self, ahead: Mapping[str, tuple[float, float]]) -> None:
-        """By how much the clocks of hosts were ahead of this file's, and how wrong that may be, in
-        seconds: they are rebased already.
-
-        Raises:
-            LlamaRLError: The file cannot be written.
-        """
-        if ahead:
-            args = {host: {"ahead_s": seconds, "within_s": within} for host, (seconds, within) in ahead.items()}
-            self._append([_metadata("clocks_of_hosts", 0, args)])
-
     def close(self) -> None:
         """Idempotent. The file is whole already."""
         if self._file >= 0:

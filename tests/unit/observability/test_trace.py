@@ -95,13 +95,3 @@ def test_a_resume_from_before_the_first_checkpoint_starts_over(tmp_path: Path) -
     TraceWriter(path, ["a"]).step("a", 0, 0.0, 1.0)
     TraceWriter(path, ["a"], resume_after_tick=-1)
     assert [e["ph"] for e in json.loads(path.read_text())] == ["M", "M", "M"]
-
-
-def test_the_trace_says_how_far_the_clocks_of_hosts_were_ahead(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    trace = TraceWriter(path, ["a"])
-    trace.clocks({})
-    trace.clocks({"b": (1e5, 0.25)})
-    trace.close()
-    (told,) = [e for e in json.loads(path.read_text()) if e["name"] == "clocks_of_hosts"]
-    assert told["args"] == {"b": {"ahead_s": 1e5, "within_s": 0.25}} and told["ph"] == "M"

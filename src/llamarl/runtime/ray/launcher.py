@@ -32,7 +32,7 @@ from llamarl.runtime.ray.cluster import Cluster
 from llamarl.runtime.ray.hosted_rank import Say, Word
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["EVERY_S", "Offset", "PINGS", "Ping", "RayLauncher", "RayLink", "best_offset", "imported_on"]
+__all__ = ["EVERY_S", "PINGS", "Ping", "RayLauncher", "RayLink", "imported_on", "seconds_ahead"]
 
 PINGS = 5
 EVERY_S = 60.0
@@ -47,26 +47,10 @@ class Ping:
     received_s: float
 
 
-@dataclass(frozen=True)
-class Offset:
-    """How to read a host's clock here."""
-
-    ahead_s: float = 0.0
-    """The host's ``time.monotonic`` less the controller's."""
-    within_s: float = 0.0
-    """It may be wrong by so much."""
-
-    def here_s(self, there_s: float) -> float:
-        """A time of the host's on the controller's clock."""
-        return there_s - self.ahead_s
-
-
-def best_offset(pings: Sequence[Ping]) -> Offset:
-    """From the quickest of ``pings``, of which there is at least one."""
+def seconds_ahead(pings: Sequence[Ping]) -> float:
+    """A host's ``time.monotonic`` less the controller's, from the quickest of ``pings``; at least one."""
     best = min(pings, key=lambda ping: ping.received_s - ping.sent_s)
-    return Offset(
-        ahead_s=best.there_s - (best.sent_s + best.received_s) / 2, within_s=(best.received_s - best.sent_s) / 2
-    )
+    return best.there_s - (best.sent_s + best.received_s) / 2
 
 
 _LOOK_S = 0.1
@@ -88,7 +72,7 @@ class _Node:
 
     def __init__(self, cluster: Cluster, number: int, on_end: Callable[[str, bool], None]) -> None:
         self.name = cluster.nodes[number].name
-        self.offset = Offset()
+        self.ahead_s = 0.0
         self.links: dict[int, RayLink] = {}
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cluster, self._number, self._on_end = cluster, number, on_end
@@ -180,7 +164,7 @@ class _Node:
             sent_s = time.monotonic()
             there_s = float(await self.ask("now_s"))
             pings.append(Ping(sent_s, there_s, time.monotonic()))
-        self.offset = best_offset(pings)
+        self.ahead_s = seconds_ahead(pings)
 
     async def _measure_again(self) -> None:
         with contextlib.suppress(NodeLost):  # told where it is seen
@@ -219,7 +203,7 @@ class RayLink(Link):
             self.pid = answer
 
     def here_s(self, there_s: float) -> float:
-        return self._node.offset.here_s(there_s)
+        return there_s - self._node.ahead_s
 
     async def stopped(self) -> bool:
         return bool(await self._node.ask("is_stopped", self.number))
@@ -375,10 +359,6 @@ class RayLauncher:
         """Have the agents end all ranks; they stay, for the files that lie there."""
         self._closing = True
         self._cluster.end_ranks(_END_S)
-
-    def offsets(self) -> dict[str, tuple[float, float]]:
-        """Node -> how far its clock is ahead of the controller's, and by how much that may be wrong; seconds."""
-        return {node.name: (node.offset.ahead_s, node.offset.within_s) for node in self._nodes.values()}
 
     def _node(self, number: int) -> asyncio.Task[_Node]:
         """One for all executors; another when its agent has ended."""
