@@ -35,6 +35,7 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.data.config import DataConfig
 from llamarl.data.prompts import PromptStream
 from llamarl.data.turn_template import TurnTemplate
+from llamarl.determinism import derive_seed
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.episodes import EpisodeEngine
@@ -46,7 +47,6 @@ from llamarl.environments.episode import Message, Step
 from llamarl.environments.episode_pool import Answer, EpisodeItems, EpisodeOpener, EpisodePool
 from llamarl.environments.episodes import Ask, begin_episode, episode_score, messages_of
 from llamarl.models.loading import context_length, load_tokenizer
-from llamarl.seeding import derive_seed
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt

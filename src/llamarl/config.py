@@ -37,12 +37,11 @@ from llamarl.executors.config import (
     RewardConfig,
     RewardModelConfig,
 )
-from llamarl.import_path import is_import_path
 from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.other_names import our_name
 from llamarl.reading import MAX_DEPTH, find_recipe, parse_toml, read_toml, shipped_recipes, user_path, with_paths_from
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
-from llamarl.strict import NO_BITS, STRICT, Effect, Reader, bounds, list_mistakes, refuse
+from llamarl.strict import NO_BITS, STRICT, Effect, Reader, bounds, is_import_path, list_mistakes, refuse
 from llamarl.tick_shares import Dealing, smallest_quota
 from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 

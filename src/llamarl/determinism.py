@@ -1,5 +1,8 @@
 """What besides the configuration decides the bits of a run: library versions and the kind of processor, which are
-recorded; thread count and choice of kernels, which are set.
+recorded; thread count and choice of kernels, which are set; and seeds.
+
+Seeds depend on what is drawn, never on when or where it is drawn. A sample's seed comes from (run seed, prompt index,
+sample index), so it is the same whatever else shares its batch, whichever rank holds it, and after a resume.
 
 Kernels are chosen by the processor's instruction sets, and sums are ordered by kernels; sums over threads are split by
 their number, so a run pins it. The environment variables count only if they are set before torch is imported; the calls
@@ -21,6 +24,7 @@ import llamarl
 
 __all__ = [
     "LOOPBACK",
+    "derive_seed",
     "environment",
     "joint_facts",
     "pin",
@@ -156,3 +160,27 @@ def rank_environment(threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         **LOOPBACK,
     }
+
+
+_MASK = (1 << 64) - 1
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def derive_seed(*parts: int) -> int:
+    """Mix non-negative integers into one 64-bit seed (splitmix64, Steele et al. 2014, chained over the parts).
+
+    Raises:
+        ValueError: A part is negative.
+    """
+    state = 0
+    for part in parts:
+        if part < 0:
+            raise ValueError(f"seed parts must be >= 0, got {part} in {parts}")
+        state = _splitmix64(state ^ _splitmix64(part & _MASK))
+    return state

@@ -15,14 +15,13 @@ So a reward function is imported in the reward pool's workers alone, under their
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,37 +34,13 @@ __all__ = [
     "call",
     "check",
     "import_user",
-    "is_import_path",
     "load_module",
     "resolve",
     "source_file",
-    "why_no_name",
 ]
 
 _DYNAMIC = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr", "__getattr__"})
 """A module that uses one of these may have names that its source does not show."""
-
-
-def is_import_path(name: str) -> bool:
-    """Whether a name is written as an import path; whether there is such a thing, ``resolve`` knows."""
-    where, _, attribute = name.rpartition(":")
-    return bool(where and attribute)
-
-
-def why_no_name(name: str, built_in: Collection[str], example: str) -> str:
-    """What is wrong with a name that is neither built in nor an import path, or nothing.
-
-    Args:
-        example: An import path that would do.
-    """
-    if name in built_in or is_import_path(name):
-        return ""
-    near = difflib.get_close_matches(name.lower(), built_in, n=1, cutoff=0.6)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"{name!r} is unknown; {meant}It is one of {', '.join(built_in)}, or your own as package.module:name or "
-        f"path/to/file.py:name, such as {example}"
-    )
 
 
 def resolve(import_path: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import annotated_types
@@ -36,10 +36,12 @@ __all__ = [
     "STRICT",
     "bounds",
     "holding",
+    "is_import_path",
     "list_mistakes",
     "mistakes_of",
     "refuse",
     "walk_fields",
+    "why_no_name",
 ]
 
 T = TypeVar("T")
@@ -108,6 +110,28 @@ def holding(test: Callable[[Any], object], words: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is written as an import path; whether there is such a thing, ``llamarl.import_path`` knows."""
+    where, _, attribute = name.rpartition(":")
+    return bool(where and attribute)
+
+
+def why_no_name(name: str, built_in: Collection[str], example: str) -> str:
+    """What is wrong with a name that is neither built in nor an import path, or nothing.
+
+    Args:
+        example: An import path that would do.
+    """
+    if name in built_in or is_import_path(name):
+        return ""
+    near = difflib.get_close_matches(name.lower(), built_in, n=1, cutoff=0.6)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"{name!r} is unknown; {meant}It is one of {', '.join(built_in)}, or your own as package.module:name or "
+        f"path/to/file.py:name, such as {example}"
+    )
 
 
 def bounds(metadata: Iterable[Any], kind: object = float) -> str:

@@ -52,8 +52,8 @@ def test_a_relative_file_becomes_absolute_and_a_module_stays(tmp_path: Path, mon
         ),
         ("llamarl.no_such_module:f", "nothing named 'llamarl.no_such_module'"),
         ("no/such/file.py:f", "no file "),
-        ("llamarl.seeding:no_such_name", "has no 'no_such_name'; its callables are ["),
-        ("llamarl.seeding:__name__", "names a str, expected something to call"),
+        ("llamarl.determinism:no_such_name", "has no 'no_such_name'; its callables are ["),
+        ("llamarl.determinism:__name__", "names a str, expected something to call"),
     ],
 )
 def test_a_wrong_path_is_refused_and_says_what_is_wrong(import_path: str, message: str) -> None:

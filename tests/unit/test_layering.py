@@ -12,7 +12,7 @@ import llamarl
 ROOT = Path(llamarl.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"types", "errors", "determinism", "strict", "seeding", "running_time", "process_tree", "frames"}
+        {"types", "errors", "determinism", "strict", "running_time", "process_tree", "frames"}
         | {
             "bounded_server",
             "plural",
@@ -204,7 +204,7 @@ def test_nothing_is_unpickled_but_by_three_named_modules() -> None:
     assert found == UNPICKLES.keys()
 
 
-SETTINGS_IMPORT = {"errors", "strict", "import_path"}
+SETTINGS_IMPORT = {"errors", "strict"}
 
 
 def test_settings_of_a_room_need_no_room() -> None:

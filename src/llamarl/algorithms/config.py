@@ -18,8 +18,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from llamarl.errors import Mistake
-from llamarl.import_path import is_import_path, why_no_name
-from llamarl.strict import STRICT, refuse
+from llamarl.strict import STRICT, is_import_path, refuse, why_no_name
 
 __all__ = [
     "ADVANTAGE_NAMES",

@@ -207,9 +207,9 @@ class LLM:
         Args:
             names: Of the prompts, for errors.
         """
+        from llamarl.determinism import derive_seed
         from llamarl.engine.factory import sampling_params
         from llamarl.engine.sequence import Sequence as TokenSequence
-        from llamarl.seeding import derive_seed
 
         names = names or [f"prompts[{index}]" for index in range(len(prompts))]
         tokens = [self._encode(prompt, name, chat_template) for prompt, name in zip(prompts, names, strict=True)]

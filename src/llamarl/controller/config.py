@@ -10,8 +10,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.import_path import why_no_name
-from llamarl.strict import NO_BITS, STRICT, ListOf, refuse
+from llamarl.strict import NO_BITS, STRICT, ListOf, refuse, why_no_name
 
 __all__ = [
     "DeadlineConfig",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeVar
 
+from llamarl.determinism import derive_seed
 from llamarl.errors import DataError
-from llamarl.seeding import derive_seed
 
 __all__ = ["ItemSource", "Split", "TaskItem", "draw_item", "held_out", "read_messages", "split_questions"]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from llamarl.data.items import Split
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
-from llamarl.seeding import derive_seed
+from llamarl.determinism import derive_seed
 from llamarl.types import Prompt
 
 __all__ = ["MixedStream", "choose_tasks"]

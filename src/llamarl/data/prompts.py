@@ -23,8 +23,8 @@ import numpy.typing as npt
 from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.data.template_process import TemplateLimitError, render_template
+from llamarl.determinism import derive_seed
 from llamarl.errors import DataError
-from llamarl.seeding import derive_seed
 from llamarl.types import Opening, Prompt
 
 __all__ = [

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.import_path import is_import_path, why_no_name
-from llamarl.strict import STRICT, refuse
+from llamarl.strict import STRICT, is_import_path, refuse, why_no_name
 
 __all__ = ["CPU_CACHE_BYTES", "ENGINES", "LEAST_TEMPERATURE", "EngineConfig", "EngineKind"]
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llamarl.determinism import derive_seed
 from llamarl.engine.config import CPU_CACHE_BYTES, ENGINES, EngineConfig
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
@@ -29,7 +30,6 @@ from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.loading import context_length
 from llamarl.models.precision import engine_dtype
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
-from llamarl.seeding import derive_seed
 from llamarl.types import FinishReason
 
 __all__ = ["OLDEST_VLLM", "VllmEngine", "import_vllm"]

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.data.prompts import apply_template
+from llamarl.determinism import derive_seed
 from llamarl.engine.config import EngineConfig
 from llamarl.engine.factory import load_engine
 from llamarl.engine.sequence import SamplingParams
@@ -31,7 +32,6 @@ from llamarl.executors.config import JudgeConfig
 from llamarl.executors.conversations import score_in
 from llamarl.models.loading import load_tokenizer
 from llamarl.running_time import running_s
-from llamarl.seeding import derive_seed
 
 __all__ = ["EngineJudge", "Question", "ServerJudge", "Verdict"]
 

@@ -13,8 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.errors import Mistake
-from llamarl.import_path import is_import_path
-from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, mistakes_of, refuse
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, is_import_path, mistakes_of, refuse
 
 __all__ = [
     "TASK_PART",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from llamarl.determinism import derive_seed
 from llamarl.engine.base import Engine
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import make_player
@@ -29,7 +30,6 @@ from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.progress import watch
 from llamarl.running_time import running_s
-from llamarl.seeding import derive_seed
 from llamarl.types import Failure, Group, Prompt, Score
 
 __all__ = ["EvaluatorExecutor", "evaluate", "sample_groups", "standard_error"]

@@ -34,6 +34,7 @@ from llamarl.channels.data import Shares
 from llamarl.channels.samples import Limits
 from llamarl.config import RunConfig
 from llamarl.data.curriculum import Outcome, PassRates
+from llamarl.determinism import derive_seed
 from llamarl.engine.base import Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
@@ -56,7 +57,6 @@ from llamarl.observability.keys import REPLICA_KEY, own_metrics
 from llamarl.plural import plural
 from llamarl.progress import watch
 from llamarl.roles import ROLES
-from llamarl.seeding import derive_seed
 from llamarl.tick_schedule import num_startable, urgency_order
 from llamarl.tick_shares import Dealing
 from llamarl.types import Failure, Group

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 
 from llamarl.config import RunConfig
+from llamarl.determinism import derive_seed
 from llamarl.engine.factory import make_engine, sampling_params
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ModelError
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import torch_dtype
-from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import TrainingSequence, make_microbatch, pack_sequences
 from llamarl.trainer.building import build_policy
 from llamarl.trainer.shared_prompts import row_attention

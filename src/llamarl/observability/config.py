@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llamarl.import_path import is_import_path
-from llamarl.strict import NO_BITS, STRICT, ListOf, holding
+from llamarl.strict import NO_BITS, STRICT, ListOf, holding, is_import_path
 
 __all__ = ["ObservabilityConfig", "TRACKERS", "why_no_tracker"]
 

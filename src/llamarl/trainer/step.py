@@ -26,12 +26,12 @@ from torch import Tensor
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
+from llamarl.determinism import derive_seed
 from llamarl.models.adapters import with_targets
 from llamarl.models.exported import ExportFacts
 from llamarl.models.precision import torch_dtype
 from llamarl.observability.ledger import scored_tokens
 from llamarl.progress import watch
-from llamarl.seeding import derive_seed
 from llamarl.trainer.batch import (
     Microbatch,
     TrainingSequence,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.seeding import derive_seed
+from llamarl.determinism import derive_seed
 
 __all__ = ["plan_of_rank", "plan_steps"]
 

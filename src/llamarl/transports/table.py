@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llamarl.import_path import resolve, why_no_name
+from llamarl.import_path import resolve
+from llamarl.strict import why_no_name
 from llamarl.transports.network import mine
 
 if TYPE_CHECKING:  # who only asks for a name needs no torch

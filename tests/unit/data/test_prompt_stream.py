@@ -10,10 +10,10 @@ import pytest
 from llamarl.data.config import DataConfig
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
-from llamarl.seeding import _splitmix64, derive_seed
 
 
 class Items:

@@ -113,7 +113,7 @@ def test_uniforms_are_a_function_of_seed_and_position_and_evenly_spread() -> Non
 
 
 def test_uniform_matches_splitmix64_in_plain_integers() -> None:
-    from llamarl.seeding import _splitmix64
+    from llamarl.determinism import _splitmix64
 
     expected = (_splitmix64(123456789012345678 ^ _splitmix64(42)) >> 11) / 2**53
     assert uniforms([123456789012345678], [42])[0] == expected
