@@ -197,4 +197,5 @@ class Report:
     spans: tuple[tuple[str, float, float], ...] = ()
     controller_bytes: int = 700
     failures: dict[str, int] = field(default_factory=dict)
+    events: tuple[dict[str, Any], ...] = ()
     outputs: dict[str, Any] = field(default_factory=dict)

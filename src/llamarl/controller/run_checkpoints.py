@@ -20,7 +20,6 @@ from llamarl.checkpoint.written import silent_ranks, why_not_whole, writer_name
 from llamarl.controller.run_folder import RunFolder
 from llamarl.errors import CheckpointError
 from llamarl.files.host_folders import HostFolders
-from llamarl.observability.events import EventLog
 from llamarl.observability.recorder import Recorder
 from llamarl.plural import plural
 from llamarl.running_time import running_s
@@ -40,7 +39,6 @@ class RunCheckpoints:
         num_ticks: int,
         description: Mapping[str, Any],
         recorder: Recorder,
-        events: EventLog,
         folder: RunFolder,
         ranks: Mapping[str, int],
         far: HostFolders | None = None,
@@ -54,7 +52,6 @@ class RunCheckpoints:
             num_ticks: Of the run; after the last one a checkpoint may be due too.
             description: What each checkpoint says of its run.
         """
-        self._events = events
         self._folder = folder
         self._store = store
         self._config = config
@@ -151,7 +148,6 @@ class RunCheckpoints:
         self._unsaved.discard(tick)
         self._since_s = running_s()
         self._recorder.sync()
-        self._events.sync()
         self._finishing.append((tick, self._thread.submit(self._finish, tick, written)))
 
     def finished(self, *, wait: bool = False) -> tuple[int, Path] | None:

@@ -3,7 +3,7 @@
 with RunParts(prepared, folder, ...) as parts:
     run_graph(parts.marking, parts.runtime, saving=parts.saving, observers=[parts])
 
-hosts and their files ─▶ event log, recorder ─▶ tick log ─▶ runtime ─▶ checkpoints ─▶ marking ─▶ survival
+hosts and their files ─▶ recorder ─▶ tick log ─▶ runtime ─▶ checkpoints ─▶ marking ─▶ survival
 end: runtime, tick log, files, checkpoints, hosts, recorder; then what is saved, and how to go on, is said
 """
 
@@ -32,12 +32,11 @@ from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import TOLD, ConfigError, LlamaRLError, RunFolderLost, RunStopped
 from llamarl.observability.console import LiveLines
-from llamarl.observability.events import REPLAY_FILE, EventLog, read_events
+from llamarl.observability.events import REPLAY_FILE, read_events
 from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.observability.recorder import Recorder
 from llamarl.observability.rollouts import remove_partial
-from llamarl.observability.writing import Patience
 from llamarl.plural import plural
 from llamarl.roles import present_roles
 from llamarl.runtime.base import Report, Runtime
@@ -82,8 +81,6 @@ class RunParts:
             )
         needs = _needs_of(run_dir, config.run.num_ticks)
         self._platform = prepared.hosts.facts if prepared.hosts is not None else None
-        patience = Patience(config.deadlines.disk_s)
-        self._events = EventLog(run_dir, resume_after_tick, platform=self._platform, patience=patience)
         self.recorder = self._make_recorder(resume_after_tick)
         self._log = self._make_log()
         real = self._make_runtime()
@@ -96,10 +93,9 @@ class RunParts:
         self._live = LiveLines(real.progress, self.recorder.console) if isinstance(real, ProcessRuntime) else None
 
     def on_report(self, report: Report) -> None:
-        """Note a report that counts; the log before the recorder."""
+        """Note a report that counts."""
         self._folder.check()
         self.checkpoints.on_report(report)
-        self._events.append(report.events)
         self.recorder.on_report(report)
 
     def last_tick(self, report: Report) -> int | None:
@@ -214,6 +210,7 @@ class RunParts:
             group_baseline=config.algorithm.advantage in GROUP_BASELINES,
             written_until=self._resumed.last_tick,
             disk_s=config.deadlines.disk_s,
+            platform=self._platform,
         )
 
     def _make_runtime(self) -> Runtime:
@@ -245,7 +242,6 @@ class RunParts:
             config.run.num_ticks,
             description(self._prepared),
             self.recorder,
-            self._events,
             self._folder,
             ranks={spec.name: spec.num_ranks for spec in self._prepared.graph.executors},
             far=None if self._files is None else self._files.far,

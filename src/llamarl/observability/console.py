@@ -1,7 +1,7 @@
 """Shows a run while it goes on: a head, progress, an end. A live panel on a terminal, lines of rows elsewhere.
 
-What it says is made by plain functions (``text.py``), and kept in ``RUN/log.jsonl`` too, a line an object
-with ``time``, ``level`` (info, warning, error) and ``text``.
+What it says is made by plain functions: the head in ``job_description.py``, rows and the end in ``text.py``. It is kept in
+``RUN/log.jsonl`` too, a line an object with ``time``, ``level`` (info, warning, error) and ``text``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,11 +24,11 @@ from rich.text import Text
 
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.observability.job_description import JobDescription
+from llamarl.observability.job_description import JobDescription, head
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.writing import append_all, writes
 
-__all__ = ["LOG_FILE", "ConsoleReporter", "LiveLines"]
+__all__ = ["LOG_FILE", "ConsoleReporter", "LiveLines", "RowTable", "lines_every"]
 
 LOG_FILE = "log.jsonl"
 
@@ -39,6 +39,12 @@ _SILENCE_S = 30.0
 """Longest time without a line elsewhere."""
 _ENDS_S = 10.0
 """Longest wait for the thread: a question to the ranks is given up before."""
+
+_LINES_A_RUN = 30
+_LINES_A_HEADING = 20
+_PLAIN = str.maketrans(
+    {"─": "-", "═": "=", "▶": ">", "·": "-", "×": "x", "█": "#", "░": ".", "–": "-", "→": ">", "▸": ">", "…": "~"}
+)
 
 
 class ConsoleReporter:
@@ -77,13 +83,13 @@ class ConsoleReporter:
             file=stream, highlight=False, quiet=kind == "none", force_terminal=live, force_jupyter=False
         )
         self._num_ticks = num_ticks
-        self._every = text.lines_every(num_ticks)
-        self._table = text.RowTable([lane.name for lane in job.lanes], num_ticks)
+        self._every = lines_every(num_ticks)
+        self._table = RowTable([lane.name for lane in job.lanes], num_ticks)
         self._window: list[Mapping[str, Any]] = []
         self._finished = False
         self._quiet = kind == "none"
         self._began_s = self._said_s = time.monotonic()
-        self._say(*text.head(job, num_ticks, done))
+        self._say(*head(job, num_ticks, done))
         self._panel = _Panel(job, num_ticks, done, self._console) if live else None
         if self._panel is None:
             self._say("")
@@ -159,7 +165,7 @@ class ConsoleReporter:
     def _say(self, *lines: str, style: str = "", level: str = "info") -> None:
         self._said_s = time.monotonic()
         for line in lines:
-            self._console.print(Text(text.encodable(line.rstrip(), self._console.encoding), style), soft_wrap=True)
+            self._console.print(Text(_encodable(line.rstrip(), self._console.encoding), style), soft_wrap=True)
         self._keep(lines, level)
 
     def _keep(self, lines: Iterable[str], level: str) -> None:
@@ -179,6 +185,45 @@ class ConsoleReporter:
             if self._log >= 0:
                 os.close(self._log)
             self._log = -1
+
+
+class RowTable:
+    """Aligned rows under a heading that returns every 20 lines."""
+
+    def __init__(self, executors: Sequence[str], num_ticks: int) -> None:
+        self._executors = tuple(executors)
+        self._num_ticks = num_ticks
+        self._printed = 0
+        self._step_s: list[float] = []
+
+    def lines(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """One line that sums up ``rows``, and a heading where due."""
+        last = rows[-1]
+        self._step_s += [float(row["time/step_s"]) for row in rows if row.get("time/step_s") is not None]
+        num_left = self._num_ticks - int(last["step"]) - 1
+        cells = [("tick", text.whole(last["step"]), 6), *text.columns(rows)]
+        idle = [
+            (name, text.percent(text.mean(rows, f"idle/{name}")), max(len(name), 5) + 2) for name in self._executors
+        ]
+        left = text.duration(text.time_left(self._step_s, num_left))
+        cells += [*idle, ("left", left, 8)]
+        lines = []
+        if self._printed % _LINES_A_HEADING == 0:
+            before = sum(width for _, _, width in cells[: -len(idle) - 1])
+            span = sum(width for _, _, width in idle)
+            lines += ["", " " * (before + 2) + " idle ".center(span - 2, "─")]
+            lines.append("".join(f"{title:>{width}}" for title, _, width in cells))
+        lines.append("".join(f"{value:>{width}}" for _, value, width in cells))
+        self._printed += 1
+        return lines
+
+
+def lines_every(num_ticks: int) -> int:
+    """Ticks a line, so that a run prints about 30: 1, 2, 5, 10, 20, 50 .."""
+    step = 1
+    while num_ticks / step > _LINES_A_RUN * 1.5:
+        step = step * 5 // 2 if str(step)[0] == "2" else step * 2
+    return step
 
 
 class _Panel:
@@ -262,3 +307,12 @@ class LiveLines:
                 found = self._ask()
                 if not self._closed.is_set():
                     self._console.working(found)
+
+
+def _encodable(line: str, encoding: str) -> str:
+    """The line, in plain characters where the stream cannot hold ours."""
+    try:
+        line.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return line.translate(_PLAIN).encode("ascii", "replace").decode()
+    return line

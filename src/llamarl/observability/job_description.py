@@ -15,14 +15,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import llamarl
 from llamarl.determinism import platform_facts
 from llamarl.observability.writing import replace_file, writes
+from llamarl.plural import plural
 
 if TYPE_CHECKING:
     from llamarl.channels.base import ChannelSpec
     from llamarl.executors.base import ExecutorSpec
 
-__all__ = ["JOB_FILE", "Edge", "JobDescription", "Lane", "describe_job", "edge_lines", "write_job"]
+__all__ = ["JOB_FILE", "Edge", "JobDescription", "Lane", "describe_job", "edge_lines", "head", "write_job"]
 
 JOB_FILE = "job.json"
 
@@ -133,4 +135,28 @@ def edge_lines(edges: Sequence[Edge]) -> list[str]:
         if edge.delay:
             late = f"{edge.delay} tick{'s' if edge.delay > 1 else ''} later"
             lines.append(f"{edge.source} ══{edge.name}, {late}══▶ {edge.sink}")
+    return lines
+
+
+def head(job: JobDescription, num_ticks: int, done: int = 0) -> list[str]:
+    """What runs where."""
+    lines = [
+        "",
+        f"llamarl {llamarl.__version__} · {job.title} · {plural(num_ticks, 'tick')}"
+        + (f", {done} done" if done else ""),
+    ]
+    lines.append("")
+    name = max((len(lane.name) for lane in job.lanes), default=0)
+    places = {
+        lane.name: f"{plural(lane.num_ranks, 'rank')} × {plural(lane.threads, 'thread')} on {lane.device}"
+        for lane in job.lanes
+    }
+    place = max((len(text) for text in places.values()), default=0)
+    lines += [f"  {lane.name:<{name}}   {places[lane.name]:<{place}}   {lane.detail}" for lane in job.lanes]
+    arrows = edge_lines(job.edges)
+    if arrows:
+        lines += ["", *(f"  {line}" for line in arrows)]
+    if job.facts:
+        label = max(len(fact) for fact in job.facts)
+        lines += ["", *(f"  {fact:<{label}}   {text}" for fact, text in job.facts.items())]
     return lines

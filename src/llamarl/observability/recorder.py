@@ -1,12 +1,14 @@
-"""The hub of a run's records: reports come in, rows, curves, trace and console go out.
+"""The hub of a run's records: reports come in, events, rows, curves, trace and console go out.
 
-    report (executor, tick) ──┬──▶ trace.json            at once
+    report (executor, tick) ──┬──▶ events.jsonl          at once, before anything else
+                              ├──▶ trace.json            at once
                               ├──▶ console               at once
                               └──▶ join by tick ──▶ row ──▶ metrics.jsonl, TensorBoard, sinks, console
                                                      └────▶ ledger (must close), findings ──▶ warnings.jsonl, console
 
 The recorder adds what only it can know: how long each executor's tick took, how long it stood idle before, how long the
-trainer's step took from end to end, and the rates. It lives in the controller's process and sees no payload.
+trainer's step took from end to end, and the rates. It lives in the controller's process and sees no payload. Event log,
+trace and curves are begun with the first that is written to them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from llamarl.errors import CheckpointError
+from llamarl.errors import CheckpointError, FileError
 from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import LOG_FILE, ConsoleReporter
+from llamarl.observability.events import EventLog
 from llamarl.observability.findings import Causes, NewFindings
 from llamarl.observability.job_description import JobDescription, Lane, write_job
 from llamarl.observability.ledger import check_ledger
@@ -65,6 +68,46 @@ class _Timed:
     """End of the executor's tick before; None for its first."""
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closes)
+
+
+class _LookedAt(Generic[T]):
+    """A file that nothing but eyes depends on: begun with the first that is written to it. A disk that refuses it ends it,
+    not the run.
+
+    Args:
+        begin: Opens it; None: there is none.
+        warn: Tells the user: called with ``tick`` and ``text``.
+    """
+
+    def __init__(self, begin: Callable[[], T] | None, warn: Callable[..., None]) -> None:
+        self._begin, self._warn = begin, warn
+        self.file: T | None = None
+
+    def write(self, tick: int, write: Callable[[T], None]) -> None:
+        """Have ``write`` add to it what ``tick`` brought."""
+        if self._begin is None:
+            return
+        try:
+            if self.file is None:
+                self.file = self._begin()
+            write(self.file)
+        except (CannotWrite, FileError) as error:
+            self.close()
+            self._begin = None
+            cause = error.cause if isinstance(error, CannotWrite) else error
+            self._warn(tick=tick, text=f"{cause}. It ends here; the run goes on")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.file is not None:
+            self.file.close()
+
+
 class Recorder:
     """See the module. Every executor reports every tick, each in order."""
 
@@ -81,6 +124,7 @@ class Recorder:
         group_baseline: bool = True,
         written_until: int = -1,
         disk_s: float = 0.0,
+        platform: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -93,15 +137,20 @@ class Recorder:
             group_baseline: Whether a group whose rewards are all equal gives no gradient, for the warnings.
             written_until: Tick of which the files of ranks (rollouts) stay, though its rows are written again: beyond
                 ``resume_after_tick`` where the run goes on from its journal.
-            disk_s: Seconds for which a row waits for a disk that refuses it.
+            disk_s: Seconds for which a row or an event waits for a disk that refuses it.
+            platform: Of the hosts that hold the ranks, for the event log; None: of this machine.
 
         Raises:
+            EventLogError: The event log of a run that goes on is torn, or lacks a decision of a tick that stays.
             ConfigError: A new run in a folder that holds one, or an extra that is not installed.
             LlamaRLError: The folder cannot be written.
         """
         self.run_dir = Path(run_dir)
         self._of_journal = range(written_until + 2 if written_until >= 0 else 0)  # carried tokens reach a tick further
-        self._log = MetricsLog(self.run_dir, resume_after_tick, patience=Patience(disk_s))
+        patience = Patience(disk_s)
+        self._open_events = partial(EventLog, self.run_dir, resume_after_tick, platform=platform, patience=patience)
+        self._events = None if resume_after_tick is None else self._open_events()
+        self._log = MetricsLog(self.run_dir, resume_after_tick, patience=patience)
         self._warnings = WarningLog(self.run_dir, resume_after_tick)
         self._findings = NewFindings(group_baseline=group_baseline, rows=self._log.rows, said=self._warnings.said)
         self._warned = [
@@ -109,16 +158,14 @@ class Recorder:
         ]
         self._causes = Causes()
         self._sinks: list[RowSink] = []
-        self._trace: TraceWriter | None = None
         if resume_after_tick is not None:
             for name in (ROLLOUTS_FOLDER, TRAINED_FOLDER):
                 cut_after(self.run_dir / name, max(resume_after_tick, written_until))
-        if config.trace:
-            path = self.run_dir / TRACE_FILE
-            self._trace = TraceWriter(path, executors, resume_after_tick=resume_after_tick)
-        if config.tensorboard:
-            folder = self.run_dir / TENSORBOARD_FOLDER
-            self._sinks.append(TensorBoardSink(folder, resume_after_tick=resume_after_tick))
+        path, folder = self.run_dir / TRACE_FILE, self.run_dir / TENSORBOARD_FOLDER
+        trace = partial(TraceWriter, path, executors, resume_after_tick=resume_after_tick)
+        curves = partial(TensorBoardSink, folder, resume_after_tick=resume_after_tick)
+        self._trace = _LookedAt(trace if config.trace else None, partial(self.warn, kind="trace"))
+        self._curves = _LookedAt(curves if config.tensorboard else None, partial(self.warn, kind="sink"))
         if config.prometheus_port:
             self._sinks.append(PrometheusSink(config.prometheus_port, self.run_dir.name))
         self._sinks += [
@@ -151,6 +198,9 @@ class Recorder:
             ValueError: A tick reported twice, an unknown executor, or one key with two values.
             LlamaRLError: The disk is full or not writable, or what the journal tells of a tick cannot be.
         """
+        if report.events:
+            self._events = self._events or self._open_events()
+            self._events.append(report.events)
         try:
             return self._take(report)
         except (ValueError, ArithmeticError, AssertionError) as error:
@@ -169,7 +219,7 @@ class Recorder:
         # Bytes through the controller vary by a few with process ids, so they are no key of metrics.jsonl.
         args = {key: float(value) for key, value in report.metrics.items() if math.isfinite(value)}
         args |= {"controller/bytes": float(report.controller_bytes)}
-        self._draw(
+        self._trace.write(
             report.tick,
             lambda trace: trace.step(
                 report.executor, report.tick, report.started_s, report.finished_s, spans=report.spans, args=args
@@ -199,12 +249,14 @@ class Recorder:
         self.message(f"tick {tick}: {text}")
 
     def sync(self) -> None:
-        """Have the disk hold every row so far. Call it before a checkpoint is finished.
+        """Have the disk hold every row and event so far. Call it before a checkpoint is finished.
 
         Raises:
             LlamaRLError: The disk failed.
         """
         self._log.sync()
+        if self._events is not None:
+            self._events.sync()
 
     def summary(self, stopped: str = "") -> RunSummary:
         """Totals so far, and where things lie."""
@@ -234,10 +286,10 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
+        self._trace.close()
+        self._curves.close()
         for sink in self._sinks:
             sink.close()
-        if self._trace is not None:
-            self._trace.close()
         self.console.finish(self.summary(stopped))
 
     def _write(self, tick: int, items: Mapping[str, _Timed]) -> Row:
@@ -246,12 +298,9 @@ class Recorder:
             row["tokens_per_s/generated"] = row["tokens/generated"] / row["time/step_s"]
         written = self._log.write(row)
         self._summary.add(written)
-        for sink in list(self._sinks):
-            try:
-                sink.write(written)
-            except CannotWrite as error:  # its rows are in metrics.jsonl, too
-                self._sinks.remove(sink)
-                self.warn(tick, "sink", f"{error.cause}. It gets no more rows; {METRICS_FILE} has them all")
+        self._curves.write(tick, lambda curves: curves.write(written))
+        for sink in self._sinks:
+            sink.write(written)
         self.console.on_row(written)
         self._warn(written, [timed.report.failures for timed in items.values()])
         self._check_tokens(written)
@@ -273,17 +322,6 @@ class Recorder:
             self._warnings.write(tick, kind, text)
         except CannotWrite as error:  # the user is told all the same
             self.message(f"warning, tick {tick}: {error.cause}")
-
-    def _draw(self, tick: int, draw: Callable[[TraceWriter], None]) -> None:
-        """Add to the trace. It is for looking at: a disk that refuses it ends the trace, not the run."""
-        if self._trace is None:
-            return
-        try:
-            draw(self._trace)
-        except CannotWrite as error:
-            self._trace.close()
-            self._trace = None
-            self.warn(tick, "trace", f"{error.cause}. It ends here; the run goes on")
 
     def _check_tokens(self, row: Row) -> None:
         """Every row must account for every token, given the one before it; after a gap there is nothing to go by."""

@@ -1,4 +1,4 @@
-"""The words and numbers of the console: pure functions from values to lines."""
+"""The words and numbers of rows and of a run's end: pure functions from values to lines."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import llamarl
-from llamarl.observability.job_description import JobDescription, edge_lines
 from llamarl.observability.summary import RunSummary, is_graded
 from llamarl.plural import plural
 
 __all__ = [
-    "RowTable",
     "bar",
     "columns",
     "duration",
-    "encodable",
     "evaluation_line",
-    "head",
     "held_out",
-    "lines_every",
+    "mean",
     "number",
     "percent",
     "tail",
@@ -32,12 +27,7 @@ __all__ = [
 
 _MISSING = "–"
 _BAR_CELLS = 20
-_LINES_A_RUN = 30
-_LINES_A_HEADING = 20
 _MOST_WARNINGS = 8
-_PLAIN = str.maketrans(
-    {"─": "-", "═": "=", "▶": ">", "·": "-", "×": "x", "█": "#", "░": ".", "–": "-", "→": ">", "▸": ">", "…": "~"}
-)
 
 
 def number(value: float | None, digits: int) -> str:
@@ -83,38 +73,6 @@ def time_left(step_s: Sequence[float], num_left: int) -> float | None:
     return num_left * recent[len(recent) // 2] if recent else None
 
 
-def lines_every(num_ticks: int) -> int:
-    """Ticks a line, so that a run prints about 30: 1, 2, 5, 10, 20, 50 .."""
-    step = 1
-    while num_ticks / step > _LINES_A_RUN * 1.5:
-        step = step * 5 // 2 if str(step)[0] == "2" else step * 2
-    return step
-
-
-def head(job: JobDescription, num_ticks: int, done: int = 0) -> list[str]:
-    """What runs where."""
-    lines = [
-        "",
-        f"llamarl {llamarl.__version__} · {job.title} · {plural(num_ticks, 'tick')}"
-        + (f", {done} done" if done else ""),
-    ]
-    lines.append("")
-    name = max((len(lane.name) for lane in job.lanes), default=0)
-    places = {
-        lane.name: f"{plural(lane.num_ranks, 'rank')} × {plural(lane.threads, 'thread')} on {lane.device}"
-        for lane in job.lanes
-    }
-    place = max((len(text) for text in places.values()), default=0)
-    lines += [f"  {lane.name:<{name}}   {places[lane.name]:<{place}}   {lane.detail}" for lane in job.lanes]
-    arrows = edge_lines(job.edges)
-    if arrows:
-        lines += ["", *(f"  {line}" for line in arrows)]
-    if job.facts:
-        label = max(len(fact) for fact in job.facts)
-        lines += ["", *(f"  {fact:<{label}}   {text}" for fact, text in job.facts.items())]
-    return lines
-
-
 def held_out(row: Mapping[str, Any]) -> tuple[str, float | None] | None:
     """What an evaluation is judged by, its mean reward where rewards are graded; None where none ended in this row."""
     if not evaluation_line(row):
@@ -143,19 +101,19 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
     """(title, value, width) of what ``rows`` say together: means, the largest of maxima, the sum of failures."""
     if any("time/demonstrations_s" in row for row in rows):
         return _of_demonstrations(rows)
-    mean_stale, max_stale = _mean(rows, "staleness/mean"), max(_values(rows, "staleness/max"), default=None)
+    mean_stale, max_stale = mean(rows, "staleness/mean"), max(_values(rows, "staleness/max"), default=None)
     judged = sum(_values(rows, "groups/generated"))
     no_signal = sum(_values(rows, "groups/no_signal")) / judged if judged else None
     failed = _values(rows, "reward/failed")
     return [
-        ("reward", number(_mean(rows, "reward/mean"), 3), 9),
+        ("reward", number(mean(rows, "reward/mean"), 3), 9),
         ("stale", _MISSING if mean_stale is None else f"{number(mean_stale, 1)} / {whole(max_stale)}", 9),
         ("no-signal", percent(no_signal), 11),
-        ("ratio-clip", percent(_mean(rows, "ratio/clipped_fraction")), 12),
-        ("length", number(_mean(rows, "response/length_mean"), 1), 8),
-        ("cut", percent(_mean(rows, "response/truncated_fraction")), 7),
-        ("tokens/s", count(_mean(rows, "tokens_per_s/generated")), 10),
-        ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
+        ("ratio-clip", percent(mean(rows, "ratio/clipped_fraction")), 12),
+        ("length", number(mean(rows, "response/length_mean"), 1), 8),
+        ("cut", percent(mean(rows, "response/truncated_fraction")), 7),
+        ("tokens/s", count(mean(rows, "tokens_per_s/generated")), 10),
+        ("s/tick", number(mean(rows, "time/step_s"), 2), 8),
         ("failed", whole(sum(failed) if failed else None), 8),
     ]
 
@@ -164,41 +122,12 @@ def _of_demonstrations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     """The columns of a job in which nothing is sampled and nothing judged."""
     seconds = sum(_values(rows, "time/step_s"))
     return [
-        ("loss", number(_mean(rows, "loss/policy"), 4), 9),
-        ("held out", number(_mean(rows, "eval/loss"), 4), 11),
-        ("grad norm", number(_mean(rows, "grad_norm"), 2), 11),
+        ("loss", number(mean(rows, "loss/policy"), 4), 9),
+        ("held out", number(mean(rows, "eval/loss"), 4), 11),
+        ("grad norm", number(mean(rows, "grad_norm"), 2), 11),
         ("tokens/s", count(sum(_values(rows, "tokens/computed")) / seconds if seconds else None), 10),
-        ("s/tick", number(_mean(rows, "time/step_s"), 2), 8),
+        ("s/tick", number(mean(rows, "time/step_s"), 2), 8),
     ]
-
-
-class RowTable:
-    """Aligned rows under a heading that returns every 20 lines."""
-
-    def __init__(self, executors: Sequence[str], num_ticks: int) -> None:
-        self._executors = tuple(executors)
-        self._num_ticks = num_ticks
-        self._printed = 0
-        self._step_s: list[float] = []
-
-    def lines(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One line that sums up ``rows``, and a heading where due."""
-        last = rows[-1]
-        self._step_s += [float(row["time/step_s"]) for row in rows if row.get("time/step_s") is not None]
-        num_left = self._num_ticks - int(last["step"]) - 1
-        cells = [("tick", whole(last["step"]), 6), *columns(rows)]
-        idle = [(name, percent(_mean(rows, f"idle/{name}")), max(len(name), 5) + 2) for name in self._executors]
-        left = duration(time_left(self._step_s, num_left))
-        cells += [*idle, ("left", left, 8)]
-        lines = []
-        if self._printed % _LINES_A_HEADING == 0:
-            before = sum(width for _, _, width in cells[: -len(idle) - 1])
-            span = sum(width for _, _, width in idle)
-            lines += ["", " " * (before + 2) + " idle ".center(span - 2, "─")]
-            lines.append("".join(f"{title:>{width}}" for title, _, width in cells))
-        lines.append("".join(f"{value:>{width}}" for _, value, width in cells))
-        self._printed += 1
-        return lines
 
 
 def title(summary: RunSummary) -> str:
@@ -260,19 +189,11 @@ def _warned(warnings: Sequence[tuple[int, str]]) -> list[str]:
     return [*lines, *([f"  and {rest} more"] if rest > 0 else []), ""]
 
 
-def encodable(line: str, encoding: str) -> str:
-    """The line, in plain characters where the stream cannot hold ours."""
-    try:
-        line.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return line.translate(_PLAIN).encode("ascii", "replace").decode()
-    return line
-
-
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [float(row[key]) for row in rows if row.get(key) is not None]
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Over the rows that have a value; None where none has."""
     values = _values(rows, key)
     return sum(values) / len(values) if values else None

@@ -51,7 +51,6 @@ def checkpoints(run_dir: Path, far: Any = None, **config: Any) -> RunCheckpoints
         8,
         {},
         silent,
-        silent,
         folder,
         ranks={"generator": 1, "trainer": 2},
         far=far,

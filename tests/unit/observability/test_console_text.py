@@ -11,7 +11,7 @@ import pytest
 from llamarl.errors import LlamaRLError
 from llamarl.observability import text
 from llamarl.observability.config import ObservabilityConfig
-from llamarl.observability.console import ConsoleReporter
+from llamarl.observability.console import ConsoleReporter, RowTable, lines_every
 from llamarl.observability.job_description import Edge, JobDescription, Lane, edge_lines
 from llamarl.observability.summary import RunSummary
 
@@ -39,7 +39,7 @@ def test_durations(seconds: float | None, words: str) -> None:
 
 @pytest.mark.parametrize(("num_ticks", "every"), [(1, 1), (45, 1), (60, 2), (200, 5), (400, 10), (900, 20), (2000, 50)])
 def test_a_run_prints_about_thirty_lines(num_ticks: int, every: int) -> None:
-    assert text.lines_every(num_ticks) == every
+    assert lines_every(num_ticks) == every
     assert num_ticks / every <= 45
 
 
@@ -67,7 +67,7 @@ def test_a_line_sums_up_its_rows() -> None:
         _row(2, **{"groups/no_signal": 1, "groups/generated": 4, "response/truncated_fraction": 0.5}),
         _row(3, **{"groups/no_signal": 7, "groups/generated": 12, "response/truncated_fraction": 1.0}),
     ]
-    lines = text.RowTable(["generator", "trainer"], 10).lines(two)
+    lines = RowTable(["generator", "trainer"], 10).lines(two)
     heading, values = lines[-2].split(), lines[-1].split("  ")
     names = "tick reward stale no-signal ratio-clip length cut tokens/s s/tick failed generator trainer left"
     assert heading == names.split()
@@ -78,7 +78,7 @@ def test_a_line_sums_up_its_rows() -> None:
 
 
 def test_the_heading_returns_every_twenty_lines() -> None:
-    table = text.RowTable(["trainer"], 100)
+    table = RowTable(["trainer"], 100)
     headings = [len(table.lines([_row(tick)])) > 1 for tick in range(41)]
     assert [tick for tick, shown in enumerate(headings) if shown] == [0, 20, 40]
 

@@ -135,7 +135,7 @@ def tracked(folder: Path, name: str) -> None:
         for tick, value in enumerate(values, 0 if resume is None else resume + 1):
             report: Any = SimpleNamespace(
                 executor="trainer", tick=tick, metrics={"lr": value}, started_s=tick, finished_s=tick + 0.5, spans=(),
-                failures={}, controller_bytes=0,
+                failures={}, controller_bytes=0, events=(),
             )  # fmt: skip
             recorder.on_report(report)
         recorder.close()

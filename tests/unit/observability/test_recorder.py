@@ -206,11 +206,11 @@ def test_a_disk_that_refuses_what_is_only_looked_at_ends_that_and_not_the_run(
     _run(recorder, 0, 1)
     full = os.open("/dev/full", os.O_WRONLY)
     if what == "trace":
-        assert recorder._trace is not None
-        monkeypatch.setattr(recorder._trace, "_file", full)
+        monkeypatch.setattr(recorder._trace.file, "_file", full)
     elif what == "tensorboard":
-        monkeypatch.setattr(recorder._sinks[0], "_file", full)
-        monkeypatch.setattr(recorder._sinks[0]._records._writer, "_descriptor", full)  # type: ignore[attr-defined]
+        assert recorder._curves.file is not None
+        monkeypatch.setattr(recorder._curves.file, "_file", full)
+        monkeypatch.setattr(recorder._curves.file._records._writer, "_descriptor", full)
     else:
         monkeypatch.setattr(recorder._warnings, "path", Path("/dev/full"))
         recorder.warn(1, "kind", "something else")
