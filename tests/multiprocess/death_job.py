@@ -26,7 +26,7 @@ from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.determinism import rank_environment
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime import children, local
+from llamarl.runtime import fork_server, local
 from llamarl.runtime.base import Report
 from llamarl.runtime.fork_server import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
@@ -78,8 +78,10 @@ def let_ranks_be_forks(executors: Sequence[ExecutorSpec]) -> None:
     """Of this process, a fork of ``SERVER``; they have one thread."""
     os.environ.update(ENVIRONMENT)
     allow_fork_of_this_process()
-    children.shares_imports = local.shares_imports = lambda spec: True  # these import nothing that a fork may not have
-    children.start_early(children.shared_modules(executors, 1), rank_environment(1), may_be_a_fork=True)
+    fork_server.shares_imports = local.shares_imports = lambda spec: (
+        True
+    )  # these import nothing that a fork may not have
+    fork_server.start_early(fork_server.shared_modules(executors, 1), rank_environment(1), may_be_a_fork=True)
 
 
 def play(seed: int, kills: int, out: Path) -> None:

@@ -14,7 +14,7 @@ _PROGRAM = """
 import asyncio, json, os, signal, socket, sys, types
 from pathlib import Path
 from llamarl.runtime import fork_server
-from llamarl.runtime.children import ForkServer
+from llamarl.runtime.fork_server import ForkServer
 from llamarl.determinism import rank_environment
 
 OURS, IMPORTED_BEFORE, THREADS, SEEN = json.loads(sys.argv[1])

@@ -17,15 +17,9 @@ from tools.chaos.processes import alive, wait_for_end
 
 from llamarl.determinism import rank_environment
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime import children
-from llamarl.runtime.children import (
-    ForkedChild,
-    ForkServer,
-    cause_of_death,
-    fork_server,
-    shared_modules,
-    start_early,
-)
+from llamarl.runtime import fork_server as module
+from llamarl.runtime.children import cause_of_death
+from llamarl.runtime.fork_server import ForkedChild, ForkServer, fork_server, shared_modules, start_early
 
 WAIT_S = 30.0
 
@@ -193,8 +187,8 @@ def test_a_server_started_early_is_taken_if_its_environment_is_still_right(monke
         def kill(self) -> None:
             self.killed = True
 
-    monkeypatch.setattr(children, "ForkServer", Server)
-    monkeypatch.setattr(children, "_early", {})
+    monkeypatch.setattr(module, "ForkServer", Server)
+    monkeypatch.setattr(module, "_early", {})
     had = {"OMP_NUM_THREADS": "1", "PATH": "/bin"}
     start_early(("a",), had)
     assert fork_server(("a",), {**had, "TORCHINDUCTOR_CACHE_DIR": "/tmp/x"}) is made[0]
@@ -204,5 +198,5 @@ def test_a_server_started_early_is_taken_if_its_environment_is_still_right(monke
     assert made[2].killed and made[3].environment["OMP_NUM_THREADS"] == "2"
     assert fork_server((), had) is None
     start_early(("a",), had)
-    children.end_unused_servers()  # the run was refused
-    assert made[4].killed and not children._early
+    module.end_unused_servers()  # the run was refused
+    assert made[4].killed and not module._early

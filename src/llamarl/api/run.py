@@ -182,7 +182,7 @@ def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> R
     """
     from llamarl.api.settings import run_config
     from llamarl.controller.early_imports import start_fork_servers
-    from llamarl.runtime.children import end_unused_servers
+    from llamarl.runtime.fork_server import end_unused_servers
 
     config = run_config(recipe, settings)
     start_fork_servers(config)

@@ -17,7 +17,7 @@ def start_fork_servers(config: RunConfig) -> None:
     from llamarl.controller.graph import colocated_group, llamarl_graph
     from llamarl.determinism import rank_environment
     from llamarl.errors import LlamaRLError
-    from llamarl.runtime.children import shared_modules, start_early
+    from llamarl.runtime.fork_server import shared_modules, start_early
     from llamarl.runtime.placement import here, may_have_gpus, place
 
     if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():

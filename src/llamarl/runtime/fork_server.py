@@ -1,5 +1,5 @@
-"""Main module of the process from which ranks are forked: ``python -P -m
-llamarl.runtime.fork_server REQUESTS CONTROLLER MODULES``.
+"""The process from which ranks are forked (``python -P -m llamarl.runtime.fork_server REQUESTS CONTROLLER MODULES``),
+and the end of it that the controller holds.
 
     controller ══ label, 3 descriptors ═▶ fork server ── forks ──▶ guard ── forks ──▶ rank
                ◀═ started, pid ══════════ (has imported torch, transformers, the executors; runs none of them)
@@ -25,7 +25,9 @@ no descriptor but the streams and its socket, signals as a new process has them.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import collections
 import contextlib
 import ctypes
 import gc
@@ -35,35 +37,220 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Mapping
-from typing import NoReturn
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-from llamarl.process_tree import end_process, end_with_parent
+from llamarl.process_tree import end_process, end_with_parent, spawn
+
+if TYPE_CHECKING:
+    from llamarl.executors.base import ExecutorSpec
 
 __all__ = [
-    "ANSWER",
-    "ENDED",
-    "REFUSED",
-    "STARTED",
-    "ForkOfThis",
+    "ForkServer",
+    "ForkedChild",
     "allow_fork_of_this_process",
-    "fork_this_process",
+    "end_unused_servers",
+    "fork_server",
     "main",
     "read_on_import",
     "ready",
+    "shared_modules",
+    "shares_imports",
+    "start_early",
 ]
 
-STARTED, ENDED, REFUSED = 0, 1, 2
-ANSWER = struct.Struct("<iii")
+_STARTED, _ENDED, _REFUSED = 0, 1, 2
+_ANSWER = struct.Struct("<iii")
 """Kind, pid (of the guard), exit code (minus the signal)."""
 _READ_ON_IMPORT = ("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "NUMEXPR_")
 _NUMPY = "OPENBLAS_NUM_THREADS"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """Of ``mallopt``. The C library reads these from the environment when a process begins: without them a
 forked trainer, of a vocabulary of 49,152, takes 1.80 s of a core a step instead of 1.45."""
+_POLL_S = 0.002
+_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+"""Which every process that imports torch sets for itself."""
 _ours = False
+
+
+# The end of whoever starts ranks.
+
+
+class ForkServer:
+    """This process's end of a fork server, which is started at once.
+
+    Args:
+        modules: What it imports before it forks.
+        environment: Its own, and so that of every fork.
+        may_be_a_fork: Whether this process may import them too, to be forked itself.
+    """
+
+    def __init__(
+        self, modules: Collection[str], environment: Mapping[str, str], *, may_be_a_fork: bool = False
+    ) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            self._process: subprocess.Popen[bytes] | _ForkOfThis = (
+                _fork_this_process(theirs.fileno(), environment)
+                if may_be_a_fork and ready(modules, environment)
+                else spawn("llamarl.runtime.fork_server", [theirs.fileno()], ",".join(modules), environment=environment)
+            )
+        self._requests = ours
+        self._starting: collections.deque[asyncio.Future[int | None]] = collections.deque()
+        self._codes: dict[int, asyncio.Future[int | None]] = {}
+        self._gone = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def fork(self, label: str, control: int, stdout: int, stderr: int) -> ForkedChild | None:
+        """A rank's process; None if the server cannot fork (a library's thread runs in it) or is gone.
+
+        Args:
+            label: For who looks at ``ps``.
+            control: Descriptor for the rank; with the other two it stays the caller's to close.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._requests, self._hear)
+        if self._gone:
+            return None
+        answer: asyncio.Future[int | None] = self._loop.create_future()
+        try:
+            socket.send_fds(self._requests, [label.encode() or b"?"], [control, stdout, stderr])
+        except OSError:
+            return None
+        self._starting.append(answer)
+        pid = await answer
+        return None if pid is None else ForkedChild(pid, self._codes[pid])
+
+    async def stop(self) -> None:
+        """Let the server end; its forks should have."""
+        self._leave()
+        while self._process.poll() is None:
+            await asyncio.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """End it, and with it all its forks. Any thread."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _hear(self) -> None:
+        try:
+            answer = self._requests.recv(_ANSWER.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            answer = b""
+        if not answer:
+            self._leave()
+            return
+        assert self._loop is not None
+        kind, pid, code = _ANSWER.unpack(answer)
+        if kind == _ENDED:
+            _resolve(self._codes[pid], code)
+            return
+        if kind == _STARTED:
+            self._codes[pid] = self._loop.create_future()
+        _resolve(self._starting.popleft(), pid if kind == _STARTED else None)
+
+    def _leave(self) -> None:
+        if not self._gone:
+            self._gone = True
+            if self._loop is not None:
+                self._loop.remove_reader(self._requests)
+            self._requests.close()
+            for waiting in (*self._starting, *self._codes.values()):
+                _resolve(waiting, None)
+
+
+class ForkedChild:
+    """A process that a fork server has forked, and buries."""
+
+    def __init__(self, pid: int, code: asyncio.Future[int | None]) -> None:
+        self.pid = pid
+        self._code = code
+        self._pidfd = os.pidfd_open(pid)  # its number may be another's once the server has buried it
+
+    async def code(self) -> int | None:
+        code = await self._code
+        fd, self._pidfd = self._pidfd, -1
+        os.close(fd)
+        return code
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+def start_early(
+    modules: tuple[str, ...], environment: Mapping[str, str], *, also: Sequence[str] = (), may_be_a_fork: bool = False
+) -> None:
+    """Start a server for :func:`fork_server` to find: it imports while this process does, or once
+    for both where it may be a fork of this one. One that nobody asks for ends with this process.
+
+    Args:
+        also: Further modules that it imports; whoever asks need not know of them.
+    """
+    if modules:
+        server = ForkServer([*modules, *also], environment, may_be_a_fork=may_be_a_fork)
+        _early[modules] = dict(environment), server
+
+
+def fork_server(modules: tuple[str, ...], environment: Mapping[str, str]) -> ForkServer | None:
+    """A server that has this environment and imports these modules; None where there is nothing to share."""
+    if not modules:
+        return None
+    had, server = _early.pop(modules, ({}, None))
+    ours = {name: value for name, value in environment.items() if name in had or name not in _SET_BY_TORCH}
+    if server is not None and had == ours:
+        return server
+    if server is not None:
+        server.kill()
+    return ForkServer(modules, environment)
+
+
+def end_unused_servers() -> None:
+    """End the servers that were started early and that nobody has asked for, as where the run was refused."""
+    while _early:
+        _, (_, server) = _early.popitem()
+        server.kill()
+
+
+_early: dict[tuple[str, ...], tuple[dict[str, str], ForkServer]] = {}
+
+
+def shared_modules(specs: Iterable[ExecutorSpec], threads: int) -> tuple[str, ...]:
+    """What a fork server imports for those of these executors that have ``threads`` threads: our
+    own modules, which run nothing when they are imported. A fork may not use a GPU, for its server
+    may have asked for one.
+
+    Returns:
+        Empty where a server would serve one rank or none.
+    """
+    ranks = [
+        spec.factory.rpartition(":")[0]
+        for spec in specs
+        for _ in range(spec.num_ranks)
+        if spec.threads == threads and shares_imports(spec)
+    ]
+    return tuple(sorted(set(ranks))) if len(ranks) > 1 else ()
+
+
+def shares_imports(spec: ExecutorSpec) -> bool:
+    """Whether ranks of this executor may be forks."""
+    return spec.factory.startswith("llamarl.executors.") and not spec.device.startswith("cuda")
+
+
+def _resolve(future: asyncio.Future[int | None], value: int | None) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+# The server.
 
 
 def main() -> None:
@@ -112,10 +299,10 @@ def serve(requests: socket.socket) -> None:
         if not label:
             os._exit(0)  # the guards are told by the kernel
         if (threads := len(os.listdir("/proc/self/task"))) > 1:
-            requests.send(ANSWER.pack(REFUSED, threads, 0))
+            requests.send(_ANSWER.pack(_REFUSED, threads, 0))
         elif pid := os.fork():
             guards.add(pid)
-            requests.send(ANSWER.pack(STARTED, pid, 0))
+            requests.send(_ANSWER.pack(_STARTED, pid, 0))
         else:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -135,7 +322,7 @@ def _tell_of_ended(requests: socket.socket, guards: set[int]) -> None:
         if pid:
             guards.remove(guard)
             try:
-                requests.send(ANSWER.pack(ENDED, guard, os.waitstatus_to_exitcode(status)))
+                requests.send(_ANSWER.pack(_ENDED, guard, os.waitstatus_to_exitcode(status)))
             except OSError:  # the controller is gone
                 os._exit(0)
 
@@ -153,6 +340,9 @@ def _become_rank(label: str, control: int, stdout: int, stderr: int, server: int
 
 def _wake(number: int, frame: object) -> None:
     """What counts is the byte that arrives through the wake-up pipe."""
+
+
+# The server as a fork of this process.
 
 
 def allow_fork_of_this_process() -> None:
@@ -190,7 +380,7 @@ def ready(modules: Collection[str], environment: Mapping[str, str]) -> bool:
     return len(os.listdir("/proc/self/task")) == 1
 
 
-class ForkOfThis:
+class _ForkOfThis:
     """A child of this process; like ``subprocess.Popen`` as far as its owner looks."""
 
     def __init__(self, pid: int) -> None:
@@ -215,7 +405,7 @@ class ForkOfThis:
         return self.returncode
 
 
-def fork_this_process(requests: int, environment: Mapping[str, str]) -> ForkOfThis:
+def _fork_this_process(requests: int, environment: Mapping[str, str]) -> _ForkOfThis:
     """Fork a server.
 
     Args:
@@ -228,7 +418,7 @@ def fork_this_process(requests: int, environment: Mapping[str, str]) -> ForkOfTh
     gc.freeze()  # modules: nobody needs to look through them again, here or in a fork
     controller = os.getpid()
     if pid := os.fork():
-        return ForkOfThis(pid)
+        return _ForkOfThis(pid)
     _serve_in_a_fork(requests, controller, environment)
 
 

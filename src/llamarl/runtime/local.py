@@ -21,18 +21,9 @@ from collections.abc import Sequence
 
 from llamarl.determinism import rank_environment
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.children import (
-    Child,
-    ForkServer,
-    Stores,
-    cause_of_death,
-    fork_server,
-    is_stopped,
-    shared_modules,
-    shares_imports,
-    start_rank,
-)
+from llamarl.runtime.children import Child, Stores, cause_of_death, is_stopped, start_rank
 from llamarl.runtime.commands import Link
+from llamarl.runtime.fork_server import ForkServer, fork_server, shared_modules, shares_imports
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan
 

@@ -22,7 +22,8 @@ from typing import Any
 from llamarl.determinism import LOOPBACK
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
-from llamarl.runtime.children import ForkServer, Stores
+from llamarl.runtime.children import Stores
+from llamarl.runtime.fork_server import ForkServer
 from llamarl.runtime.ray.hosted_rank import HostedRank, Say, Word
 from llamarl.runtime.ray.inventory import Inventory
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from llamarl.runtime.children import Child, ForkServer, is_stopped, start_rank
+from llamarl.runtime.children import Child, is_stopped, start_rank
+from llamarl.runtime.fork_server import ForkServer
 
 __all__ = ["HostedRank", "Say", "Word"]
 

@@ -25,8 +25,9 @@ from typing import Any
 
 from llamarl.determinism import environment
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.children import Killed, cause_of_death, shares_imports
+from llamarl.runtime.children import Killed, cause_of_death
 from llamarl.runtime.commands import Link
+from llamarl.runtime.fork_server import shares_imports
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ray.cluster import Cluster
 from llamarl.runtime.ray.hosted_rank import Say, Word
