@@ -33,17 +33,64 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Protocol
 
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.marking import Marking
-from llamarl.controller.saving import Saving, StopRequest
+from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.runtime.base import JobStart, News, Report, Runtime
 
-__all__ = ["Observer", "run_graph"]
+__all__ = ["Observer", "StopRequest", "run_graph"]
+
+_STOPPING = "stopping after the next tick that can be saved; Ctrl-C once more stops at once"
+
+
+class StopRequest:
+    """Whether the user has asked for the job to stop, while a ``with`` block lasts in the main thread;
+    elsewhere, and where somebody else handles Ctrl-C, nothing changes. The first Ctrl-C has the job end
+    at the next tick that all executors can save, the second at once.
+
+    Args:
+        show: Given the words that say so, whether it shows them; called in the handler, so it may set
+            something and no more. Else they go to standard error.
+    """
+
+    def __init__(self, show: Callable[[str], bool] = lambda words: False) -> None:
+        self._show = show
+        self._asked = False
+
+    def __enter__(self) -> StopRequest:
+        self._handles = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._handles:
+            signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handles:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def take(self) -> bool:
+        """Whether the user has asked since this was last asked."""
+        asked, self._asked = self._asked, False
+        return asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not self._show(_STOPPING):
+            os.write(2, f"\n{_STOPPING}\n".encode())  # a stream may be in the middle of a line
 
 
 _NEVER = StopRequest()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llamarl.checkpoint.mirror import Mirror, mirrored
 from llamarl.config import RunConfig
-from llamarl.controller.controller import run_graph
+from llamarl.controller.controller import StopRequest, run_graph
 from llamarl.controller.preflight import (
     check_reward,
 )
@@ -22,7 +22,6 @@ from llamarl.controller.prepare import Prepared, absolute_dir, prepare
 from llamarl.controller.products import write_products
 from llamarl.controller.run_folder import RunFolder, held, make_folder, refuse_a_run
 from llamarl.controller.run_parts import RunParts, save_settings
-from llamarl.controller.saving import StopRequest
 from llamarl.controller.settle import fetch_weights, record_models
 from llamarl.errors import NothingTrained
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE

@@ -26,9 +26,8 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
 from llamarl.controller.prepare import Prepared, description
 from llamarl.controller.recovery import Recovery, Stragglers
-from llamarl.controller.run_checkpoints import RunCheckpoints
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, mark
-from llamarl.controller.saving import Saving
+from llamarl.controller.saving import RunCheckpoints, Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import TOLD, ConfigError, LlamaRLError, RunFolderLost, RunStopped
 from llamarl.observability.console import LiveLines

@@ -12,8 +12,8 @@ from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore, RunIdentity
 from llamarl.checkpoint.written import record_files
-from llamarl.controller import run_checkpoints
-from llamarl.controller.run_checkpoints import RunCheckpoints
+from llamarl.controller import saving
+from llamarl.controller.saving import RunCheckpoints
 from llamarl.errors import CheckpointError
 from llamarl.runtime.base import Report
 
@@ -173,7 +173,7 @@ def test_a_failed_checkpoint_is_due_again_after_as_long_as_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(run_checkpoints, "running_s", lambda: now_s[0])
+    monkeypatch.setattr(saving, "running_s", lambda: now_s[0])
     made = checkpoints(tmp_path, every=0, every_minutes=1)
     assert not made.overdue()
     now_s[0] = 61.0

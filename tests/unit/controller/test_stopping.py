@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamarl.controller.saving import StopRequest
+from llamarl.controller.controller import StopRequest
 
 
 @pytest.fixture(autouse=True)
