@@ -6,7 +6,7 @@ from pathlib import Path
 from forked_command import ENVIRONMENT
 
 from llamarl.config import load_config
-from llamarl.controller import run_parts as run_module
+from llamarl.controller import run as run_module
 from llamarl.controller.early_imports import start_fork_servers
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed

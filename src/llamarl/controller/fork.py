@@ -23,9 +23,8 @@ from llamarl.config import RunConfig, load_config, to_plain
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import absolute_dir, description, prepare
-from llamarl.controller.run import execute, mirror_of
+from llamarl.controller.run import execute, mirror_of, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.controller.run_parts import save_settings
 from llamarl.controller.settings import Difference, differences
 from llamarl.controller.settle import fetch_weights, fix_end_of_decay, record_models
 from llamarl.errors import CheckpointError, ConfigError

@@ -24,9 +24,8 @@ from llamarl.controller.prepare import (
     prepare,
 )
 from llamarl.controller.products import incomplete_products, rewrite_product
-from llamarl.controller.run import execute, mirror_of
+from llamarl.controller.run import execute, mirror_of, num_rows, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
-from llamarl.controller.run_parts import num_rows, save_settings
 from llamarl.controller.settings import RESHARDABLE, differences, explain
 from llamarl.controller.settle import fetch_weights, fix_end_of_decay, refuse_other_models
 from llamarl.determinism import platform_differences

@@ -9,7 +9,7 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.config import load_config
-from llamarl.controller import run_parts
+from llamarl.controller import run
 from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
@@ -267,7 +267,7 @@ def test_a_run_gives_its_ranks_the_limit_that_its_deadlines_make(
     def make(**how: Any) -> None:
         raise Made(how["collective_timeout_s"])
 
-    monkeypatch.setattr(run_parts, "ProcessRuntime", make)
+    monkeypatch.setattr(run, "ProcessRuntime", make)
     words = ["--run.dir", str(tmp_path / "run"), "--deadlines.step_s", "5000"]
     with pytest.raises(Made) as made:
         start_run(load_config(RECIPE, [*words, "--run.cores", "2"]))
