@@ -23,7 +23,7 @@ settings.load_profile("llamarl")
 def own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a command that is refused in this process: nothing is started ahead for its ranks, which would stay as long as the tests do;
     afterwards SIGTERM does what it did before."""
-    monkeypatch.setattr("llamarl.cli.train.start_fork_servers", lambda config: None)
+    monkeypatch.setattr("llamarl.controller.prepare.start_fork_servers", lambda config: None)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,7 @@ from forked_command import ENVIRONMENT
 
 from llamarl.config import load_config
 from llamarl.controller import run as run_module
-from llamarl.controller.early_imports import start_fork_servers
+from llamarl.controller.prepare import start_fork_servers
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
 from llamarl.runtime.fork_server import allow_fork_of_this_process

@@ -14,7 +14,7 @@ from forked_command import Started, run_llamarl
 import llamarl
 
 PAGE = Path(__file__).parents[2] / "docs" / "walks.md"
-MOST = 46
+MOST = 45
 """Files on it."""
 ROOT = str(Path(llamarl.__file__).parent) + os.sep
 

@@ -102,7 +102,7 @@ for module in (
     "llamarl", "llamarl.types", "llamarl.config", "llamarl.trainer.config", "llamarl.models.folders", "llamarl.models.sizes",
     "llamarl.runtime.worker", "llamarl.runtime.local", "llamarl.forecast.search", "llamarl.cli.main",
     "llamarl.checkpoint.shared_folder", "llamarl.checkpoint.mirror", "llamarl.environments.registry",
-    "llamarl.cli.train", "llamarl.controller.preflight", "llamarl.controller.begun",
+    "llamarl.cli.train", "llamarl.controller.preflight", "llamarl.controller.begun", "llamarl.controller.prepare",
 ):
     __import__(module)
     light(module)

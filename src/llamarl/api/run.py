@@ -181,7 +181,7 @@ def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> R
         KeyboardInterrupt: The user stopped it; the same holds.
     """
     from llamarl.api.settings import run_config
-    from llamarl.controller.early_imports import start_fork_servers
+    from llamarl.controller.prepare import start_fork_servers
     from llamarl.runtime.fork_server import end_unused_servers
 
     config = run_config(recipe, settings)

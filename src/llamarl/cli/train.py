@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llamarl.controller.early_imports import start_fork_servers
 from llamarl.reading import user_path
 
 if TYPE_CHECKING:
@@ -111,9 +110,10 @@ def run(args: argparse.Namespace) -> int:
 
 def launch(config: RunConfig, *, dry_run: bool, every_key: bool) -> None:
     """Start a new run, or print what it would be."""
+    from llamarl.controller.prepare import plan_run, start_fork_servers
+
     if not dry_run:
         start_fork_servers(config)
-    from llamarl.controller.prepare import plan_run
     from llamarl.controller.run import start_run
     from llamarl.controller.settle import with_num_ticks
 
@@ -188,6 +188,7 @@ def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
 def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.config import read_settings
     from llamarl.controller.begun import begun_config
+    from llamarl.controller.prepare import plan_run, start_fork_servers
     from llamarl.controller.run_folder import refuse_if_held
 
     given = read_settings(args.recipe, [*overrides, *hosts])
@@ -205,7 +206,6 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     if not args.dry_run:
         start_fork_servers(config)
     from llamarl.controller.fork import fork_run
-    from llamarl.controller.prepare import plan_run
     from llamarl.controller.resume import plan_resume, resume_run
 
     if args.fork:
@@ -236,6 +236,7 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     from llamarl.config import load_config, read_settings
     from llamarl.controller.begun import refuse_code_of_a_run
     from llamarl.controller.preflight import find_missing
+    from llamarl.controller.prepare import plan_run, start_fork_servers
     from llamarl.errors import ConfigError
 
     for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):
@@ -248,7 +249,6 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     config = load_config(source / "config.toml", words, [find_missing])
     if not args.dry_run:
         start_fork_servers(config)
-    from llamarl.controller.prepare import plan_run
     from llamarl.controller.replay import replay_run
 
     if args.dry_run:

@@ -1,12 +1,14 @@
 """From a configuration to a run that can start: what cannot run is refused, threads and devices are
-settled. Starts nothing.
+settled. Starts nothing but the imports of the run's processes, which take seconds of a core, and imports no torch before.
 
-recipe ─▶ preflight (paths, data, first prompts) ─▶ graph ─▶ placement ─▶ transports ─▶ Prepared
+recipe ─┬─▶ fork servers that import meanwhile
+        └─▶ preflight (paths, data, first prompts) ─▶ graph ─▶ placement ─▶ transports ─▶ Prepared
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,11 +29,13 @@ from llamarl.controller.preflight import (
     check_reward_models,
 )
 from llamarl.controller.settle import Machine, local, settle_on, settle_recipe
-from llamarl.errors import ConfigError, ModelError
+from llamarl.determinism import rank_environment
+from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.models.folders import resolve_model_path
-from llamarl.reading import user_path
+from llamarl.reading import read_object, user_path
 from llamarl.roles import present_roles
-from llamarl.runtime.placement import Placement, here, memory_of_gpus, place
+from llamarl.runtime.fork_server import shared_modules, start_early
+from llamarl.runtime.placement import Placement, here, may_have_gpus, memory_of_gpus, place
 from llamarl.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -42,8 +46,10 @@ __all__ = [
     "absolute_dir",
     "describe_plan",
     "description",
+    "modules_of_model",
     "plan_run",
     "prepare",
+    "start_fork_servers",
 ]
 
 
@@ -70,6 +76,36 @@ class Prepared:
     """What a person checks before it starts, label -> text."""
     gpu_memory: str = ""
     """What is held of each GPU's memory, a line each."""
+
+
+def start_fork_servers(config: RunConfig) -> None:
+    """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the
+    checks that follow do."""
+    if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():
+        return
+    try:
+        graph = llamarl_graph(config)
+        machine = here(cores=config.run.cores or None, cuda_devices=0)
+        placement = place(graph.executors, [machine], colocated=colocated_group(config, graph))
+    except LlamaRLError:
+        return
+    of_model = modules_of_model(config.model.path)
+    threads = [spec.threads for spec in placement.executors for _ in range(spec.num_ranks)]
+    last = max(set(threads), key=threads.count)  # those that are started by themselves import meanwhile
+    for count in sorted(set(threads), key=lambda count: (count == last, count)):
+        modules, may_be_a_fork = shared_modules(placement.executors, count), count == last
+        start_early(modules, rank_environment(count), also=of_model, may_be_a_fork=may_be_a_fork)
+
+
+def modules_of_model(path: str) -> tuple[str, ...]:
+    """What loading this model imports, and makes, first; nothing for one that is not here yet, or no folder."""
+    if not path.startswith("bundled:") and not os.path.isdir(os.path.expanduser(path)):
+        return ()
+    try:
+        kind = str(read_object(resolve_model_path(path) / "config.json")["model_type"]).replace("-", "_")
+    except (LlamaRLError, KeyError, OSError):
+        return ()
+    return (f"transformers.models.{kind}.modeling_{kind}",)
 
 
 def plan_run(config: RunConfig, *, every_key: bool = True) -> str:

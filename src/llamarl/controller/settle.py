@@ -32,7 +32,6 @@ from llamarl.environments.factory import make_task, with_preset
 from llamarl.environments.items import local_data
 from llamarl.errors import ConfigError, FileError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.executors.demonstrations import num_training_rows
 from llamarl.models.folders import companion_files, local_model_path, resolve_model_path, split_revision
 from llamarl.models.precision import num_parameters, resolve_precision
 from llamarl.observability.writing import replace_file
@@ -111,6 +110,8 @@ def with_num_ticks(config: RunConfig) -> RunConfig:
     if not config.run.epochs:
         return config
     if config.task.rollouts:
+        from llamarl.executors.demonstrations import num_training_rows  # which imports torch
+
         sizes = [num_training_rows(config)]
     else:
         tasks = list(config.task.tasks.values()) or [config.task]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llamarl.controller.early_imports import modules_of_model
+from llamarl.controller.prepare import modules_of_model
 
 
 def test_a_models_code_is_named_by_its_config() -> None:

@@ -279,7 +279,7 @@ def test_processes_of_a_run_that_goes_on_import_while_it_is_checked(
         asked.append(config.model.path)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr("llamarl.cli.train.start_fork_servers", start)
+    monkeypatch.setattr("llamarl.controller.prepare.start_fork_servers", start)
     for words in (["--resume"], ["--fork", str(tmp_path / "fork"), "--resume"], ["--replay"]):
         assert main(["train", *words, str(tmp_path)]) == 2
     assert asked == ["bundled:tiny"] * 3
