@@ -32,8 +32,8 @@ import harness
 
 import llamarl
 from llamarl.transports.shared_memory import SharedMemorySink
+from llamarl.weight_sync.catalog import Catalog, build_catalog
 from llamarl.weight_sync.layout import MeshLayout, box_elements
-from llamarl.weight_sync.manifest import Catalog, build_catalog
 from llamarl.weight_sync.model_layouts import (
     ModelParameters,
     fsdp_tp_placements,

@@ -16,8 +16,8 @@ from llamarl.channels.base import ChannelSpec, Handle
 from llamarl.errors import ChannelError
 from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
-from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller, WeightVersion
+from llamarl.weight_sync.slot import SlotHandle
 from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 __all__ = ["WeightVersion", "WeightsPayload", "WeightsReceiver", "WeightsSender"]

@@ -42,7 +42,7 @@ from llamarl.transports.held import HeldSegment
 from llamarl.transports.remote_segment import copy_of
 from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, open_segment
 from llamarl.transports.slots import HEADER_BYTES, SlotState, parse_header
-from llamarl.weight_sync.manifest import SlotHandle
+from llamarl.weight_sync.slot import SlotHandle
 
 __all__ = ["JOURNAL_FOLDER", "MAX_PAST_BYTES", "MAX_PAST_SEGMENTS", "Resumed", "TickLog", "copy_to_controller"]
 

@@ -32,8 +32,8 @@ from llamarl.transports.checksum import block_digest
 from llamarl.transports.deadline import Clock, deadline_clock
 from llamarl.transports.shared_memory import SharedMemorySource
 from llamarl.transports.slots import SlotState, Word, header_words
-from llamarl.weight_sync.manifest import Catalog, SlotHandle, manifest_checksum
-from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot, read_catalog
+from llamarl.weight_sync.catalog import Catalog
+from llamarl.weight_sync.slot import MAX_ATTEMPTS, RemoteSlot, SlotHandle, manifest_checksum, read_catalog
 
 __all__ = ["Mirror", "Slots"]
 

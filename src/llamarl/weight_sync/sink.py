@@ -24,6 +24,7 @@ from llamarl.errors import PlanError, WeightSyncError
 from llamarl.transports.base import SinkTransport
 from llamarl.transports.checksum import ChecksumKind, block_digest
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
+from llamarl.weight_sync.catalog import Block, Catalog, Region
 from llamarl.weight_sync.layout import (
     AnyLayout,
     Box,
@@ -35,10 +36,9 @@ from llamarl.weight_sync.layout import (
     span,
     whole_box,
 )
-from llamarl.weight_sync.manifest import Block, Catalog, Region, SlotHandle
 from llamarl.weight_sync.plan import SliceCopy, copies_to_sink
 from llamarl.weight_sync.relay import Slots
-from llamarl.weight_sync.remote_slot import MAX_ATTEMPTS, RemoteSlot
+from llamarl.weight_sync.slot import MAX_ATTEMPTS, RemoteSlot, SlotHandle
 from llamarl.weight_sync.source import own_part, whole_on_each
 
 __all__ = ["MAX_ATTEMPTS", "Puller", "WeightVersion"]

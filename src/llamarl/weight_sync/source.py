@@ -30,8 +30,9 @@ from llamarl.running_time import wait_for
 from llamarl.transports.base import SourceBuffer, SourceTransport
 from llamarl.transports.checksum import block_digest, digest, mix64
 from llamarl.transports.slots import PAGE, SlotState, Word, header_words
+from llamarl.weight_sync.catalog import Catalog, build_catalog
 from llamarl.weight_sync.layout import AnyLayout, MeshLayout, ParameterSpec, shift, span, whole_box
-from llamarl.weight_sync.manifest import Catalog, SlotHandle, build_catalog, manifest_checksum
+from llamarl.weight_sync.slot import SlotHandle, manifest_checksum
 
 __all__ = ["Publisher", "WeightsPayload", "own_part", "whole_on_each"]
 

@@ -10,8 +10,8 @@ from test_random_layouts import Copied, check_plan, full_values, plan, random_la
 
 from llamarl.errors import PlanError
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
+from llamarl.weight_sync.catalog import Catalog, build_catalog
 from llamarl.weight_sync.layout import AnyLayout, JoinedLayout, MeshLayout, ParameterSpec, Shard, chunk_bounds
-from llamarl.weight_sync.manifest import Catalog, build_catalog
 from llamarl.weight_sync.model_layouts import layout_of_shards
 
 W = {"w": ParameterSpec((8, 4), "float32")}

@@ -12,8 +12,8 @@ from llamarl.transports.checksum import BLOCK_BYTES
 from llamarl.transports.slots import SlotState, Word
 from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync import relay
-from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller
+from llamarl.weight_sync.slot import SlotHandle
 from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 A = place("a")

@@ -10,8 +10,8 @@ from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import BLOCK_BYTES
 from llamarl.transports.table import transport_kind
 from llamarl.transports.tcp import TcpSink, TcpSource
-from llamarl.weight_sync.manifest import SlotHandle
 from llamarl.weight_sync.sink import Puller
+from llamarl.weight_sync.slot import SlotHandle
 from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 A, B = place("a"), place("b")

@@ -1,7 +1,4 @@
-"""What a published version says about itself: which bytes lie where, and the checksum of every block. Pure.
-
-    Catalog   where each box of each parameter lies in a source rank's buffer; the same for every version
-    manifest  = catalog + version + one checksum a block
+"""How a source rank's buffer is laid out: where each box of each parameter lies, the same for every version. Pure.
 
 The buffer is a row of blocks. A block holds one run of rows of a large piece, or several small pieces, at most
 ``BLOCK_BYTES`` together where rows allow it; each region in it is contiguous, so a sink reads a block in one go, proves
@@ -17,15 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from llamarl.transports.base import Address
-from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind, digest
+from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind
 from llamarl.weight_sync.layout import AnyLayout, Box, MeshLayout, ParameterSpec, Piece, box_elements, dtype_bytes
 
-__all__ = ["Block", "Catalog", "Region", "SlotHandle", "build_catalog", "manifest_checksum"]
+__all__ = ["Block", "Catalog", "Region", "build_catalog"]
 
 _ALIGN = 64
 
@@ -111,30 +105,6 @@ class Catalog:
                 for offset, size, regions in value["blocks"]
             ),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SlotHandle:
-    """One source rank's share of one version. Small and picklable."""
-
-    source_rank: int
-    version: int
-    slot: int
-    generation: int
-    address: Address
-    transport: str
-    pid: int
-    catalog_bytes: int
-    catalog_checksum: int
-    checksums_offset: int
-    data_offset: int
-    manifest_checksum: int | None
-    """None: the version was announced while it was still being written; the slot's header says it at the end."""
-
-
-def manifest_checksum(version: int, catalog_checksum: int, checksums: npt.NDArray[np.uint64]) -> int:
-    """One number over everything a manifest says; it travels in the handle, apart from the buffer."""
-    return digest(version.to_bytes(8, "little") + catalog_checksum.to_bytes(8, "little") + checksums.tobytes())
 
 
 def build_catalog(

@@ -1,12 +1,15 @@
-"""A source rank's slot as a sink sees it: is it the one the handle names, how far is it written,
-what must its bytes be."""
+"""A source rank's slot as others see it: by its handle, which is all that the controller carries; and as a sink reads it: is
+it the one the handle names, how far is it written, what must its bytes be.
+
+    manifest  = catalog + version + one checksum a block; the handle has one number over it
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -14,13 +17,13 @@ import numpy.typing as npt
 import torch
 
 from llamarl.errors import ChannelError, WeightSyncError
-from llamarl.transports.base import RemoteBuffer
+from llamarl.transports.base import Address, RemoteBuffer
 from llamarl.transports.checksum import digest
 from llamarl.transports.deadline import Clock
 from llamarl.transports.slots import HEADER_BYTES, PAGE, SlotHeader, SlotState, parse_header
-from llamarl.weight_sync.manifest import Catalog, SlotHandle, manifest_checksum
+from llamarl.weight_sync.catalog import Catalog
 
-__all__ = ["MAX_ATTEMPTS", "RemoteSlot", "read_catalog"]
+__all__ = ["MAX_ATTEMPTS", "RemoteSlot", "SlotHandle", "manifest_checksum", "read_catalog"]
 
 MAX_ATTEMPTS = 3
 """How often a block whose checksum does not agree is pulled before the version is refused."""
@@ -28,6 +31,30 @@ MAX_ATTEMPTS = 3
 _POLL_S = (20e-6, 2e-4)  # first and longest pause between two looks at a slot that is being written
 _POLL_MIRROR_S = 1e-3
 _CHECK_SOURCE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHandle:
+    """One source rank's share of one version. Small and picklable."""
+
+    source_rank: int
+    version: int
+    slot: int
+    generation: int
+    address: Address
+    transport: str
+    pid: int
+    catalog_bytes: int
+    catalog_checksum: int
+    checksums_offset: int
+    data_offset: int
+    manifest_checksum: int | None
+    """None: the version was announced while it was still being written; the slot's header says it at the end."""
+
+
+def manifest_checksum(version: int, catalog_checksum: int, checksums: npt.NDArray[np.uint64]) -> int:
+    """One number over everything a manifest says; it travels in the handle, apart from the buffer."""
+    return digest(version.to_bytes(8, "little") + catalog_checksum.to_bytes(8, "little") + checksums.tobytes())
 
 
 class RemoteSlot:
