@@ -49,6 +49,109 @@ from llamarl.runtime.base import JobStart, News, Report, Runtime
 
 __all__ = ["Observer", "StopRequest", "run_graph"]
 
+
+class Observer(Protocol):
+    """Hears what happened; decides nothing."""
+
+    def on_report(self, report: Report) -> None: ...
+
+
+def run_graph(
+    marking: Marking,
+    runtime: Runtime,
+    *,
+    seed: int,
+    run_dir: Path | None = None,
+    load_from: Path | None = None,
+    deadlines: DeadlineConfig | None = None,
+    saving: Saving | None = None,
+    observers: Sequence[Observer] = (),
+    request: Callable[[], bool] = lambda: False,
+    last_tick: Callable[[Report], int | None] = lambda report: None,
+) -> None:
+    """Run every executor of the marking's graph to its last tick, then return. The caller closes the runtime.
+
+    Args:
+        marking: Before its first tick.
+        runtime: What its processes' deaths mean is its own affair: see ``controller/surviving.py``.
+        load_from: Folder of the checkpoint after the tick before the first; None: there is none.
+        saving: None: nothing is saved.
+        request: Whether the user has asked, since this was last called, for the job to end, with a checkpoint.
+        last_tick: Says by a report that counts, once, with which tick the job is to end sooner than
+            planned; None: with its own.
+
+    Raises:
+        KeyboardInterrupt: They did, and everyone has saved the same tick before.
+        ExecutorFailed: An executor raised, or its process died and was not brought up again.
+        DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
+        RunStopped: An executor asked for the job to stop; everyone has saved the same tick before.
+    """
+    graph, deadlines = marking.graph, deadlines or DeadlineConfig()
+    saving = saving or Saving(graph)
+    job = JobStart(
+        executors=graph.executors,
+        channels=graph.channels,
+        run_dir=run_dir,
+        seed=seed,
+        first_tick=marking.first_tick,
+        load_from=load_from,
+        deadline_s=deadlines.setup_s,
+    )
+    ready = runtime.start(job)
+    marking.begin({name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()})
+    marking.advance_by((report.executor, report.tick, report.outputs) for report in runtime.counted())
+
+    def tell(report: Report) -> None:
+        for observer in observers:
+            observer.on_report(report)
+        if (last := last_tick(report)) is not None:
+            saving.end_after(marking, last)
+
+    for report in runtime.counted():
+        tell(report)
+    stop, by_user = "", False
+    while not marking.finished:
+        if request() and not stop:
+            by_user = saving.end_early(marking)
+        saving.heed_the_clock(marking)
+        for firing in marking.ready():
+            runtime.fire(saving.order(firing, marking.num_ticks))
+        try:
+            report = runtime.wait(deadlines.step_s)
+        except DeadlineExceeded as error:
+            raise _explained(error, marking, deadlines.step_s) from error
+        counts = report.tick == marking.done_ticks[report.executor]  # else it is one that was done again
+        if counts:
+            marking.complete(report.executor, report.tick, report.outputs)
+            tell(report)
+        _tell_sinks(runtime, marking, report)
+        saving.note(report)
+        if counts and report.stop and not stop:
+            stop = report.stop
+            saving.end_early(marking)
+    if stop:
+        raise RunStopped(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
+    if by_user:
+        raise KeyboardInterrupt
+
+
+def _tell_sinks(runtime: Runtime, marking: Marking, report: Report) -> None:
+    """Those at work hear of new tokens that they may take now or fetch ahead; the others find them
+    in their next order."""
+    for channel in marking.graph.outputs[report.executor]:
+        tells = (channel.latest or channel.fetched_ahead) and channel.name in report.outputs
+        if tells and channel.sink in marking.busy:
+            handles = report.outputs[channel.name]
+            runtime.tell(News(executor=channel.sink, channel=channel.name, source_tick=report.tick, handles=handles))
+
+
+def _explained(error: DeadlineExceeded, marking: Marking, step_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"{error}\nWho waits for whom:\n{marking.describe()}\n"
+        f"Raise deadlines.step_s = {step_s:g} if this tick is merely slow; else look at the output above."
+    )
+
+
 _STOPPING = "stopping after the next tick that can be saved; Ctrl-C once more stops at once"
 
 
@@ -91,108 +194,3 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self._show(_STOPPING):
             os.write(2, f"\n{_STOPPING}\n".encode())  # a stream may be in the middle of a line
-
-
-_NEVER = StopRequest()
-
-
-class Observer(Protocol):
-    """Hears what happened; decides nothing."""
-
-    def on_report(self, report: Report) -> None: ...
-
-
-def run_graph(
-    marking: Marking,
-    runtime: Runtime,
-    *,
-    seed: int,
-    run_dir: Path | None = None,
-    load_from: Path | None = None,
-    deadlines: DeadlineConfig | None = None,
-    saving: Saving | None = None,
-    observers: Sequence[Observer] = (),
-    request: StopRequest = _NEVER,
-    last_tick: Callable[[Report], int | None] = lambda report: None,
-) -> None:
-    """Run every executor of the marking's graph to its last tick, then return. The caller closes the runtime.
-
-    Args:
-        marking: Before its first tick.
-        runtime: What its processes' deaths mean is its own affair: see ``controller/surviving.py``.
-        load_from: Folder of the checkpoint after the tick before the first; None: there is none.
-        saving: None: nothing is saved.
-        request: By which the user asks for the job to end, with a checkpoint.
-        last_tick: Says by a report that counts, once, with which tick the job is to end sooner than
-            planned; None: with its own.
-
-    Raises:
-        KeyboardInterrupt: They did, and everyone has saved the same tick before.
-        ExecutorFailed: An executor raised, or its process died and was not brought up again.
-        DeadlineExceeded: A setup or a tick took too long; the message says who waited for whom.
-        RunStopped: An executor asked for the job to stop; everyone has saved the same tick before.
-    """
-    graph, deadlines = marking.graph, deadlines or DeadlineConfig()
-    saving = saving or Saving(graph)
-    job = JobStart(
-        executors=graph.executors,
-        channels=graph.channels,
-        run_dir=run_dir,
-        seed=seed,
-        first_tick=marking.first_tick,
-        load_from=load_from,
-        deadline_s=deadlines.setup_s,
-    )
-    ready = runtime.start(job)
-    marking.begin({name: tokens for report in ready.values() for name, tokens in report.initial_tokens.items()})
-    marking.advance_by((report.executor, report.tick, report.outputs) for report in runtime.counted())
-
-    def tell(report: Report) -> None:
-        for observer in observers:
-            observer.on_report(report)
-        if (last := last_tick(report)) is not None:
-            saving.end_after(marking, last)
-
-    for report in runtime.counted():
-        tell(report)
-    stop, by_user = "", False
-    while not marking.finished:
-        if request.take() and not stop:
-            by_user = saving.end_early(marking)
-        saving.heed_the_clock(marking)
-        for firing in marking.ready():
-            runtime.fire(saving.order(firing, marking.num_ticks))
-        try:
-            report = runtime.wait(deadlines.step_s)
-        except DeadlineExceeded as error:
-            raise _explained(error, marking, deadlines.step_s) from error
-        counts = report.tick == marking.done_ticks[report.executor]  # else it is one that was done again
-        if counts:
-            marking.complete(report.executor, report.tick, report.outputs)
-            tell(report)
-        _tell_sinks(runtime, marking, report)
-        saving.note(report)
-        if counts and report.stop and not stop:
-            stop = report.stop
-            saving.end_early(marking)
-    if stop:
-        raise RunStopped(f"{stop}\nEvery executor went on to tick {marking.num_ticks - 1} and stopped there.")
-    if by_user:
-        raise KeyboardInterrupt
-
-
-def _tell_sinks(runtime: Runtime, marking: Marking, report: Report) -> None:
-    """Those at work hear of new tokens that they may take now or fetch ahead; the others find them
-    in their next order."""
-    for channel in marking.graph.outputs[report.executor]:
-        tells = (channel.latest or channel.fetched_ahead) and channel.name in report.outputs
-        if tells and channel.sink in marking.busy:
-            handles = report.outputs[channel.name]
-            runtime.tell(News(executor=channel.sink, channel=channel.name, source_tick=report.tick, handles=handles))
-
-
-def _explained(error: DeadlineExceeded, marking: Marking, step_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"{error}\nWho waits for whom:\n{marking.describe()}\n"
-        f"Raise deadlines.step_s = {step_s:g} if this tick is merely slow; else look at the output above."
-    )

@@ -138,7 +138,7 @@ def execute(
             deadlines=prepared.config.deadlines,
             saving=parts.saving,
             observers=[parts],
-            request=request,
+            request=request.take,
             last_tick=parts.last_tick,
         )
         parts.checkpoints.close()
