@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,3 +113,37 @@ def test_a_stopped_run_resumes_to_the_bits_of_one_that_was_not(asynchronous: Pat
     assert len(rows(run_dir)) == 4
     train(run_dir, {}, "--resume", str(run_dir))
     assert bits(run_dir) == bits(asynchronous)
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_on_two_ranks_of_vllm_goes_on_when_its_engine_is_killed(tmp_path: Path) -> None:
+    """The generator's process is the one whose children are vLLM's; those die with it."""
+    settings = {"generator.engine.options": "{ tensor_parallel_size = 2 }", "evaluation.every": 0}
+    killed: list[tuple[int, list[int]]] = []
+
+    def strike() -> None:
+        while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 3:
+            time.sleep(0.2)
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        workers = [pid for pid in pids if "VLLM::Worker_TP" in _read(pid, "cmdline")]
+        engine = int(_read(workers[0], "stat").rpartition(")")[2].split()[1])
+        killed.append((engine, workers))
+        os.kill(engine, signal.SIGKILL)
+
+    striker = threading.Thread(target=strike, daemon=True)
+    striker.start()
+    train(tmp_path / "run", settings, limit_s=1000)
+    striker.join(1)
+    ((_, workers),) = killed
+    assert len(workers) == 2 and not any("VLLM::" in _read(pid, "cmdline") for pid in workers)
+    table = rows(tmp_path / "run")
+    assert [row["step"] for row in table] == list(range(10))
+    assert [imbalance(row, before) for row, before in zip(table, [None, *table[:-1]], strict=True)] == [0] * 10
+    assert all(abs(row["ratio/mean"] - 1) < 0.02 and row["mismatch/kl"] < 0.01 for row in table)
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except (OSError, ProcessLookupError):
+        return ""

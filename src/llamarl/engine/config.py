@@ -88,7 +88,8 @@ class EngineConfig:
     package.module:Class or file.py:Class (docs/engine.md)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Whatever an engine of your own understands: it finds them in its ``config.options``."""
+    """Whatever an engine of your own understands: it finds them in its ``config.options``. Of vLLM,
+    arguments of its ``LLM`` that are numbers or true and false, such as ``tensor_parallel_size``."""
 
     dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
     """Precision of weights, activations and KV cache; empty: float32 on a CPU, "auto" on a GPU. "auto" is bfloat16 for models of 20 million
@@ -143,11 +144,15 @@ class EngineConfig:
         return self.block_size or (16 if device.startswith("cuda") else 2)
 
     def _mistakes(self) -> Iterator[Mistake]:
-        if self.options and not self.by_import_path:
+        if self.options and self.kind.native:
             yield Mistake(
                 "options",
-                f"are for an engine of your own, but name is {self.name!r}; got {sorted(self.options)}",
+                f"are for vLLM and for an engine of your own, but name is {self.name!r}; got {sorted(self.options)}",
                 ("name",),
+            )
+        if not self.by_import_path and (odd := [k for k, v in self.options.items() if not isinstance(v, (int, float))]):
+            yield Mistake(
+                "options", f"of {self.name!r} are numbers, true or false; {', '.join(odd)} is none", ("name",)
             )
         if self.max_sequences > self.max_batch_tokens:
             yield Mistake(

@@ -1,5 +1,5 @@
 """vLLM behind the engine's Protocol: ``generator.engine.name = "vllm"``, with the user's own
-installation, in this process.
+installation, in this process, or driven from it where it has ranks or GPUs.
 
     add / step / suspend ─▶ LLMEngine.add_request / step / abort_request      one request a sequence
     parameters_for_sync  ─▶ staging tensors under the trainer's names ──weights_updated──▶ vLLM's reload_weights
@@ -11,10 +11,11 @@ native engine. The staging tensors take memory for one more copy of the model, o
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,12 +76,12 @@ class VllmEngine:
 
     Args:
         tokenizer: Not used: vLLM loads its own.
-        device: Not used: vLLM knows.
+        device: Its first GPU; on a CPU not used.
         quantization: ``none``, or vLLM's own ``fp8`` on CUDA.
         eos_token_ids: Tokens that end every response; None takes those that vLLM reads from the model's folder.
 
     Raises:
-        ConfigError: vLLM is missing or too old, or cannot quantize so.
+        ConfigError: vLLM is missing or too old, cannot quantize so, or ``config.options`` name what is not for it to choose.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class VllmEngine:
         self._cache_bytes = config.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu else 0)
         dtype_name = engine_dtype(config.dtype, quantization, device="cpu" if on_cpu else "cuda", model=folder)
         set_num_threads = torch.set_num_threads
-        self._llm: Any = self._vllm.LLM(
+        settings: dict[str, Any] = dict(
             model=str(folder),
             trust_remote_code=False,
             dtype=dtype_name,
@@ -125,6 +126,14 @@ class VllmEngine:
             enable_prefix_caching=True,  # the prompt of a group is computed once
             disable_log_stats=True,
         )
+        if taken := sorted(settings.keys() & config.options):
+            raise ConfigError(f"generator.engine.options: {', '.join(taken)} follow from the recipe's other keys")
+        ranks = config.options.get("tensor_parallel_size", 1)
+        if ranks > 1 or not on_cpu:  # processes of its own, which alone can be told their GPUs
+            settings["distributed_executor_backend"] = "mp"
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a memory node a rank
+        with contextlib.nullcontext() if on_cpu else _seeing_gpus(device, ranks):
+            self._llm: Any = self._vllm.LLM(**settings, **config.options)
         torch.set_num_threads = (
             set_num_threads  # on CPU vLLM has put a function there that does nothing, for all of the process
         )
@@ -282,6 +291,30 @@ class VllmEngine:
         sequence = self._running.pop(name)
         sequence.finish_reason = reason
         self._ended.append((int(name), sequence))
+
+
+@contextlib.contextmanager
+def _seeing_gpus(device: str, count: int) -> Iterator[None]:
+    """Processes begun within see ``count`` GPUs from ``device`` on, and no others.
+
+    Raises:
+        ConfigError: There are fewer.
+    """
+    had = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = had.split(",") if had else [str(i) for i in range(torch.cuda.device_count())]
+    first = torch.device(device or "cuda").index or 0
+    if len(visible) < first + count:
+        raise ConfigError(
+            f"generator.engine.options: tensor_parallel_size is {count}, but from {device} on there are "
+            f"{len(visible) - first} GPUs"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + count])
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        if had is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = had
 
 
 def _prepare_heads(model: nn.Module) -> None:

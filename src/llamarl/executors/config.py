@@ -269,7 +269,7 @@ class GeneratorConfig:
                 "max_segments ticks to be delivered in; raise max_segments or lower oversubscription",
                 ("max_segments",),
             )
-        own = " (what else it does, engine.options say)" if self.engine.by_import_path else ""
+        own = "" if kind.native else " (what else it does, engine.options say, of vLLM tensor_parallel_size)"
         served = ["none", *sorted({one for of in kind.quantizations.values() for one in of})]
         if not kind.native and (self.tp * self.pp > 1 or self.quantization not in served):
             yield Mistake(

@@ -44,7 +44,14 @@ def test_an_engine_that_lacks_methods_is_refused_with_their_names(tmp_path: Path
     ("engine", "said"),
     [
         ({"name": "nativ"}, r"generator\.engine\.name 'nativ' is unknown; did you mean 'native'\?"),
-        ({"name": "native", "options": {"a": 1}}, r"options are for an engine of your own, but name is 'native'"),
+        (
+            {"name": "native", "options": {"a": 1}},
+            r"options are for vLLM and for an engine of your own, but name is 'native'",
+        ),
+        (
+            {"name": "vllm", "options": {"worker_cls": "x:Y"}},
+            "options of 'vllm' are numbers, true or false; worker_cls is none",
+        ),
     ],
 )
 def test_a_wrong_engine_is_refused_with_its_key(engine: dict[str, object], said: str) -> None:

@@ -1,6 +1,7 @@
 """The adapter to vLLM against a stand-in with its interface: requests, deltas, aborts, weights; and what is said without it."""
 
 import math
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +21,7 @@ class _FakeLLM:
     """Each step gives every request one token: the number of tokens before it. Weights are what was loaded last."""
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+        self.settings, self.visible = settings, os.environ.get("CUDA_VISIBLE_DEVICES")
         self.llm_engine = self
         self.model_config = SimpleNamespace(max_model_len=64)
         torch.set_num_threads = lambda count: None  # as vLLM does on CPU
@@ -152,9 +153,38 @@ def test_prompts_are_cut_into_chunks_only_where_a_draw_can_be_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, budget: int, expected: tuple[bool, int | None]
 ) -> None:
     _install(monkeypatch, on_cpu=on_cpu)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)  # its context is 256 tokens
     settings = VllmEngine(tmp_path, EngineConfig(max_batch_tokens=budget, max_sequences=8))._llm.settings
     assert (settings["enable_chunked_prefill"], settings["max_model_len"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "visible", "seen"),
+    [(1, "cuda:1", None, "1"), (2, "cuda:2", None, "2,3"), (2, "cuda:1", "6,4,5", "4,5"), (1, "", "7", "7")],
+)
+def test_vllms_processes_see_their_own_gpus_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, device: str, visible: str | None, seen: str
+) -> None:
+    _install(monkeypatch, on_cpu=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    config = EngineConfig(name="vllm", options={"tensor_parallel_size": ranks})
+    made = VllmEngine(tmp_path, config, device=device)._llm
+    assert made.visible == seen and os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+    assert made.settings["tensor_parallel_size"] == ranks and made.settings["distributed_executor_backend"] == "mp"
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4, but from cuda:2 on there are"):
+        VllmEngine(tmp_path, EngineConfig(name="vllm", options={"tensor_parallel_size": 4}), device="cuda:2")
+
+
+def test_options_do_not_take_what_the_recipe_says_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch)
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="generator.engine.options: seed follow from the recipe's other keys"):
+        VllmEngine(tmp_path, EngineConfig(name="vllm", options={"seed": 1}))
 
 
 def test_vllm_does_not_take_the_choice_of_threads_from_the_process(engine: VllmEngine) -> None:
