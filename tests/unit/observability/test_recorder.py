@@ -128,6 +128,17 @@ def test_nothing_is_written_that_is_switched_off(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_trace_and_curves_begin_with_the_first_tick_and_a_run_goes_on_without_them(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, QUIET, EXECUTORS, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+    (tmp_path / "trace.json").mkdir()
+    (tmp_path / "tensorboard").touch()
+    _run(recorder, 0, 2)
+    recorder.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1]
+    assert [(one["step"], one["kind"]) for one in read_warnings(tmp_path)] == [(0, "trace"), (0, "sink")]
+
+
 def test_not_a_number_in_a_report_leaves_whole_json_everywhere(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, QUIET, ("trainer",), 1)
     [row] = recorder.on_report(Report("trainer", 0, {"grad_norm": float("nan"), "lr": 0.5}, 0.0, 1.0))
