@@ -148,6 +148,11 @@ class Response:
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[R] log-prob of each token under the reference model, nats, at the sampling temperature; NaN
     on tokens that do not train. None where no reference executor has seen it."""
+    top_tokens: npt.NDArray[np.int32] | None = None
+    """[R, k] the tokens that the reference model finds likeliest in each one's place; 0 on tokens
+    that do not train. None where none was asked for (``algorithm.teacher_top_k``)."""
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    """[R, k] theirs under the reference model, as ``reference_logprobs``."""
     values: npt.NDArray[np.float32] | None = None
     """[R] the critic's estimate, before each token, of the return from there on; NaN on tokens that do not train. None
     where no critic has seen it."""
@@ -158,9 +163,8 @@ class Response:
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.behavior_logprobs), len(self.policy_versions), len(self.loss_mask)}
-        lengths |= {
-            len(noted) for noted in (self.reference_logprobs, self.values, self.routed_experts) if noted is not None
-        }
+        beside = self.reference_logprobs, self.top_tokens, self.top_logprobs, self.values, self.routed_experts
+        lengths |= {len(noted) for noted in beside if noted is not None}
         if len(lengths) != 1:
             raise ValueError(f"response {self.prompt_index}/{self.sample_index}: arrays differ in length: {lengths}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CommandLine, rows, wait_for_rows
+from conftest import CommandLine, kill_after_rows, rows, wait_for_rows
 from same_run import assert_same_run
 from test_survival import INLINE, kill
 
@@ -58,6 +58,23 @@ def test_a_teacher_that_dies_is_brought_up_again_and_the_bits_are_the_same(
     assert_same_run(run_dir, undisturbed)
 
 
+def test_towards_likeliest_tokens_a_run_that_loses_its_teacher_and_is_resumed_has_the_same_bits(
+    llamarl: CommandLine, teacher: Path, tmp_path: Path
+) -> None:
+    settings = {**SETTINGS, "reference.path": json.dumps(str(teacher)), "algorithm.teacher_top_k": 8}
+    llamarl.train(tmp_path / "calm", {**settings, **INLINE})
+    fallen = [row["kl/reference"] for row in rows(tmp_path / "calm")]
+    assert 0 < min(fallen[3:]) < fallen[0] and rows(tmp_path / "calm")[0]["loss/policy"] == pytest.approx(fallen[0])
+    run_dir = tmp_path / "run"
+    run = llamarl.start(run_dir, settings)
+    wait_for_rows(run, run_dir, 2)
+    kill(run, "reference")
+    kill_after_rows(run, run_dir, 4)
+    assert "'reference' rank 0 died" in run.communicate(timeout=60)[0]
+    llamarl.run(["train", "--resume", str(run_dir)])
+    assert_same_run(run_dir, tmp_path / "calm")
+
+
 def other_tokenizer(folder: Path) -> Path:
     """The bundled model with two of its tokens exchanged."""
     shutil.copytree(TINY, folder)
@@ -84,6 +101,10 @@ def test_a_teacher_of_another_tokenizer_is_refused_by_name(llamarl: CommandLine,
     [
         ({}, "reference.path is '', but algorithm.advantage is 'distillation': name the teacher"),
         ({"reference.path": '"bundled:tiny"', "algorithm.kl_coef": 0.1}, "the reference model is the teacher"),
+        (
+            {"reference.path": '"bundled:tiny"', "algorithm.teacher_top_k": 44},
+            "algorithm.teacher_top_k: 44 is more than the 43 tokens that ",
+        ),
         (
             {"reference.path": '"bundled:tiny"', "dynamic_sampling.enabled": "true"},
             "drops groups whose rewards agree, but with algorithm.advantage 'distillation'",

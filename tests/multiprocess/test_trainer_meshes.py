@@ -62,6 +62,7 @@ CASES = [pytest.param(family, sizes) for family in FAMILIES for sizes in SHORT.g
 OTHERWISE = {
     "passes": ("llama:2x2x1x1x1",),
     "sequences": ("llama:1x1x4x1x1",),
+    "taught": ("llama:1x1x1x4x1", "llama:1x2x2x1x1", "llama:2x1x1x2x1"),
     "replay": ("qwen3_moe:1x1x2x1x1", "qwen3_moe:2x2x1x1x1"),
 }
 """What else is trained -> by whom, in which layouts."""

@@ -41,6 +41,7 @@ NUM_TICKS = 2
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, kl_coef=0.01)
 ALGORITHM_ALONE = AlgorithmConfig(entropy_coef=0.01)
 GAE = AlgorithmConfig(advantage="gae")
+TAUGHT = AlgorithmConfig(advantage="distillation", teacher_top_k=20)
 LENGTHS_DIFFER = {"num_groups": 5, "group_size": 3, "max_response": 16}
 
 TEXTS = [
@@ -123,17 +124,19 @@ def with_reference(groups: list[Group], model: Path) -> list[Group]:
     """Put beside every response what transformers' own forward of ``model`` says of it, at the policy's temperature."""
     reference = _reference(model)
 
-    def logprobs(group: Group, tokens: np.ndarray) -> np.ndarray:
+    def noted(group: Group, tokens: np.ndarray) -> dict[str, np.ndarray]:
         row = torch.tensor([*group.prompt.tokens.tolist(), *tokens.tolist()])[None]
         logits = reference(input_ids=row).logits[0, len(group.prompt.tokens) - 1 : -1].float() / 0.9
-        return logits.log_softmax(-1).gather(1, row[0, len(group.prompt.tokens) :, None])[:, 0].numpy()
+        table = logits.log_softmax(-1)
+        values, named = table[:, : VOCABULARY - 2].topk(TAUGHT.teacher_top_k)
+        own = table.gather(1, row[0, len(group.prompt.tokens) :, None])[:, 0]
+        top = {"top_tokens": named.int().numpy(), "top_logprobs": values.numpy()}
+        return {"reference_logprobs": own.numpy(), **top}
 
     return [
         dataclasses.replace(
             group,
-            responses=tuple(
-                dataclasses.replace(r, reference_logprobs=logprobs(group, r.tokens)) for r in group.responses
-            ),
+            responses=tuple(dataclasses.replace(r, **noted(group, r.tokens)) for r in group.responses),
         )
         for group in groups
     ]
@@ -255,6 +258,19 @@ def _sequences(folder: Path, family: str, named: str, out: Path) -> list[dict[st
     return _two_ticks(_other_trainer(folder, family, named, AlgorithmConfig(name="gspo", normalization="sequence")))
 
 
+def _taught(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
+    """Towards another model's likeliest tokens: more of them than a quarter of the vocabulary has. Where the mesh has only axes
+    that a scorer has, it is that model's scorer who names them."""
+    trainer, sizes = _other_trainer(folder, family, named, TAUGHT), sizes_of(named)
+    teacher, packing = folder / "qwen3", TrainerConfig(max_tokens_per_microbatch=20, logprob_chunk_tokens=9)
+    groups = _own(trainer, 0)
+    if sizes["pp"] == sizes["cp"] == 1:
+        config = ReferenceConfig(fsdp=sizes["fsdp"], tp=sizes["tp"])
+        scorer = FrozenScorer(teacher, config, TAUGHT, packing, temperature=0.9, num_tokens=VOCABULARY - 2)
+        return [trainer.train(scorer.score(groups), 0)]
+    return [trainer.train(with_reference(groups, teacher), 0)]
+
+
 def _replay(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:
     """A sparse model whose routers choose what the samples say: other experts than they would."""
     trainer = _other_trainer(folder, family, named, AlgorithmConfig(), router="replay")
@@ -348,6 +364,7 @@ KINDS = {
     "unknown_logits": _unknown_logits,
     "row_parts": _row_parts,
     "passes": _passes,
+    "taught": _taught,
     "sequences": _sequences,
     "replay": _replay,
     "bfloat16": _bfloat16,

@@ -185,6 +185,11 @@ class AlgorithmConfig:
     turns of an episode in place of its tokens, whose advantage is their turn's; ``two_level_gae``
     over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
 
+    teacher_top_k: NonNegativeInt = 0
+    """With ``advantage = "distillation"``: the teacher names its so many likeliest tokens at each position, and
+    the loss is the KL of its distribution over them, and the rest, to the policy's, in place of ``name``
+    on the sampled token. 0 looks at the sampled token alone."""
+
     gae_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of rewards a token, for ``gae``, and inside of a turn for ``two_level_gae``. Below
     1, late rewards count less for early tokens."""
@@ -276,6 +281,8 @@ class AlgorithmConfig:
     def term_weights(self) -> TermWeights:
         """Of each trained token: the one place where an algorithm says which of the three terms it gets."""
         kl = self.kl_coef if self.kl_place == "loss" else 0.0
+        if self.teacher_top_k:
+            return TermWeights(kl=1.0)
         return TermWeights(ce=1.0, kl=kl) if self.imitates else TermWeights(rl=1.0, kl=kl)
 
     @model_validator(mode="before")
@@ -329,6 +336,21 @@ class AlgorithmConfig:
                 "advantage draws already: set it to 0",
                 ("advantage",),
             )
+        if self.teacher_top_k and not self.distills:
+            yield Mistake(
+                "teacher_top_k",
+                f"is {self.teacher_top_k}, but advantage {self.advantage!r} has no teacher: leave it out, or set advantage to "
+                "'distillation'",
+                ("advantage",),
+            )
+        unused = {"name": "aipo", "ratio_mask": "none", "top_entropy": 1.0}
+        for key, default in unused.items() if self.teacher_top_k else ():
+            if (given := getattr(self, key)) != default:
+                yield Mistake(
+                    key,
+                    f"is {given!r}, of the loss on sampled tokens, in whose place teacher_top_k puts a KL: leave it out",
+                    ("teacher_top_k",),
+                )
         if self.overlong_buffer and self.overlong_limit < self.overlong_buffer:
             yield Mistake(
                 "overlong_limit",

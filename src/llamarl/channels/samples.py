@@ -88,9 +88,14 @@ def _why_impossible(sample: Prompt | Response, prompt_length: int, tick: int, li
         noted = (*noted, *(array for array in (sample.reference_logprobs, sample.values) if array is not None))
     if any(array.ndim != 1 for array in noted):
         return "has numbers of its tokens that are no row"
+    tokens = sample.tokens
+    if isinstance(sample, Response) and (named := sample.top_tokens) is not None:
+        if named.ndim != 2 or sample.top_logprobs is None or named.shape != sample.top_logprobs.shape:
+            return "has likeliest tokens that are no table with a log-prob each"
+        tokens = np.concatenate([tokens, named.ravel()])
     if limits.context is not None and prompt_length + len(sample.tokens) > limits.context:
         return f"has {len(sample.tokens)} tokens, and the model's context is {limits.context}"
-    wrong = sample.tokens[(sample.tokens < 0) | (sample.tokens >= limits.num_token_ids)]
+    wrong = tokens[(tokens < 0) | (tokens >= limits.num_token_ids)]
     if len(wrong):
         return f"has the token {wrong[0]}, and the vocabulary {limits.num_token_ids}"
     if isinstance(sample, Prompt):

@@ -274,6 +274,8 @@ def _algorithm(config: RunConfig) -> str:
     if algorithm.imitates:
         return "sft: cross-entropy on the rows' completions"
     if algorithm.distills:
+        if algorithm.teacher_top_k:
+            return f"KL over the {algorithm.teacher_top_k} likeliest tokens of the teacher {config.reference.path}"
         return f"{algorithm.name}, advantage distillation from {config.reference.path}"
     kl = "no KL term"
     if algorithm.kl_coef:

@@ -257,6 +257,9 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
     """The models beside the policy read its tokens, so they must know them."""
     from llamarl.models.loading import load_model_config
 
+    def vocabulary(path: str | Path) -> int:
+        return int(load_model_config(path).get_text_config().vocab_size)
+
     models = [role.model for role in present_roles(config) if role.model and not role.model.own_tokens]
     beside = {model.key: model.path(config) for model in models}
     beside |= {
@@ -268,11 +271,14 @@ def _check_vocabularies(config: RunConfig, folder: Path) -> None:
         if (path := own.settings.get("reference", {}).get("path"))
     }
     for key, path in beside.items():
+        size = config.algorithm.teacher_top_k if key.endswith("reference.path") else 0
+        if size > (most := min(vocabulary(folder), vocabulary(path))):
+            raise ConfigError(f"algorithm.teacher_top_k: {size} is more than the {most} tokens that {path} can name")
         if path != config.model.path:
             if config.algorithm.distills and key.endswith("reference.path"):
                 _check_tokenizer_of_teacher(config, key, path, folder)
                 continue  # a family's models have one tokenizer, and embeddings padded to one size or another
-            ours, theirs = (load_model_config(f).get_text_config().vocab_size for f in (folder, path))
+            ours, theirs = vocabulary(folder), vocabulary(path)
             if ours != theirs:
                 raise ConfigError(
                     f"{key}: {path} has a vocabulary of {theirs} tokens, {config.model.path} one of {ours}: "

@@ -22,6 +22,7 @@ from typing import Any
 from llamarl.checkpoint.storage import RunIdentity
 from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
+from llamarl.models.loading import load_model_config
 from llamarl.observability.keys import own_metrics
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
@@ -47,6 +48,7 @@ class ReferenceExecutor(Stateless, BaseExecutor):
             self.config.algorithm,
             self.config.trainer,
             temperature=self.config.generator.sampling.temperature,
+            num_tokens=load_model_config(self.config.model.path).get_text_config().vocab_size,
             device=self.context.device,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -39,6 +40,12 @@ class VocabularyPart:
         """Over the ranks, in place."""
         dist.all_reduce(part, group=self.group)
         return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Those of all ranks, of equal shapes, along the last dimension, in the ranks' order."""
+        parts = [torch.empty_like(part) for _ in range(self.group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
 
     def max(self, part: Tensor) -> Tensor:
         """Over the ranks, in place."""

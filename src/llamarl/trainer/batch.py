@@ -70,6 +70,10 @@ class TrainingSequence:
     """[T] where tokens differ; None where each has ``advantage``."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """[T] where a reference executor has seen the response."""
+    top_tokens: npt.NDArray[np.int64] | None = None
+    """[T, k] where a teacher has named its likeliest tokens in each one's place."""
+    top_logprobs: npt.NDArray[np.float32] | None = None
+    """[T, k] what the teacher says of them."""
     terms: TermWeights = TermWeights(rl=1.0)
     """Of each of its tokens."""
     experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
@@ -114,8 +118,8 @@ class TrainingSequence:
 class Microbatch:
     """Sequences laid end to end: N input tokens, T trained tokens, S sequences.
 
-    Under context parallelism what goes into the model (``input_ids`` to ``targets``, and
-    ``experts``) is this rank's part, n for N and t for T; all else is of the whole row.
+    Under context parallelism what goes into the model (``input_ids`` to ``targets``,
+    ``top_tokens`` and ``experts``) is this rank's part, n for N and t for T; all else is of the whole row.
     """
 
     input_ids: Tensor
@@ -152,6 +156,10 @@ class Microbatch:
     """[S] int64: the group of each sequence, among this rank's."""
     reference_logprobs: Tensor | None = None
     """[T] float32; None where there is no reference."""
+    top_tokens: Tensor | None = None
+    """[T, k] int64: the teacher's likeliest; None where none has named them."""
+    top_logprobs: Tensor | None = None
+    """[T, k] float32."""
     experts: Tensor | None = None
     """[N, sparse layers, k] int16: what the routers are to choose, -1 in the rows of sequences of
     which it is not known. None where they choose themselves."""
@@ -266,6 +274,7 @@ def make_microbatch(
     rows = [sequences[i].tokens[of] for i, of in pieces]
     of_rows = [] if experts is None else [experts[i][of] for i, of in pieces]
     counts = [len(s.targets) for s in sequences]
+    named = any(s.top_tokens is not None for s in sequences)
 
     def tensor(parts: list[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
@@ -300,7 +309,9 @@ def make_microbatch(
         num_sequences=len(sequences),
         rewards=tensor([np.array([s.reward for s in sequences])], torch.float32),
         group_ids=tensor([np.array([s.group for s in sequences])], torch.int64),
-        reference_logprobs=_reference_logprobs(sequences, device),
+        reference_logprobs=_noted([s.reference_logprobs for s in sequences], sequences, device),
+        top_tokens=_noted([s.top_tokens for s in sequences], sequences, device) if named else None,
+        top_logprobs=_noted([s.top_logprobs for s in sequences], sequences, device) if named else None,
         experts=tensor(of_rows, torch.int16) if of_rows else None,
     )
 
@@ -342,6 +353,7 @@ def _part_of(whole: Microbatch, context: ContextRanks, device: torch.device) -> 
         packed=row,
         positions=positions,
         targets=whole.targets[own.places],
+        top_tokens=None if whole.top_tokens is None else whole.top_tokens[own.places],
         experts=None if whole.experts is None else row.own(whole.experts, fill=-1),
     )
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
@@ -363,14 +375,19 @@ def _known_experts(sequences: Sequence[TrainingSequence]) -> list[npt.NDArray[np
     ]
 
 
-def _reference_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
-    """Of every token; rows to imitate that no reference has seen, and that have no term of it, have 0."""
-    rows = []
-    for s in sequences:
-        if s.reference_logprobs is None and (s.terms.rl or s.terms.kl):
-            return None
-        rows.append(np.zeros(len(s.targets), np.float32) if s.reference_logprobs is None else s.reference_logprobs)
-    return to_device(torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.float32)])), device)
+def _noted(
+    rows: Sequence[npt.NDArray[Any] | None], sequences: Sequence[TrainingSequence], device: torch.device
+) -> Tensor | None:
+    """What a reference has noted of every token; rows to imitate that it has not seen, and that have no term of it,
+    have 0."""
+    if any(row is None and (s.terms.rl or s.terms.kl) for row, s in zip(rows, sequences, strict=True)):
+        return None
+    like = next((row[:0] for row in rows if row is not None), np.zeros(0, np.float32))
+    filled = [
+        np.zeros((len(s.targets), *like.shape[1:]), like.dtype) if row is None else row
+        for row, s in zip(rows, sequences, strict=True)
+    ]
+    return to_device(torch.from_numpy(np.concatenate([*filled, like])), device)
 
 
 def _proximal_logprobs(sequences: Sequence[TrainingSequence], device: torch.device) -> Tensor | None:
@@ -418,6 +435,8 @@ def training_sequence(
         num_prompt=num_prompt,
         token_advantages=of_tokens,
         reference_logprobs=None if response.reference_logprobs is None else response.reference_logprobs[trained],
+        top_tokens=None if response.top_tokens is None else response.top_tokens[trained].astype(np.int64),
+        top_logprobs=None if response.top_logprobs is None else response.top_logprobs[trained],
         experts=_experts(group, response, int(positions[-1]) + 1),
     )
 

@@ -97,8 +97,8 @@ class OwnTokens:
     ranks: ContextRanks
 
     def whole(self, values: Tensor) -> Tensor:
-        """[T] of all ranks from [t] of this one; the gradient is this rank's part of theirs. Every rank calls it."""
-        row = values.new_zeros(self.num_trained).index_copy(0, self.places, values)
+        """[T, ...] of all ranks from [t, ...] of this one; the gradient is this rank's part of theirs. Every rank calls it."""
+        row = values.new_zeros(self.num_trained, *values.shape[1:]).index_copy(0, self.places, values)
         joined: Tensor = SumOverRanks.apply(row, self.ranks.group)  # each element has one that is not 0
         return joined
 

@@ -72,7 +72,7 @@ def token_advantages(response: Response, advantage: float, config: AlgorithmConf
             )
         return _gae(response, response.values[response.loss_mask], config)[0]
     if config.distills:
-        return _teacher_gap(response)
+        return _teacher_gap(response, config)
     if config.kl_coef and config.kl_place == "token_reward":
         return advantage - config.kl_coef * suffix_sums(_token_kl(response, config))
     return None
@@ -139,10 +139,10 @@ def _turns(response: Response, config: AlgorithmConfig) -> tuple[Array, list[int
     return rewards, turn_lengths(starts, ends, response.loss_mask)
 
 
-def _teacher_gap(response: Response) -> Array:
+def _teacher_gap(response: Response, config: AlgorithmConfig) -> Array:
     """log p_teacher - log mu of each trained token, [T]: what is known before the policy has seen
     it; the loss puts log pi in mu's place."""
-    if response.reference_logprobs is None:
+    if response.reference_logprobs is None or (config.teacher_top_k and response.top_tokens is None):
         raise ValueError(
             f"response {response.prompt_index}/{response.sample_index} has no teacher's log-probs, which algorithm.advantage"
             " = 'distillation' needs: wire a reference executor before the trainer"

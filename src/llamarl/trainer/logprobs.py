@@ -27,7 +27,7 @@ from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.onednn import linear
 from llamarl.models.vocabulary import VocabularyPart
 
-__all__ = ["LogitTransform", "token_logprobs"]
+__all__ = ["LogitTransform", "likeliest_tokens", "token_logprobs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +95,51 @@ def token_logprobs(
         hidden: Last hidden states at the predicting positions, [T, H].
         weight: Output layer, [V, H], or the rows of ``part``.
         bias: [V] or None, or the entries of ``part``.
-        targets: Predicted tokens, [T] int64.
+        targets: Predicted tokens, [T] int64, or several of each position, [T, M].
         chunk_tokens: Rows of logits that exist at once, >= 1. Changes memory, and the result by rounding only.
         entropy_needs_grad: Whether gradient flows through the entropy; costs one more [C, V] buffer.
         part: Of the vocabulary, what this rank holds; all its ranks call with the same tokens. None: it is whole.
 
     Returns:
-        (log-probs [T], entropy [T]) in float32, or float64 for float64 inputs.
+        (log-probs, shaped as ``targets``, entropy [T]) in float32, or float64 for float64 inputs.
     """
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk_tokens, entropy_needs_grad, part)
+    columns = targets[:, None] if targets.dim() == 1 else targets
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden, weight, bias, columns, transform, chunk_tokens, entropy_needs_grad, part
+    )
+    return logprobs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int,
+    *,
+    below: int,
+    chunk_tokens: int,
+    part: VocabularyPart | None = None,
+) -> Tensor:
+    """At each position the ``count`` tokens of the largest logits, [T, count] int64, the likeliest first.
+
+    Args:
+        below: Only tokens 0 .. below - 1, of which there are at least ``count``.
+        hidden, weight, bias, chunk_tokens, part: As for ``token_logprobs``. What lies between product and logits
+            leaves their order.
+    """
+    found = [torch.empty(0, count, dtype=torch.int64, device=hidden.device)]
+    start = 0 if part is None else part.start
+    for rows in _chunks(len(hidden), chunk_tokens):
+        product = linear(hidden[rows], weight, bias)[:, : max(0, below - start)].float()
+        values, tokens = product.topk(min(count, product.shape[1]))
+        if part is not None:
+            missing = (0, count - values.shape[1])
+            values = part.gather(torch.nn.functional.pad(values, missing, value=-torch.inf))
+            tokens = part.gather(torch.nn.functional.pad(tokens + start, missing))
+            tokens = tokens.gather(-1, values.topk(count).indices)
+        found.append(tokens)
+    return torch.cat(found)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -120,9 +156,9 @@ class _TokenLogprobs(torch.autograd.Function):
         part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = hidden.new_empty(len(targets), dtype=dtype)
-        logsumexp = torch.empty_like(logprobs)
-        entropy = torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(targets.shape, dtype=dtype)
+        logsumexp = hidden.new_empty(len(targets), dtype=dtype)
+        entropy = torch.empty_like(logsumexp)
         chunks = _chunks(len(targets), chunk_tokens)
         kept = None  # the logits, if they are not computed again
         for rows in chunks:
@@ -134,13 +170,14 @@ class _TokenLogprobs(torch.autograd.Function):
             total = probs.sum(dim=-1)
             expected = _row_products(probs, logits)
             if part is None:
-                chosen = logits.gather(-1, targets[rows, None]).squeeze(-1)
+                chosen = logits.gather(-1, targets[rows])
             else:
                 own, elsewhere = part.rows(targets[rows])
-                chosen = logits.gather(-1, own[:, None]).squeeze(-1).masked_fill(elsewhere, 0.0)
-                total, expected, chosen = part.sum(torch.stack([total, expected, chosen])).unbind()
+                chosen = logits.gather(-1, own).masked_fill(elsewhere, 0.0)
+                sums = part.sum(torch.stack([total, expected, *chosen.unbind(1)]))
+                total, expected, chosen = sums[0], sums[1], sums[2:].T
             logsumexp[rows] = peak.squeeze(-1) + total.log()
-            logprobs[rows] = chosen - logsumexp[rows]
+            logprobs[rows] = chosen - logsumexp[rows, None]
             entropy[rows] = logsumexp[rows] - expected / total
             kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
             del logits, probs  # before the next chunk's are made
@@ -166,18 +203,20 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = ctx.transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
             spent = None if ctx.transform.bends else logits  # its backward pass has no more use for them
             log_probs = torch.sub(logits, logsumexp[rows, None], out=spent)
+            own, given = targets[rows], grad_logprobs[rows]
+            of_all = given.sum(dim=1, keepdim=True)
             if ctx.entropy_needs_grad:  # d entropy / d logit = -p * (log p + entropy)
                 coefficient = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None])
-                grad = log_probs.exp_().mul_(coefficient.add_(grad_logprobs[rows, None])).neg_()
+                grad = log_probs.exp_().mul_(coefficient.add_(of_all)).neg_()
                 del coefficient
             else:
-                grad = log_probs.exp_().mul_(-grad_logprobs[rows, None])
-            own, given = targets[rows], grad_logprobs[rows]
+                grad = log_probs.exp_().mul_(-of_all)
             if ctx.part is not None:
                 own, elsewhere = ctx.part.rows(own)
                 given = given.masked_fill(elsewhere, 0.0)
             # not scatter_add_: its repeatable form on CUDA reads strides from the host, which then waits
-            grad[torch.arange(len(own), device=own.device), own] += given.to(dtype)
+            for column in range(own.shape[1]):  # one by one, for a token may stand in several
+                grad[torch.arange(len(own), device=own.device), own[:, column]] += given[:, column].to(dtype)
             grad = ctx.transform.backward_(grad, logits)
             del logits, log_probs
             if grad_bias is not None:

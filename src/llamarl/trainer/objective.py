@@ -2,7 +2,7 @@
 
     log-probs, entropy ─▶ rl · (loss(tokens) ─▶ masks)  ─┐
                           ce · -log pi                   ─┼─ - entropy bonus ─▶ · weights ─▶ sum
-                          kl · KL to the reference       ─┘
+                          kl · KL to the reference       ─┘     (of a teacher's top k: KL of the teacher)
 
 Which terms a token has was said where its sequence was made (``TermWeights``); nothing here asks
 what it is trained for.
@@ -18,7 +18,7 @@ from torch import Tensor
 from llamarl.algorithms.base import MOST_LOG_RATIO, LossFunction, TokenBatch, sequence_means
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics, weight_sums
-from llamarl.algorithms.distillation import distillation_advantages
+from llamarl.algorithms.distillation import distillation_advantages, top_k_kl
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.kl import unbiased
 from llamarl.trainer.batch import Microbatch
@@ -47,7 +47,7 @@ def microbatch_loss(
     Raises:
         ValueError: They are needed and are not there.
     """
-    policy_logprobs, entropy, _ = scores
+    policy_logprobs, entropy = scores.logprobs, scores.entropy
     batch = _tokens(scores, microbatch, algorithm)
     losses = torch.zeros_like(policy_logprobs)
     keep = clipped = torch.zeros_like(policy_logprobs, dtype=torch.bool)
@@ -62,15 +62,17 @@ def microbatch_loss(
     if microbatch.ce_weights is not None:
         losses = losses - microbatch.ce_weights * policy_logprobs
     sums = {"loss/policy": (losses.detach() * microbatch.weights).sum()}
-    sampled = _sampled(microbatch) if algorithm.term_weights.rl else None
+    sampled = None if algorithm.imitates else _sampled(microbatch)
     if algorithm.entropy_coef:
         losses = losses - algorithm.entropy_coef * entropy
     if has_reference:
-        kl = _reference_kl(policy_logprobs, microbatch, algorithm)
+        kl = _reference_kl(scores, microbatch, algorithm)
         if microbatch.kl_weights is not None:
             losses = losses + microbatch.kl_weights * kl
+            if algorithm.teacher_top_k:
+                sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
         sums["kl/reference"] = (kl.detach() if sampled is None else torch.where(sampled, kl.detach(), 0.0)).sum()
-    if not algorithm.term_weights.rl:  # what wrote the tokens has no distribution to compare with
+    if algorithm.imitates:  # what wrote the tokens has no distribution to compare with
         sums["entropy"] = entropy.detach().sum()
     else:  # by the recipe, not by what this micro-batch holds: ranks add up the same keys
         sums |= token_statistics(policy_logprobs, microbatch.behavior_logprobs, entropy, clipped, sampled)
@@ -84,9 +86,7 @@ def _sampled(microbatch: Microbatch) -> Tensor | None:
     """Which tokens something sampled, [T] bool, where others stand beside them that are to be imitated; None: all."""
     if microbatch.ce_weights is None or not microbatch.num_sequences:
         return None
-    if microbatch.rl_weights is None:
-        return torch.zeros_like(microbatch.ce_weights, dtype=torch.bool)
-    return microbatch.rl_weights > 0
+    return microbatch.ce_weights == 0
 
 
 def _tokens(scores: TokenScores, microbatch: Microbatch, algorithm: AlgorithmConfig) -> TokenBatch:
@@ -111,16 +111,18 @@ def _tokens(scores: TokenScores, microbatch: Microbatch, algorithm: AlgorithmCon
     )
 
 
-def _reference_kl(policy_logprobs: Tensor, microbatch: Microbatch, algorithm: AlgorithmConfig) -> Tensor:
-    """KL(policy || reference) a trained token, [T]."""
+def _reference_kl(scores: TokenScores, microbatch: Microbatch, algorithm: AlgorithmConfig) -> Tensor:
+    """KL(policy || reference) a trained token, [T]; of a teacher that has named its likeliest, KL(teacher || policy)."""
+    if scores.top_logprobs is not None and microbatch.top_logprobs is not None:
+        return top_k_kl(scores.top_logprobs, microbatch.top_logprobs)
     if microbatch.reference_logprobs is None:
         raise ValueError(
             "the samples carry no reference log-probs, which algorithm.kl_coef > 0 needs:"
             " wire a reference executor before the trainer"
         )
-    log_ratio = microbatch.reference_logprobs - policy_logprobs
+    log_ratio = microbatch.reference_logprobs - scores.logprobs
     if algorithm.kl_estimator == "unbiased":
-        return unbiased(log_ratio, (policy_logprobs - microbatch.behavior_logprobs).clamp(max=MOST_LOG_RATIO).exp())
+        return unbiased(log_ratio, (scores.logprobs - microbatch.behavior_logprobs).clamp(max=MOST_LOG_RATIO).exp())
     return KL_ESTIMATORS[algorithm.kl_estimator](log_ratio)
 
 

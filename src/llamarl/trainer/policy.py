@@ -24,7 +24,7 @@ from llamarl.models.stages import Stage
 from llamarl.models.value import value_head
 from llamarl.models.vocabulary import vocabulary_part
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.logprobs import LogitTransform, token_logprobs
+from llamarl.trainer.logprobs import LogitTransform, likeliest_tokens, token_logprobs
 
 __all__ = ["Policy", "TokenScores", "ValueModel", "check_output_layer"]
 
@@ -39,6 +39,10 @@ class TokenScores(NamedTuple):
     """Nats, [T]; empty on another stage than the last."""
     logits: Callable[[], Tensor]
     """Computes the logits sampled from, [T, V], with grad (``Policy.logits``)."""
+    top_tokens: Tensor | None = None
+    """[T, k] int64: further tokens of each position, the micro-batch's or the ``Policy.top_k`` likeliest."""
+    top_logprobs: Tensor | None = None
+    """[T, k] theirs, nats."""
 
 
 class Policy(nn.Module):
@@ -65,6 +69,10 @@ class Policy(nn.Module):
         self.transform = transform
         self.chunk_tokens = chunk_tokens
         self.entropy_needs_grad = entropy_needs_grad
+        self.top_k = 0
+        """How many of each position's likeliest tokens to name; of a teacher."""
+        self.top_below = 0
+        """Only tokens below this one are named."""
         experts = watch_experts(model) if experts is None else experts
         self.num_sparse_layers = len(experts)
         """Of all stages."""
@@ -97,25 +105,31 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         weight, bias = head.weight, getattr(head, "bias", None)  # as FSDP2 has gathered them now
         part = vocabulary_part(self.model)
+        top = batch.top_tokens
+        if self.top_k:
+            rows: dict[str, Any] = {"below": self.top_below, "chunk_tokens": self.chunk_tokens, "part": part}
+            top = likeliest_tokens(hidden, weight, bias, self.top_k, **rows)
         logprobs, entropy = token_logprobs(
             hidden,
             weight,
             bias,
-            batch.targets,
+            batch.targets if top is None else torch.cat([batch.targets[:, None], top], dim=1),
             self.transform,
             chunk_tokens=self.chunk_tokens,
             entropy_needs_grad=self.entropy_needs_grad,
             part=part,
         )
-        if part is not None or batch.own is not None:
-            whole = batch.own.whole if batch.own is not None else lambda values: values
-            return TokenScores(whole(logprobs), whole(entropy), self._no_logits)
 
         def logits() -> Tensor:
             product = nn.functional.linear(hidden, weight, bias)
             return self.transform.forward(product.float() if product.dtype != torch.float64 else product)
 
-        return TokenScores(logprobs, entropy, logits)
+        if batch.own is not None:
+            logprobs, entropy = batch.own.whole(logprobs), batch.own.whole(entropy)
+        scores = TokenScores(logprobs, entropy, logits if part is None and batch.own is None else self._no_logits)
+        if top is None:
+            return scores
+        return scores._replace(logprobs=logprobs[:, 0], top_tokens=top, top_logprobs=logprobs[:, 1:])
 
     @staticmethod
     def _no_logits() -> Tensor:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,21 +55,26 @@ class LaidOut:
         return sum(len(item.sequence.targets) for item in self.located)
 
     def annotate(
-        self, groups: Sequence[Group], rows: Sequence[Tensor], field: Literal["reference_logprobs", "values"]
+        self,
+        groups: Sequence[Group],
+        rows: Sequence[Tensor],
+        field: Literal["reference_logprobs", "top_tokens", "top_logprobs", "values"],
     ) -> list[Group]:
-        """Write numbers beside the trained tokens of ``groups``; NaN on other tokens of their responses.
+        """Write numbers beside the trained tokens of ``groups``; NaN, or token 0, on other tokens of their responses.
 
         Args:
             groups: Those that were laid out.
-            rows: One [sum of T] tensor a micro-batch.
+            rows: One [sum of T, ...] tensor a micro-batch.
         """
-        changed: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
+        changed: dict[tuple[int, int], npt.NDArray[Any]] = {}
         for one, values in zip(self.packed, rows, strict=True):
             items = [self.located[i] for i in one.items]
-            parts = values.detach().float().cpu().split([len(item.sequence.targets) for item in items])
+            held = values.detach().to(torch.float32 if values.is_floating_point() else torch.int32).cpu()
+            parts = held.split([len(item.sequence.targets) for item in items])
             for item, part in zip(items, parts, strict=True):
                 response = groups[item.group].responses[item.response]
-                noted = np.full(len(response.tokens), np.nan, np.float32)
+                shape = len(response.tokens), *part.shape[1:]
+                noted = np.full(shape, np.nan if part.is_floating_point() else 0, part.numpy().dtype)
                 noted[np.flatnonzero(response.loss_mask)] = part.numpy()
                 changed[item.group, item.response] = noted
         found = list(groups)
@@ -102,6 +107,7 @@ class FrozenScorer:
         trainer: TrainerConfig,
         *,
         temperature: float,
+        num_tokens: int = 0,
         device: str = "cpu",
     ) -> None:
         """
@@ -110,6 +116,7 @@ class FrozenScorer:
             algorithm: Says which responses train.
             trainer: Says how micro-batches are packed.
             temperature: The generator's.
+            num_tokens: Of the policy's vocabulary, of which a teacher with ``algorithm.teacher_top_k`` names the likeliest.
 
         Raises:
             ModelError: The model is not supported, or not with this ``tp``.
@@ -129,11 +136,17 @@ class FrozenScorer:
             device=torch.device(device),
             trained=False,
         ).module
+        policy.top_k, policy.top_below = algorithm.teacher_top_k, num_tokens
         max_tokens = 2 * trainer.microbatch_tokens
         self.computes = Computes(policy, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains."""
+        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains, and with
+        ``algorithm.teacher_top_k`` the likeliest tokens."""
         laid = lay_out(groups, self.algorithm, self.computes)
-        rows = [scores.logprobs for scores in self.computes.outputs(laid.packed)]
-        return laid.annotate(groups, rows, "reference_logprobs")
+        found = self.computes.outputs(laid.packed)
+        groups = laid.annotate(groups, [scores.logprobs for scores in found], "reference_logprobs")
+        if self.algorithm.teacher_top_k:
+            groups = laid.annotate(groups, [scores.top_tokens for scores in found], "top_tokens")
+            groups = laid.annotate(groups, [scores.top_logprobs for scores in found], "top_logprobs")
+        return list(groups)

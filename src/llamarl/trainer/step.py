@@ -258,8 +258,8 @@ class Trainer(ShardedModel[Policy]):
             if self.on_tokens is not None and one.items:
                 self.on_tokens([worth[i] for i in one.items], policy_logprobs, clipped)
             batch = one.microbatch
-            sampled = self.algorithm.term_weights.rl  # then the means leave rows to imitate out
-            num_trained = sum(len(worth[i].targets) for i in one.items if worth[i].terms.rl or not sampled)
+            imitates = self.algorithm.imitates  # else the means leave rows to imitate out
+            num_trained = sum(len(worth[i].targets) for i in one.items if imitates or not worth[i].terms.ce)
             statistics.add(sums, num_computed=batch.num_tokens, num_trained=num_trained)
             loss += computed.loss
         return loss

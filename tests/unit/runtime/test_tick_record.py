@@ -229,6 +229,11 @@ def changed(**values: Any) -> Group:
     return Group(prompt=replace(whole.prompt, **of_prompt), responses=(replace(whole.responses[0], **of_response),))
 
 
+def named(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """A teacher's likeliest tokens, with log-probs."""
+    return {"top_tokens": tokens, "top_logprobs": np.zeros(tokens.shape, np.float32)}
+
+
 LIMITS = Limits(num_token_ids=64, context=256, num_experts=8)
 
 
@@ -250,6 +255,9 @@ LIMITS = Limits(num_token_ids=64, context=256, num_experts=8)
         (changed(behavior_logprobs=np.full(2, 3e38, np.float32)), "has a log-prob that is no number"),
         (changed(tokens=np.array([[7], [8]], np.int32)), "response 0 has numbers of its tokens that are no row"),
         (changed(values=np.zeros((2, 1), np.float32)), "response 0 has numbers of its tokens that are no row"),
+        (changed(**named(np.full((2, 1), 64, np.int32))), "response 0 has the token 64, and the vocabulary 64"),
+        (changed(**named(np.zeros(2, np.int32))), "response 0 has likeliest tokens that are no table"),
+        (changed(top_tokens=np.zeros((2, 1), np.int32)), "response 0 has likeliest tokens that are no table"),
         (changed(prompt_tokens=np.ones(9999, np.int32)), "its prompt has 9999 tokens, and the model's context is 256"),
         (changed(prompt_tokens=np.ones(255, np.int32)), "response 0 has 2 tokens, and the model's context is 256"),
         (changed(prompt_tokens=np.ones(0, np.int32)), "its prompt has no tokens"),

@@ -52,6 +52,28 @@ def test_values_and_gradients_are_those_of_log_softmax_in_float64(
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [5, 100])
+@pytest.mark.parametrize("transform", [TRANSFORMS[1], TRANSFORMS[4]])
+def test_several_tokens_of_a_position_have_theirs_also_where_one_stands_twice(
+    transform: LogitTransform, chunk: int
+) -> None:
+    def gradients(function: Callable[..., Any]) -> list[torch.Tensor]:
+        hidden, weight, bias, targets = _inputs(torch.float64, True)
+        columns = torch.stack([targets, (targets + 3) % 29, targets], dim=1)
+        logprobs, entropy = function(hidden, weight, bias, columns)
+        factors = torch.linspace(-1, 2, columns.numel(), dtype=torch.float64).view(columns.shape)
+        ((logprobs * factors).sum() + entropy.square().sum()).backward()
+        return [logprobs, hidden.grad, weight.grad, bias.grad]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, columns: torch.Tensor) -> Any:
+        rows = [_plain(hidden, weight, bias, column, transform) for column in columns.T]
+        return torch.stack([row[0] for row in rows], dim=1), rows[0][1]
+
+    ours = gradients(lambda *a: token_logprobs(*a, transform, chunk_tokens=chunk, entropy_needs_grad=True))
+    for got, expected in zip(ours, gradients(plain), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_without_entropy_gradient_the_log_probs_keep_theirs() -> None:
     hidden, weight, bias, targets = _inputs(torch.float64, False)
     logprobs, entropy = token_logprobs(hidden, weight, bias, targets, LogitTransform(), chunk_tokens=4)

@@ -49,6 +49,26 @@ def test_scores_are_the_models_own_log_softmax_at_the_sampling_temperature(famil
             )
 
 
+def test_a_teacher_names_its_likeliest_tokens_of_those_that_the_policy_has(model_folder: Path) -> None:
+    groups = make_groups(num_groups=2, failed=False)
+    algorithm = AlgorithmConfig(advantage="distillation", teacher_top_k=5)
+    settings = TrainerConfig(logprob_chunk_tokens=5)
+    scorer = FrozenScorer(model_folder, ReferenceConfig(), algorithm, settings, temperature=0.7, num_tokens=40)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+    for group, scored in zip(groups, scorer.score(groups), strict=True):
+        for response in scored.responses:
+            ids = torch.tensor(np.concatenate([group.prompt.tokens, response.tokens]), dtype=torch.int64)[None]
+            with torch.no_grad():
+                table = torch.log_softmax(model(ids).logits[0] / 0.7, dim=-1)[len(group.prompt.tokens) - 1 : -1]
+            values, tokens = table[:, :40].topk(5)
+            own = response.loss_mask
+            assert response.top_tokens is not None and response.top_logprobs is not None
+            assert response.top_tokens.dtype == np.int32 and not response.top_tokens[~own].any()
+            np.testing.assert_array_equal(response.top_tokens[own], tokens.numpy()[own])
+            np.testing.assert_allclose(response.top_logprobs[own], values.numpy()[own], rtol=1e-4, atol=1e-4)
+            assert np.isnan(response.top_logprobs[~own]).all()
+
+
 def test_packing_and_shared_prompts_change_rounding_only(model_folder: Path) -> None:
     groups = make_groups()
     whole = _rows(_score(model_folder, groups))

@@ -136,7 +136,7 @@ def test_every_tensor_of_a_microbatch_is_on_the_device(family: str, shared: bool
     policy = Policy(model, LogitTransform(temperature=0.9), chunk_tokens=8, entropy_needs_grad=True)
     sequences = make_sequences(make_groups(), AlgorithmConfig(), lambda counts: counts)
     batch = make_microbatch(sequences, [1.0] * len(sequences), META, share_prompts=shared)
-    logprobs, entropy, _ = policy(batch)
+    logprobs, entropy, *_ = policy(batch)
     assert logprobs.device == entropy.device == META and logprobs.shape == batch.targets.shape
     (logprobs.sum() + entropy.sum()).backward()
     assert all(p.grad is not None and p.grad.device == META for p in policy.parameters())
