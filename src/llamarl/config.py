@@ -250,6 +250,11 @@ class RunConfig:
         return self.reference.enabled or self.algorithm.kl_coef > 0 or self.algorithm.distills
 
     @property
+    def teaches_itself(self) -> bool:
+        """Whether the teacher is the policy, which a template shows the answers."""
+        return self.algorithm.distills and not self.reference.path
+
+    @property
     def has_reward_model(self) -> bool:
         """Whether the job has a reward model of its own."""
         return bool(self.reward_model.path)
@@ -339,10 +344,34 @@ def _task_checks(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(key, f": with {named} nothing is sampled and nothing judged: leave it out", (given,))
     if config.trainer.router == "replay" and not imitates and config.task.rollouts:
         yield Mistake("trainer.router", "is 'replay', but task.rollouts notes no experts: set it to 'live'", (given,))
-    if config.algorithm.distills and not config.reference.path:
-        why = "name the teacher, a model with the policy's tokenizer"
-        yield _clash(config, "reference.path", "algorithm.advantage", why)
+    yield from _teacher_checks(config)
     yield from _patience_checks(config)
+
+
+def _teacher_checks(config: RunConfig) -> Iterator[Mistake]:
+    template, key = config.reference.template, "reference.template"
+    if config.teaches_itself and not template:
+        why = "name the teacher, a model with the policy's tokenizer, or set reference.template for the policy to teach itself"
+        yield _clash(config, "reference.path", "algorithm.advantage", why)
+    if not template:
+        return
+    if not config.algorithm.distills:
+        yield _clash(config, key, "algorithm.advantage", "that has no teacher to be shown answers: leave it out")
+    if "{answer}" not in template:
+        yield Mistake(
+            key, f"is {template!r}, without {{answer}}: the teacher would know nothing that the policy does not"
+        )
+    if config.task.has_environment:
+        yield Mistake(key, ": an environment's episodes have no one answer: leave it out", ("task.environment",))
+    if config.teaches_itself and config.reference.fsdp * config.reference.tp > 1:
+        why = (
+            "it takes each version whole: set reference.fsdp and reference.tp to 1, or name a teacher (reference.path)"
+        )
+        yield Mistake(key, f": of a policy that teaches itself {why}", ("reference.fsdp", "reference.tp"))
+    if config.teaches_itself and config.lora.rank and config.lora.hand_over == "adapter":
+        yield _clash(
+            config, key, "lora.hand_over", "a policy that teaches itself takes whole weights: set it to 'merged'"
+        )
 
 
 def _patience_checks(config: RunConfig) -> Iterator[Mistake]:

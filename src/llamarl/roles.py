@@ -8,7 +8,8 @@
 With a reward model or a judge, ``completions`` pass them before the reward executor (``rated``,
 ``judged``): the latter adds all verdicts up, and what it does with the sum (rollouts, limits on
 failures, dynamic sampling) needs no second place. With a curriculum it tells the generator of them
-(``outcomes``, with the delay of the weights).
+(``outcomes``, with the delay of the weights); a policy that teaches itself comes to the reference so
+(``teacher_weights``).
 
 Reference and critic stand one after the other, not side by side: each edge has one producer, a
 group travels whole with all that is known of it, and the critic can charge rewards with the
@@ -304,7 +305,7 @@ ROLES: Mapping[str, Role] = {
             factory="llamarl.executors.trainer:TrainerExecutor",
             does="updates the policy, hands over weights",
             reads=(Reads(channels=("valued", "referenced", "scored"), kind="scatter"),),
-            writes=("weights", "eval_weights"),
+            writes=("weights", "eval_weights", "teacher_weights"),
             section="trainer",
             sizes=("fsdp", "tp", "pp", "cp"),
             model_sizes=("fsdp", "tp", "pp", "cp"),
@@ -405,10 +406,16 @@ def _rewired(role: Role, config: JobConfig) -> Role:
 
 def _fed_back(role: Role, config: JobConfig) -> Role:
     """With the edge by which a curriculum hears of verdicts, as late as weights: so whatever the generator waits for at
-    a tick, it has waited for the weights already."""
+    a tick, it has waited for the weights already. And with that by which a policy that teaches itself comes to its
+    teacher, as late too: it scores what it has written."""
     if config.data.candidates > 1 and role.name == "generator":
         heard = Reads(channels=("outcomes",), kind="broadcast", delay=lambda config: config.schedule.max_staleness + 1)
         return dataclasses.replace(role, reads=(*role.reads, heard))
+    if config.teaches_itself and role.name == "reference":
+        taught = Reads(
+            channels=("teacher_weights",), kind="weights", delay=lambda config: config.schedule.max_staleness + 1
+        )
+        return dataclasses.replace(role, reads=(*role.reads, taught))
     if config.data.candidates > 1 and role.name == "reward":
         return dataclasses.replace(role, writes=(*role.writes, "outcomes"))
     return role

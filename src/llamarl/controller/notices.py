@@ -274,9 +274,11 @@ def _algorithm(config: RunConfig) -> str:
     if algorithm.imitates:
         return "sft: cross-entropy on the rows' completions"
     if algorithm.distills:
+        teacher = config.reference.path or "the policy itself"
+        teacher += ", shown the answers" if config.reference.template else ""
         if algorithm.teacher_top_k:
-            return f"KL over the {algorithm.teacher_top_k} likeliest tokens of the teacher {config.reference.path}"
-        return f"{algorithm.name}, advantage distillation from {config.reference.path}"
+            return f"KL over the {algorithm.teacher_top_k} likeliest tokens of the teacher {teacher}"
+        return f"{algorithm.name}, advantage distillation from {teacher}"
     kl = "no KL term"
     if algorithm.kl_coef:
         reference = config.reference.path or config.model.path

@@ -18,7 +18,7 @@ from llamarl.config import RunConfig, read_settings
 from llamarl.controller.notices import Questions
 from llamarl.controller.run_folder import CONFIG_FILE, refuse_a_run, refuse_if_held
 from llamarl.data.mixture import MixedStream
-from llamarl.data.prompts import PromptStream, uses_chat_template
+from llamarl.data.prompts import PromptStream, uses_chat_template, with_answer
 from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.environments.config import TaskSection
 from llamarl.environments.factory import make_task, task_mistakes
@@ -382,10 +382,22 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             if prompt.opening is not None and prompt.opening.failure:
                 raise DataError.at("task.environment", f"it did not begin an episode: {prompt.opening.failure}")
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
+        if template := config.reference.template:
+            _check_room(config, max(len(with_answer(p, template, tokenizer, config.data).tokens) for p in first))
         if config.evaluation.every and environments is None and stream.holds_out:
             stream.eval_prompts(config.evaluation.num_prompts)
         found = _found(stream, first[0], tokenizer)
         return found if rows is None else dataclasses.replace(found, num_training=rows.num_items("train"))
+
+
+def _check_room(config: RunConfig, longest: int) -> None:
+    """Refuse a teacher's prompt of ``longest`` tokens that leaves its context no room for a response."""
+    from llamarl.models.loading import context_length
+
+    context = context_length(config.reference.path or config.model.path)
+    if context is not None and longest + config.generator.sampling.max_new_tokens > context:
+        text = f"makes a prompt of {longest} tokens, which leaves no room for a response in the teacher's {context}: shorten it"
+        raise ConfigError.at("reference.template", text)
 
 
 def _check_sampled_distribution(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,6 +41,7 @@ __all__ = [
     "unknown_text_warning",
     "unknown_token_id",
     "uses_chat_template",
+    "with_answer",
 ]
 
 _log = logging.getLogger(__name__)
@@ -171,6 +173,27 @@ def render_prompt(
             f"question {item.question!r} gives a prompt without a token; an empty prompt cannot be continued"
         )
     return text, tokens
+
+
+def with_answer(prompt: Prompt, template: str, tokenizer: Tokenizer, config: DataConfig) -> Prompt:
+    """The prompt as one is shown it who knows the answer: ``template`` in place of its question, or of its last message.
+
+    Raises:
+        DataError: Its task gives no answer.
+    """
+    if prompt.answer is None:
+        raise DataError(
+            f"reference.template shows the teacher answers, and prompt {prompt.index}, {(prompt.question or prompt.text)[:80]!r}, "
+            "has none: give the task's items an answer, or name a teacher that needs none"
+        )
+    messages = [dict(message) for message in prompt.metadata.get("messages", ())]
+    words = {"question": messages[-1]["content"] if messages else prompt.question, "answer": prompt.answer}
+    shown = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], template)
+    if messages:
+        messages[-1]["content"] = shown
+    item = TaskItem(question=shown, messages=tuple(messages) or None)
+    text, tokens = render_prompt(item, tokenizer, config)
+    return replace(prompt, text=text, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

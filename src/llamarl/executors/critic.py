@@ -9,24 +9,30 @@ returns that they help to judge.
 
 The reference model is ``reference.path``, or the policy's version
 0, which never changes: so it holds no state, and what it writes is a function of the samples alone.
+A policy that teaches itself (``reference.template`` without a path) comes with each tick in the
+version that has written the tick's responses: no state either.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from llamarl.channels.base import ChannelKind
 from llamarl.checkpoint.storage import RunIdentity
+from llamarl.data.prompts import with_answer
 from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
-from llamarl.models.loading import load_model_config
+from llamarl.models.loading import load_model_config, load_tokenizer
 from llamarl.observability.keys import own_metrics
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background
+from llamarl.types import Group
 
 __all__ = ["CriticExecutor", "ReferenceExecutor"]
 
@@ -42,6 +48,12 @@ class ReferenceExecutor(Stateless, BaseExecutor):
         if asked is not None and (not isinstance(asked, list) or not asked or set(asked) - set(known)):
             raise ConfigError(f"executors.{self.name}.options: tasks must be some of {known} in a list, got {asked!r}")
         self._tasks = None if asked is None else frozenset(asked)
+        if self.config.reference.template:
+            model = self.config.model
+            self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self._versions = next((c.name for c in self.context.reads if c.kind is ChannelKind.WEIGHTS), "")
+        if self.config.teaches_itself and not self._versions:
+            raise ConfigError(f"executors.{self.name}: it has no teacher: name one (settings.reference.path)")
         self.scorer = FrozenScorer(
             self.config.reference.path or self.config.model.path,
             self.config.reference,
@@ -55,14 +67,23 @@ class ReferenceExecutor(Stateless, BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
         groups = self.items_of(inputs)
+        if self._versions:
+            inputs[self._versions].load_into(self.scorer.tensors)
         own = [i for i, group in enumerate(groups) if self._tasks is None or group.prompt.task in self._tasks]
-        for i, scored in zip(own, self.scorer.score([groups[i] for i in own]), strict=True):
-            groups[i] = scored
+        for i, scored in zip(own, self.scorer.score([self._shown(groups[i]) for i in own]), strict=True):
+            groups[i] = dataclasses.replace(groups[i], responses=scored.responses)
         layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
         return StepResult(
             outputs=self.outputs_of(groups if layout.is_data_leader else []),
             spans=(("reference", started, time.monotonic()),),
         )
+
+    def _shown(self, group: Group) -> Group:
+        """As the teacher sees it."""
+        if not (template := self.config.reference.template):
+            return group
+        prompt = with_answer(group.prompt, template, self._tokenizer, self.config.data)
+        return dataclasses.replace(group, prompt=prompt)
 
     def close(self) -> None:
         self.__dict__.pop("scorer", None)

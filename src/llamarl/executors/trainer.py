@@ -1,7 +1,8 @@
 """The trainer executor: one optimizer step a tick, then the new version goes onto its weight edges.
 
 In: the judged samples; out: ``weights`` (with a delay, to the generator) and, where the job evaluates, ``eval_weights``
-(without one: the versions that are due, nothing at other ticks).
+(without one: the versions that are due, nothing at other ticks) and, where the policy teaches itself,
+``teacher_weights``, as ``weights``.
 """
 
 from __future__ import annotations

@@ -290,7 +290,12 @@ class ReferenceConfig:
 
     path: str = ""
     """Hugging Face folder or id of the Hub of the reference model, with the policy's vocabulary, a
-    teacher's with the policy's tokenizer; empty is the policy's version 0."""
+    teacher's with the policy's tokenizer; empty is the policy's version 0, or with ``template`` the
+    policy itself, ``schedule.max_staleness`` versions ago."""
+
+    template: str = ""
+    """What a teacher is shown in place of a question: text with ``{question}`` and ``{answer}``, the task's
+    reference answer, put into the prompt as the question is. Without ``path`` the policy then teaches itself."""
 
     fsdp: PositiveInt = 1
     """Ranks over which its parameters are sharded and the batch is split."""

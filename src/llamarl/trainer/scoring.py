@@ -97,7 +97,7 @@ def lay_out(groups: Sequence[Group], algorithm: AlgorithmConfig, computes: Compu
 
 
 class FrozenScorer:
-    """One rank's part of a model that never changes."""
+    """One rank's part of a model that does not learn."""
 
     def __init__(
         self,
@@ -136,6 +136,8 @@ class FrozenScorer:
             device=torch.device(device),
             trained=False,
         ).module
+        self.tensors = {name: parameter.detach() for name, parameter in policy.model.named_parameters()}
+        """Its weights by Hugging Face names, this rank's parts; what is written there is computed with."""
         policy.top_k, policy.top_below = algorithm.teacher_top_k, num_tokens
         max_tokens = 2 * trainer.microbatch_tokens
         self.computes = Computes(policy, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)

@@ -30,6 +30,15 @@ def test_reference_and_critic_stand_between_reward_and_trainer(overrides: list[s
     assert (weights.delay, weights.capacity) == (3, 3)
 
 
+def test_a_policy_that_teaches_itself_comes_to_its_teacher_as_late_as_to_the_generator() -> None:
+    taught = ["--algorithm.advantage", "distillation", "--reference.template", "{question}{answer}"]
+    graph = llamarl_graph(load_config(None, [*taught, "--schedule.max_staleness", "2", "--evaluation.every", "0"]))
+    edges = [(c.name, c.sink, c.delay) for c in graph.channels if c.kind is ChannelKind.WEIGHTS]
+    assert edges == [("weights", "generator", 3), ("teacher_weights", "reference", 3)]
+    named = llamarl_graph(load_config(None, [*taught, "--reference.path", "teacher"]))
+    assert "teacher_weights" not in {c.name for c in named.channels}
+
+
 def test_ranks_of_a_node_share_a_process_group_and_tensor_parallel_peers_their_samples() -> None:
     sizes = ["--reference.tp", "2", "--critic.fsdp", "2", "--trainer.tp", "2"]
     graph = llamarl_graph(load_config(None, KL + GAE + sizes))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from llamarl.data.config import DataConfig
 from llamarl.data.items import Split, TaskItem
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.config import TaskConfig
 from llamarl.environments.math import MathTask
@@ -228,3 +229,18 @@ def test_prompts_that_hold_unknown_text_are_counted_once_with_an_example(caplog:
         if told:
             assert "11 of 12 training prompts hold text that the model's vocabulary has no token for" in caplog.text
             assert "item 1, 'x', is one" in caplog.text
+
+
+def test_who_knows_the_answer_is_shown_it_where_the_question_or_the_last_message_stood() -> None:
+    template = "{question}{question} is {answer}, {x}"
+    config = DataConfig(system_prompt="S", question_template="Q: {question}", response_prefix="<")
+    prompt = PromptStream(Items(None), Letters(TEMPLATE), config, 0).get(2)
+    shown = with_answer(prompt, template, Letters(TEMPLATE), config)
+    assert shown.text == "[system]S[user]Q: xxxx is 2, {x}[assistant]<" and shown.index == prompt.index
+    assert shown.tokens.tolist() == [ord(letter) for letter in shown.text]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    of_talk = replace(prompt, metadata={"messages": talk}, answer="{question}")  # words are no templates
+    shown = with_answer(of_talk, template, Letters(TEMPLATE), config)
+    assert shown.text == "[system]S[user]a[assistant]b[user]cc is {question}, {x}[assistant]<"
+    with pytest.raises(DataError, match="reference.template shows the teacher answers, and prompt 2, 'xx', has none"):
+        with_answer(replace(prompt, answer=None), template, Letters(), config)

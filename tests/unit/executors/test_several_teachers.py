@@ -36,14 +36,14 @@ class Marks:
         return [marked(group) for group in groups]
 
 
-def teacher(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> ReferenceExecutor:
+def teacher(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], **more: Any) -> ReferenceExecutor:
     monkeypatch.setattr(critic, "FrozenScorer", Marks)
     reads, writes = (ChannelSpec(name=c, kind=ChannelKind.SCATTER, source="a", sink="b") for c in ("in", "out"))
     context = ExecutorContext(
         name="prose", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, reads=(reads,), writes=(writes,),
         options=options,
     )  # fmt: skip
-    made = ReferenceExecutor(validate(TASKS), context)
+    made = ReferenceExecutor(validate({**TASKS, **more}), context)
     made.setup()
     return made
 
@@ -69,3 +69,9 @@ def test_groups_of_its_tasks_are_scored_and_all_are_handed_on_in_order(
 def test_a_task_that_is_none_is_refused(tasks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"prose.options: tasks must be some of \['steps', 'countdown'\]"):
         teacher(monkeypatch, {"tasks": tasks})
+
+
+def test_a_second_teacher_that_is_not_named_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    itself = {"algorithm": {"advantage": "distillation"}, "reference": {"template": "{question}{answer}"}}
+    with pytest.raises(ConfigError, match=r"executors.prose: it has no teacher: name one \(settings.reference.path\)"):
+        teacher(monkeypatch, {}, **itself)
