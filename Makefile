@@ -14,7 +14,7 @@ S3_VENV ?= .venv-s3-server
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
+.PHONY: train test test-long chaos test-wheel test-image test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -31,6 +31,9 @@ chaos: install  ## real jobs of eight kinds under random deaths and hangs: 20 ru
 
 test-wheel:  ## the built wheel in an environment of its own, in an empty folder
 	$(PYTHON) scripts/try_wheel.py
+
+test-image:  ## the steps of examples/cluster/Dockerfile in a clean Debian: as root (Debian: apt-get install debootstrap)
+	$(PYTHON) scripts/try_image.py $(IMAGE)
 
 test-browser: install  ## every view of llamarl report in Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'

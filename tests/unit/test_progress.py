@@ -71,3 +71,33 @@ def test_a_live_display_shows_what_executors_are_at_in_place_of_what_they_do() -
         count = len(asked)
         time.sleep(1.2)
         assert count >= 1 and len(asked) == count
+
+
+def test_a_verb_without_a_terminal_says_after_silence_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE_S", 0.01)
+    said = ""
+    with progress.shown():
+        progress.watch("judging", "response", 8, lambda: 3)
+        while "judging 3 of 8 responses" not in said:
+            said += capsys.readouterr().err
+        progress.forget()
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_verb_on_a_terminal_has_one_line_that_changes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    said, done = "", 3
+    with progress.shown():
+        progress.watch("sampling", "response", 8, lambda: done)
+        while "sampling 4 of 8 responses" not in said:
+            said += capsys.readouterr().err
+            done = 4 if "sampling 3 of 8 responses" in said else 3
+    progress.forget()
+    assert said.count("\n") <= 1

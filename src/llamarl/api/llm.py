@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import Check, DataConfig, RunConfig, load_config, read_settings
 from llamarl.errors import ConfigError, DataError
+from llamarl.progress import forget, watch
 from llamarl.strict import list_mistakes
 
 if TYPE_CHECKING:
@@ -254,7 +255,11 @@ class LLM:
         Args:
             after_step: Called with all of them after each step of the engine.
         """
+        from llamarl.engine.sequence import written
+
         done = 0
+        num, finished = len(sequences), lambda: sum(s.finished for s in sequences)
+        watch("sampling", "response", num, finished, lambda: written(sequences))
         try:
             self._engine.add(sequences)
             while self._engine.has_work:
@@ -267,6 +272,7 @@ class LLM:
         except ValueError as error:
             raise DataError(str(error)) from error
         finally:
+            forget()
             self._engine.suspend()  # nothing of an interrupted call may answer in the next one
 
     def _encode(self, prompt: str | Messages, name: str, chat_template: bool) -> list[int]:

@@ -141,6 +141,11 @@ def _evaluate(
     from llamarl.executors.version_loader import load_adapter
     from llamarl.models.loading import load_tokenizer
     from llamarl.plural import plural
+    from llamarl.progress import shown, watch
+
+    def judged(groups: Any) -> Any:
+        watch("judging", "response", sum(len(group.responses) for group in groups), lambda: 0)
+        return pool.score(groups)
 
     check_generated(config)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -154,16 +159,17 @@ def _evaluate(
             load_adapter(engine, named.adapter, model_path=config.model.path)
         params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)
         print(f"sampling {plural(len(prompts), 'prompt')} x {plural(samples, 'response')} ...", file=sys.stderr)
+        pools.enter_context(shown())
         player = make_player(config, engine, tokenizer, environments)
         groups = sample_groups(player, prompts, params, tokenizer, samples_per_prompt=samples, seed=config.run.seed)
         ratings = _ratings(config, groups) if rate else None
-        groups = pool.score(groups)
+        groups = judged(groups)
         sure = []
         if greedy:
             surest = sampling_params(config.generator.sampling, tokenizer, temperature=0.0)
             player = make_player(config, engine, tokenizer, environments)
             sure = sample_groups(player, prompts, surest, tokenizer, samples_per_prompt=1, seed=config.run.seed)
-            sure = pool.score(sure)
+            sure = judged(sure)
     if responses is not None:
         for group in [*groups, *sure]:
             for response in group.responses:

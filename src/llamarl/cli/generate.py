@@ -7,12 +7,12 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llamarl.cli.flags import OutputFile
 from llamarl.errors import DataError, FileError, Mistake
+from llamarl.progress import shown
 from llamarl.reading import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ An answer line adds "sample", "response", "finish_reason", "tokens" and "logprob
 through its data section, and engine, precision and sampling are those of its generator."""
 
 _ADDED = ("sample", "response", "finish_reason", "tokens", "logprobs", "error")
-
-_PROGRESS_EVERY_S = 5.0
 
 
 class _Request(NamedTuple):
@@ -153,11 +151,11 @@ def _generate(
     if len(sequences) == 1 and not as_json:
         _stream(llm, sequences)
     else:
-        progress = _Progress() if output is not None or not sys.stdout.isatty() else None
-        for sequence in llm.decode(sequences, progress):
-            answer = _answer(requests[sequence.prompt_index], sequence, llm.tokenizer, as_json=as_json)
-            text = answer if as_json else f"{_label(sequence, args.samples)}\n{answer}"
-            print(text, flush=True) if output is None else output.write_line(text)
+        with shown() if output is not None or not sys.stdout.isatty() else contextlib.nullcontext():
+            for sequence in llm.decode(sequences):
+                answer = _answer(requests[sequence.prompt_index], sequence, llm.tokenizer, as_json=as_json)
+                text = answer if as_json else f"{_label(sequence, args.samples)}\n{answer}"
+                print(text, flush=True) if output is None else output.write_line(text)
     failed = [sequence for sequence in sequences if sequence.finish_reason == "error"]
     for sequence in failed:
         print(f"{names[sequence.prompt_index]}: no answer: {sequence.error}", file=sys.stderr)
@@ -183,22 +181,6 @@ def _label(sequence: TokenSequence, samples: int) -> str:
     """Which prompt the answer below is for, counted from 1."""
     sample = f", sample {sequence.sample_index + 1}" if samples > 1 else ""
     return f"[prompt {sequence.prompt_index + 1}{sample}]"
-
-
-class _Progress:
-    """Prints a line on standard error every few seconds, where answers do not go to the terminal."""
-
-    def __init__(self) -> None:
-        self._began = self._shown = time.monotonic()
-
-    def __call__(self, sequences: Sequence[TokenSequence]) -> None:
-        now = time.monotonic()
-        if now - self._shown < _PROGRESS_EVERY_S:
-            return
-        self._shown = now
-        finished = sum(sequence.finished for sequence in sequences)
-        rate = sum(len(sequence.tokens) for sequence in sequences) / (now - self._began)
-        print(f"{finished} of {len(sequences)} answers, {rate:.0f} tokens/s", file=sys.stderr, flush=True)
 
 
 def _requests(args: argparse.Namespace) -> Iterator[_Request]:

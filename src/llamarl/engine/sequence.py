@@ -7,6 +7,7 @@ under later weights: its KV cache is never part of it, the cache is recomputed b
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from llamarl.engine.config import LEAST_TEMPERATURE
@@ -14,7 +15,7 @@ from llamarl.engine.expert_record import ExpertRecord
 from llamarl.environments.episodes import Episode
 from llamarl.types import FinishReason
 
-__all__ = ["SamplingParams", "Sequence"]
+__all__ = ["SamplingParams", "Sequence", "written"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +79,8 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and response tokens together: what the KV cache must hold."""
         return len(self.prompt_tokens) + len(self.tokens)
+
+
+def written(sequences: Iterable[Sequence]) -> str:
+    """Their response tokens so far, in words."""
+    return f"{sum(len(sequence.tokens) for sequence in sequences):,} tokens"

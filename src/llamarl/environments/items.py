@@ -325,7 +325,8 @@ def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str)
         role, found = "question", [column for column in texts if column.lower() in _LIKE_QUESTIONS] or texts
     if len(found) != 1:
         return columns
-    _tell(f"{name}: column {found[0]!r} is taken for the {role} (task.columns.{role} says otherwise)")
+    none = "" if "answer" in {*row, *columns} else ", none for the answer (task.columns.answer)"
+    _tell(f"{name}: column {found[0]!r} is taken for the {role} (task.columns.{role} says otherwise){none}")
     return {**columns, role: found[0]}
 
 

@@ -17,7 +17,7 @@ from llamarl.engine.base import Engine
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import make_player
 from llamarl.engine.factory import make_engine, sampling_params, to_response
-from llamarl.engine.sequence import SamplingParams
+from llamarl.engine.sequence import SamplingParams, written
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
@@ -135,7 +135,7 @@ def sample_groups(
         for prompt in prompts
     ]
     every = [s for group in sequences for s in group]
-    watch("evaluating", "response", len(every), lambda: sum(s.finished for s in every))
+    watch("evaluating", "response", len(every), lambda: sum(s.finished for s in every), lambda: written(every))
     engine.add(every)
     while engine.has_work:
         engine.step()

@@ -42,6 +42,7 @@ from llamarl.engine.expert_record import of_all_stages, of_group
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.engine.sequence import written
 from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
 from llamarl.environments.factory import make_prompt_stream
@@ -54,7 +55,6 @@ from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_ev
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.observability.keys import REPLICA_KEY, own_metrics
-from llamarl.plural import plural
 from llamarl.progress import watch
 from llamarl.roles import ROLES
 from llamarl.tick_schedule import num_startable, urgency_order
@@ -364,7 +364,7 @@ class GeneratorExecutor(BaseExecutor):
 
 
 def _tokens_written(shard: GeneratorShard) -> str:
-    return plural(sum(len(s.tokens) for g in list(shard.active) for s in g.sequences), "token")
+    return written(s for g in list(shard.active) for s in g.sequences)
 
 
 @dataclass(frozen=True)

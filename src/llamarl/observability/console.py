@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.job_description import JobDescription, head
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.writing import append_all, writes
+from llamarl.progress import SILENCE_S
 
 __all__ = ["LOG_FILE", "ConsoleReporter", "LiveLines", "RowTable", "lines_every"]
 
@@ -35,8 +37,6 @@ LOG_FILE = "log.jsonl"
 
 _REFRESH_S = 1.0
 """Between two looks at what executors are at, on a live display."""
-_SILENCE_S = 30.0
-"""Longest time without a line elsewhere."""
 _ENDS_S = 10.0
 """Longest wait for the thread: a question to the ranks is given up before."""
 
@@ -103,7 +103,7 @@ class ConsoleReporter:
         """Seconds until ``working`` is due."""
         if self.is_live:
             return _REFRESH_S
-        return _SILENCE_S if self._quiet else max(0.0, self._said_s + _SILENCE_S - time.monotonic())
+        return SILENCE_S if self._quiet else max(0.0, self._said_s + SILENCE_S - time.monotonic())
 
     def working(self, executors: Mapping[str, str]) -> None:
         """Show what executors are at: executor -> words."""
@@ -140,7 +140,11 @@ class ConsoleReporter:
 
     def message(self, line: str) -> None:
         """Say something once."""
-        self._say(f"  {line}", style="yellow", level="warning" if line.startswith("warning") else "info")
+        self._say(
+            *textwrap.indent(line, "  ").splitlines(),
+            style="yellow",
+            level="warning" if line.startswith("warning") else "info",
+        )
 
     def failed(self, cause: str) -> None:
         """Keep what ends the run, which whoever started it is told elsewhere."""

@@ -290,12 +290,13 @@ def _mostly_cut(share: float, of: str, at_first: float) -> str:
     """
     if share < _CUT:
         return ""
-    seen = f"{share:.0%} of {of} were cut at the length limit, mostly before their answer"
+    seen = f"{share:.0%} of {of} were cut at the length limit"
     if at_first < _CUT / 2:
         return f"{seen}; in the first tick {at_first:.0%} were. If the rewards fell with it, the policy broke: lower optimizer.lr"
     return (
-        f"{seen}. Raise generator.sampling.max_new_tokens, or see to it that the model stops (its chat template, its stop "
-        f"tokens; one that thinks first: data.chat_template_kwargs = {{ enable_thinking = false }})"
+        f"{seen}: the model was still writing, and an answer that is not there earns nothing.\n"
+        "Raise generator.sampling.max_new_tokens; for a model that thinks first, set data.chat_template_kwargs = "
+        "{ enable_thinking = false }; one that never stops lacks its chat template or stop tokens"
     )
 
 

@@ -252,9 +252,12 @@ class MLflow:
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
         mlflow, memory = importlib.import_module("mlflow"), run_dir / "mlflow_id"
         self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
+        self._have = -1
+        """The last tick that the run has: those that are done again after a resume are left out."""
         if known := _remembered(memory):
             self._id = known
             self._client.update_run(self._id, status="RUNNING")
+            self._have = max((one.step for one in self._client.get_metric_history(known, "time/step_s")), default=-1)
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llamarl")
         experiment = self._client.get_experiment_by_name(name)
@@ -268,6 +271,8 @@ class MLflow:
     def write(self, row: Mapping[str, Any]) -> None:
         """Send one row."""
         now_ms, step = int(time.time() * 1000), int(row["step"])
+        if step <= self._have:
+            return
         self._client.log_batch(
             self._id, metrics=[self._metric(key, value, now_ms, step) for key, value in _finite(row).items()]
         )

@@ -100,11 +100,14 @@ class Library:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.steps: list[int] = []
+        """That a run's history holds."""
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, args, kwargs))
             known = {"get_experiment_by_name": None, "Metric": args, "Param": args, "create_experiment": "7"}
+            known["get_metric_history"] = [SimpleNamespace(step=step) for step in self.steps]
             return known[name] if name in known else self
 
         return {"id": "abc", "run_id": "abc", "info": self, "entities": self}.get(name, call)
@@ -168,6 +171,13 @@ def test_mlflow_gets_recipe_and_rows_and_a_resume_goes_on_in_the_same_run(tmp_pa
     assert [[(value, step) for _, value, _, step in of] for of in metrics] == [[(0.5, 0)], [], [(0.25, 2)]]
     assert library.all("update_run") == [(("abc",), {"status": "RUNNING"})]
     assert library.all("set_terminated") == [(("abc",), {})] * 2
+
+
+def test_mlflow_gets_no_row_again_that_its_run_has_before_a_resume(tmp_path: Path, library: Library) -> None:
+    library.steps = [0, 1, 2]
+    tracked(tmp_path, "mlflow")
+    _, *rows = library.all("log_batch")
+    assert [{step for *_, step in of["metrics"]} for _, of in rows] == [{0}, {1}]
 
 
 def test_opentelemetry_has_a_gauge_a_key_with_the_runs_name(tmp_path: Path, library: Library) -> None:

@@ -1,16 +1,21 @@
 """The hub: from reports to rows, curves and trace, with times and idle shares worked by hand."""
 
+import contextlib
 import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_run import Report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import wait_until
 
 from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.errors import ConfigError
@@ -199,6 +204,39 @@ def test_prometheus_finds_the_last_row_until_the_run_ends(tmp_path: Path) -> Non
         connection.close()
     with socket.create_server(("0.0.0.0", port)):
         pass
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus (Debian: apt-get install prometheus)")
+def test_the_real_prometheus_scrapes_a_run(tmp_path: Path) -> None:
+    port, own = _free_port(), _free_port()
+    job = {"job_name": "llamarl", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [job]}))
+    recorder = Recorder(tmp_path / "mine", ObservabilityConfig(console="none", prometheus_port=port), EXECUTORS, 3)
+    _run(recorder, 0, 3)
+    words = ["prometheus", "--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{own}"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            found: list[Any] = []
+
+            def scraped() -> bool:
+                with contextlib.suppress(OSError):
+                    asked = urllib.request.urlopen(
+                        f"http://127.0.0.1:{own}/api/v1/query?query=llamarl_reward_mean", timeout=20
+                    )
+                    found[:] = json.load(asked)["data"]["result"]
+                return bool(found)
+
+            wait_until(scraped, 60)
+        finally:
+            server.terminate()
+            recorder.close()
+    (one,) = found
+    assert (one["metric"]["run"], float(one["value"][1])) == ("mine", 0.25)
 
 
 def test_prometheus_without_its_package_is_named_with_its_remedy(
