@@ -80,9 +80,9 @@ class TokenLosses:
 
     losses: Tensor
     """[T], to be minimised, with grad. Not averaged."""
-    clipped: Tensor
+    clipped: Tensor = None  # type: ignore[assignment]  # of one's own; the registry puts zeros there
     """[T] bool: the algorithm's bound, or the cap ``MOST_LOG_RATIO`` where it has none, was active on this token (for
-    ``ratio/clipped_fraction``). A loss of the user's own that bounds nothing may give None."""
+    ``ratio/clipped_fraction``). A loss of the user's own that bounds nothing leaves it out."""
 
 
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], TokenLosses]

@@ -82,7 +82,7 @@ def test_a_loss_of_ones_own_has_options_and_need_not_say_what_it_clipped(tmp_pat
         "from llamarl.algorithms.base import TokenLosses\n\n\n"
         "def weighted(batch, config):\n"
         "    terms = -config.options['weight'] * batch.policy_logprobs * batch.advantages\n"
-        "    return TokenLosses(losses=terms, clipped=None)\n"
+        "    return TokenLosses(losses=terms)\n"
     )
     words = ["--algorithm.name", f"{tmp_path}/own.py:weighted", "--algorithm.options.weight", "0.5"]
     config = load_config(None, words).algorithm
