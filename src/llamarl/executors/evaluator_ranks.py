@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from llamarl.config import RunConfig
 from llamarl.executors.generator_ranks import rank_weights
-from llamarl.models.parallel import ParallelLayout, make_layout
+from llamarl.models.parallel import ParallelLayout, make_layout, new_group
 from llamarl.types import Group
 from llamarl.weight_sync.layout import AnyLayout
 
@@ -51,7 +51,7 @@ class EvaluatorRanks:
         """Of the engine; None where it holds the whole model."""
         self._group = None
         if self._layout.num_ranks > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group(backend="gloo")
 
     @property
     def judges(self) -> bool:

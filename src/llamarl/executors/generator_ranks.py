@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from llamarl.config import RunConfig
 from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
-from llamarl.models.parallel import ParallelLayout, make_layout
+from llamarl.models.parallel import ParallelLayout, make_layout, new_group
 from llamarl.weight_sync.layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import (
     adapter_parameters,
@@ -128,7 +128,7 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
     groups = {"pp": places[:, tp_rank], "tp": places[stage]}
     groups = {axis: ranks for axis, ranks in groups.items() if len(ranks) > 1}
     # other replicas may have no group to make
-    made = [dist.new_group(ranks.tolist(), use_local_synchronization=True) for ranks in groups.values()]
+    made = [new_group(ranks.tolist(), use_local_synchronization=True) for ranks in groups.values()]
     mesh = places if len(groups) > 1 else places.flatten()
     return ParallelLayout(
         fsdp=1,

@@ -65,6 +65,7 @@ __all__ = [
     "holds_first",
     "local_tensor",
     "make_layout",
+    "new_group",
     "parameter_shards",
     "shard_box",
     "shards_of_all_stages",
@@ -542,7 +543,14 @@ def _group_of_same_part(layout: ParallelLayout, parts: int) -> dist.ProcessGroup
     ranks = dist.get_process_group_ranks(layout.group("tp"))
     part = part_of_rank(layout.tp, layout.tp_rank, parts)[1]
     copies = layout.tp // parts
-    return dist.new_group(ranks[part * copies : (part + 1) * copies], use_local_synchronization=True)
+    return new_group(ranks[part * copies : (part + 1) * copies], use_local_synchronization=True)
+
+
+def new_group(ranks: list[int] | None = None, **settings: Any) -> dist.ProcessGroup:
+    """``torch.distributed.new_group`` of ranks of which this is one: since torch 2.14 its type says that others get a number."""
+    made: Any = dist.new_group(ranks, **settings)
+    group: dist.ProcessGroup = made
+    return group
 
 
 def _keep_slice(module: nn.Module, name: str, cut: Cut, layout: ParallelLayout) -> None:

@@ -197,7 +197,9 @@ class MasterWeights:
                 self.tensors[name].grad = torch.zeros_like(self.tensors[name])
         if self._tied is not None:
             for name in sorted(self._tied.names):
-                dist.all_reduce(self.tensors[name].grad, group=self._tied.group)
+                gradient = self.tensors[name].grad
+                assert gradient is not None
+                dist.all_reduce(gradient, group=self._tied.group)
 
     def gradient_norm(self) -> Tensor:
         """Global 2-norm over all ranks, a scalar on the device; each element counted once."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from llamarl.models.parallel import (
     ParameterShard,
     gather_parameters,
     local_tensor,
+    new_group,
     parameter_shards,
     shards_of_all_stages,
 )
@@ -74,7 +75,7 @@ class ShardedModel(Generic[Module]):
         self.layout = layout
         self.model_path, self.device, self.dtype, self.lora = model_path, device, dtype, lora
         # Checkpoints are written beside the training, so their collectives need a group of their own.
-        self._save_group = dist.new_group(backend="gloo") if layout.num_ranks > 1 else None
+        self._save_group = new_group(backend="gloo") if layout.num_ranks > 1 else None
         parameters = self.module.parameters_by_name()
         own = parameter_shards(parameters, built.cuts, layout, "float32")
         self._shards = shards_of_all_stages(own, built.names, layout)
@@ -316,7 +317,7 @@ def _tied_stages(shards: Mapping[str, ParameterShard], layout: ParallelLayout) -
     stride = layout.ranks_of_stage
     pairs = [[rank, rank + (layout.pp - 1) * stride] for rank in range(stride)]
     assert all(shards[name].stages == (0, layout.pp - 1) for name in names), "only the ends of a decoder are tied"
-    group, _ = dist.new_subgroups_by_enumeration(pairs)
+    group: Any = dist.new_subgroups_by_enumeration(pairs)[0]
     if layout.pp_rank not in (0, layout.pp - 1):
         return None
     return TiedStages(names, group, counted=layout.pp_rank == 0)
