@@ -24,7 +24,7 @@ from llamarl.forecast.costs import GeneratorLayout
 from llamarl.forecast.hardware import find_hardware
 from llamarl.forecast.lengths import constant, lognormal
 from llamarl.forecast.model import find_model
-from llamarl.forecast.scenario import Failures, RooflineGeneratorCost, Scenario, TrainerCost
+from llamarl.forecast.scenario import Failures, GeneratorCost, Scenario, TrainerCost
 from llamarl.forecast.simulate import simulate
 
 
@@ -119,7 +119,7 @@ def at_scale(partial: bool, ticks: int) -> dict[str, Any]:
         group_size=16,
         lengths=lognormal(4096, 0.6),
         prompt_tokens=256,
-        generator=RooflineGeneratorCost(hardware=hardware, model=model, layout=GeneratorLayout(8, 1, "fp8")),
+        generator=GeneratorCost(hardware=hardware, model=model, layout=GeneratorLayout(8, 1, "fp8")),
         trainer=TrainerCost(token_s=1e-7),
         replicas=1024,
         slots=256,
@@ -152,7 +152,7 @@ def hundred_thousand(ticks: int) -> dict[str, Any]:
         group_size=16,
         lengths=lognormal(4096, 0.6),
         prompt_tokens=256,
-        generator=RooflineGeneratorCost(hardware=hardware, model=model, layout=GeneratorLayout(8, 1, "fp8")),
+        generator=GeneratorCost(hardware=hardware, model=model, layout=GeneratorLayout(8, 1, "fp8")),
         trainer=TrainerCost(token_s=1.6e-8),
         replicas=6_250,
         slots=256,

@@ -16,10 +16,10 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamarl.channels.base import ChannelSpec
 from llamarl.config import RunConfig
 from llamarl.controller.config import HERE, hosts_named, parse_ports
 from llamarl.controller.job_files import JobFiles, folder_answers
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from llamarl.runtime.ray.cluster import Cluster
     from llamarl.runtime.ray.launcher import RayLauncher
 
-__all__ = ["JobHosts", "open_hosts", "pair_lines"]
+__all__ = ["JobHosts", "open_hosts"]
 
 _LOOK_S = 0.05
 
@@ -231,14 +231,15 @@ class JobHosts:
             raise
         return files
 
-    def plan_lines(self, channels: Sequence[ChannelSpec], run_dir: Path) -> str:
-        """What a dry run says of the cluster, for people: security, health, how payloads travel,
-        whose folder is shared."""
-        assert self.placement is not None, "planned before placed"
-        spaces = {node.name: one.space for node, one in zip(self.cluster.nodes, self.cluster.inventories, strict=True)}
+    def plan_lines(self, run_dir: Path) -> str:
+        """What a dry run says of the cluster, for people: security, health, how payloads travel
+        between each pair of hosts that have ranks, whose folder is shared."""
+        used = sorted({host for ranks in self.where.values() for host in ranks})
+        space = [one.space for one in self.cluster.inventories]
+        pairs = [(f"{self.names([a])} and {self.names([b])}", space[a] == space[b]) for a, b in combinations(used, 2)]
         lines = {
             "cluster": self.cluster.lines(),
-            "between hosts": pair_lines(channels, self.placement.hosts, spaces),
+            "between hosts": [f"{pair}: {'shared memory' if shared else 'tcp'}" for pair, shared in pairs],
             "run folder": self._folder_lines(run_dir),
         }
         return "".join(f"\n\n# {title}\n" + "\n".join(text) for title, text in lines.items())
@@ -395,24 +396,3 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
     atexit.register(hosts.close)
     join(hosts.network(cluster.here))
     return hosts
-
-
-def pair_lines(
-    channels: Sequence[ChannelSpec], hosts: Mapping[str, Sequence[str]], spaces: Mapping[str, str]
-) -> list[str]:
-    """How payloads of each channel travel between each pair of machines, a line a channel.
-
-    Args:
-        hosts: Executor -> the machine of each of its ranks.
-        spaces: Machine -> whose memory is within reach there.
-    """
-    lines = []
-    for channel in channels:
-        pairs = {
-            (source, sink): "shared memory" if spaces[source] == spaces[sink] else "tcp"
-            for source in hosts[channel.source]
-            for sink in hosts[channel.sink]
-        }
-        ways = (f"{source} to {sink} {way}" for (source, sink), way in pairs.items())
-        lines.append(f"{channel.name} ({channel.source} to {channel.sink}): {', '.join(ways)}")
-    return lines

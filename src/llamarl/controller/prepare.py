@@ -133,7 +133,7 @@ def describe_plan(prepared: Prepared, *, every_key: bool = True) -> str:
 
     of_cluster = ""
     if prepared.hosts is not None:
-        of_cluster = prepared.hosts.plan_lines(prepared.graph.channels, absolute_dir(prepared.config))
+        of_cluster = prepared.hosts.plan_lines(absolute_dir(prepared.config))
         prepared.hosts.close()
     shown, num_default = (to_plain(prepared.config), 0) if every_key else changed_keys(prepared.config)
     rest = f"# and {num_default} keys at their defaults: --every-key prints them\n" if num_default else ""

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from llamarl.config import RunConfig
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.engine.base import Engine
-from llamarl.engine.joining import AsLogged, Awaited, Join, JoinRule, Key, OnArrival, StatedStep
+from llamarl.engine.joining import AsLogged, Awaited, Join, Key, OnArrival, StatedStep
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer, Environments
@@ -102,7 +102,7 @@ class EpisodeEngine:
         self._tokenizer = tokenizer
         self._reply_delay = reply_delay
         self._clock = StatedStep()
-        self._rule: JoinRule = OnArrival(pool.agree) if on_arrival else self._clock
+        self._rule: StatedStep | OnArrival | AsLogged = OnArrival(pool.agree) if on_arrival else self._clock
         self._step = 0  # of this tick
         self._joins: list[Join] = []  # of this tick
         self._order: dict[Key, None] = {}  # what is inside, in order of admission

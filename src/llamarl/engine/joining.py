@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llamarl.errors import EventLogError
 
-__all__ = ["AsLogged", "Awaited", "Join", "JoinRule", "Key", "OnArrival", "StatedStep"]
+__all__ = ["AsLogged", "Awaited", "Join", "Key", "OnArrival", "StatedStep"]
 
 Key = tuple[int, int]
 """Prompt index and sample index."""
@@ -44,17 +44,6 @@ class Awaited:
     arrived: Callable[[], bool]
 
 
-class JoinRule(Protocol):
-    def choose(self, step: int, awaited: Mapping[Key, Awaited], *, idle: bool) -> Sequence[Key]:
-        """Whose replies join before the next engine step, in order; one that has not arrived is waited for.
-
-        Args:
-            step: Of the tick, from 0.
-            idle: Nobody is left to write. Then at least one is chosen, where there is any.
-        """
-        ...
-
-
 class StatedStep:
     """Counts engine steps over the whole run, and jumps over those in which nobody would write."""
 
@@ -65,6 +54,12 @@ class StatedStep:
         self.now += 1
 
     def choose(self, step: int, awaited: Mapping[Key, Awaited], *, idle: bool) -> Sequence[Key]:
+        """Whose replies join before the next engine step, in order; one that has not arrived is waited for.
+
+        Args:
+            step: Of the tick, from 0.
+            idle: Nobody is left to write. Then at least one is chosen, where there is any.
+        """
         if idle and awaited:
             self.now = max(self.now, min(one.due for one in awaited.values()))
         return [key for _, key in sorted((one.due, key) for key, one in awaited.items() if one.due <= self.now)]
@@ -98,7 +93,7 @@ class AsLogged:
             self._at.setdefault(join.step, []).append(join)
 
     def choose(self, step: int, awaited: Mapping[Key, Awaited], *, idle: bool) -> Sequence[Key]:
-        """As the protocol.
+        """As ``StatedStep.choose``.
 
         Raises:
             EventLogError: The log does not fit what waits: the replay has parted from its run.

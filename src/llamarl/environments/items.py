@@ -27,7 +27,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -166,12 +166,12 @@ class TableItems:
         return dataclasses.replace(item, question=template.replace("{question}", item.question)) if template else item
 
     @cached_property
-    def _splits(self) -> dict[Split, tuple[_Table, npt.NDArray[np.int64]]]:
+    def _splits(self) -> dict[Split, tuple[_Lines | _Mapped, npt.NDArray[np.int64]]]:
         config = self._config
         wanted = [(config.data, config.split, "task.data", "task.split")]
         if config.eval_data or config.eval_split:
             wanted.append((config.eval_data or config.data, config.eval_split, "task.eval_data", "task.eval_split"))
-        tables: list[_Table] = []
+        tables: list[_Lines | _Mapped] = []
         problems: list[Mistake] = []
         for arguments in wanted:
             try:
@@ -200,7 +200,7 @@ class TableItems:
             _log.warning("%s: left out %d items that %s holds too", train.name, int((~kept).sum()), evaluated.name)
         return {"train": (train, every[kept]), "eval": (evaluated, np.arange(len(evaluated.questions), dtype=np.int64))}
 
-    def _open(self, named: str, split: str, key: str, split_key: str) -> _Table:
+    def _open(self, named: str, split: str, key: str, split_key: str) -> _Lines | _Mapped:
         config = self._config
         lines = named.endswith(_LINES)
         if not lines and importlib.util.find_spec("datasets") is None:
@@ -221,20 +221,6 @@ class TableItems:
         if not len(splits[name]):
             raise DataError.at(split_key, f": split {name!r} of {named} has no row")
         return _Mapped(f"{named} [{name}]", splits[name], config.columns, self._to_item)
-
-
-class _Table(Protocol):
-    """Rows of one table."""
-
-    name: str
-    """For people."""
-
-    @property
-    def questions(self) -> Sequence[str]:
-        """Of every row, without white space at the ends."""
-        ...
-
-    def item(self, row: int) -> TaskItem: ...
 
 
 class _Lines:

@@ -2,7 +2,7 @@
 
     before each engine step:  Moment (tick, step, version served, newest there is) ─▶ SwapPolicy ─▶ version to serve
 
-A policy sees plain numbers and returns one. ``Newest`` decides live and is all of ``schedule.weights = "latest"``;
+A policy sees plain numbers and returns one. The plain one decides live and is all of ``schedule.weights = "latest"``;
 ``Logged`` decides as an event log says, which makes a run that repeats. It also says when replies
 of environments joined (``engine/joining.py``). What a tick decided is a ``TickEvent``.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -22,7 +21,7 @@ from llamarl.errors import EventLogError
 from llamarl.observability.events import REPLAY_FILE, TickEvent, ranges, read_events
 from llamarl.types import Group
 
-__all__ = ["Logged", "Moment", "Newest", "SwapPolicy", "digest_of", "swap_policy", "tick_event"]
+__all__ = ["Logged", "Moment", "SwapPolicy", "digest_of", "swap_policy", "tick_event"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +37,16 @@ class Moment:
     """Newest version that has arrived; never older than ``serving``."""
 
 
-class SwapPolicy(Protocol):
+class SwapPolicy:
+    """Takes every version, and every reply of an environment, as soon as it is there."""
+
     def choose(self, moment: Moment) -> int:
         """The version to serve from this step on: ``moment.serving``, or a later one that has arrived."""
-        ...
+        return moment.newest
 
     def joins(self, tick: int) -> Sequence[Join] | None:
         """Before which steps of a tick replies of environments join; None: as soon as they have arrived."""
-        ...
+        return None
 
     def check(self, event: TickEvent) -> None:
         """Hear what a finished tick came to.
@@ -53,23 +54,9 @@ class SwapPolicy(Protocol):
         Raises:
             EventLogError: It is not what the log says.
         """
-        ...
 
 
-class Newest:
-    """Takes every version as soon as it is there."""
-
-    def choose(self, moment: Moment) -> int:
-        return moment.newest
-
-    def joins(self, tick: int) -> Sequence[Join] | None:
-        return None
-
-    def check(self, event: TickEvent) -> None:
-        pass
-
-
-class Logged:
+class Logged(SwapPolicy):
     """Repeats the decisions of one rank.
 
     Args:
@@ -106,9 +93,9 @@ class Logged:
 
 
 def swap_policy(run_dir: Path | None, rank: int, *, num_ticks: int) -> SwapPolicy:
-    """``Logged`` in a run that repeats another one (its folder holds that one's log), else ``Newest``."""
+    """``Logged`` in a run that repeats another one (its folder holds that one's log), else a plain ``SwapPolicy``."""
     if run_dir is None or not (run_dir / REPLAY_FILE).exists():
-        return Newest()
+        return SwapPolicy()
     path = run_dir / REPLAY_FILE
     events = read_events(path, num_ticks=num_ticks)
     return Logged({tick: event for (tick, r), event in events.items() if r == rank}, path)

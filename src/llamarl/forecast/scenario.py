@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_
 __all__ = [
     "Failures",
     "GeneratorCost",
-    "RooflineGeneratorCost",
     "Scenario",
     "TrainerCost",
     "Variation",
@@ -41,32 +40,22 @@ Floats = npt.NDArray[np.float64]
 # -- costs ------------------------------------------------------------------------------------------------------------
 
 
-class GeneratorCost(Protocol):
-    """Time of one generator replica. Arrays go in, an array of the same shape comes out."""
-
-    def decode_step_s(self, active: Floats, context: Floats) -> Floats:
-        """Seconds in which each of ``active`` sequences, at mean ``context`` tokens, gains one token."""
-        ...
-
-    def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
-        """Seconds in which the cache of ``tokens`` tokens is filled; each attends to ``context`` on average."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RooflineGeneratorCost:
-    """The rooflines of one replica."""
+class GeneratorCost:
+    """Time of one generator replica, by its rooflines. Arrays go in, an array of the same shape comes out."""
 
     hardware: Hardware
     model: ModelSpec
     layout: GeneratorLayout
 
     def decode_step_s(self, active: Floats, context: Floats) -> Floats:
+        """Seconds in which each of ``active`` sequences, at mean ``context`` tokens, gains one token."""
         step = decode_step_s(self.hardware, self.model, self.layout, active, context)
         return np.asarray(step, dtype=np.float64)
 
     def prefill_s(self, tokens: Floats, context: Floats) -> Floats:
-        """Between sizes that are powers of two the rooflines are interpolated."""
+        """Seconds in which the cache of ``tokens`` tokens is filled; each attends to ``context`` on average. Between sizes
+        that are powers of two the rooflines are interpolated."""
         sizes, values, attention = self._prefill_table
         if tokens.size and tokens.max() > sizes[-1]:
             raise PlanError(f"a replica would fill {tokens.max():.3g} tokens of cache in one tick: use more replicas")
@@ -300,7 +289,7 @@ def scenario_from_recipe(
         group_size=work.group_size,
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
-        generator=RooflineGeneratorCost(hardware=of_generator, model=work.model, layout=layout),
+        generator=GeneratorCost(hardware=of_generator, model=work.model, layout=layout),
         trainer=cost,
         reward_s=work.reward_s,
         max_staleness=config.schedule.max_staleness,

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from llamarl.errors import DeadlineExceeded
 from llamarl.running_time import running_s
 
-__all__ = ["Clock", "DeviceEvent", "deadline_clock", "wait_for_device"]
+__all__ = ["Clock", "deadline_clock", "wait_for_device"]
 
 _POLL_S = (20e-6, 1e-3)  # first and longest pause between two looks at a device
 
 Clock = Callable[[str], float]
 """Called with what is being done; seconds left, or DeadlineExceeded."""
-
-
-class DeviceEvent(Protocol):
-    """A ``torch.cuda.Event`` that has been recorded."""
-
-    def query(self) -> bool:
-        """Whether all work queued before it is done."""
-        ...
 
 
 def deadline_clock(deadline_s: float, who: str) -> Clock:
@@ -41,8 +33,9 @@ def deadline_clock(deadline_s: float, who: str) -> Clock:
     return left
 
 
-def wait_for_device(event: DeviceEvent, clock: Clock, doing: str) -> None:
-    """Return when the device has done what was queued before ``event``; CUDA's own waits have no limit.
+def wait_for_device(event: Any, clock: Clock, doing: str) -> None:
+    """Return when the device has done what was queued before ``event``, a recorded ``torch.cuda.Event``, whose own wait
+    has no limit.
 
     Raises:
         DeadlineExceeded: The clock ran out.

@@ -10,7 +10,7 @@ from lone_generators import Version, generator
 from llamarl.config import RunConfig, validate
 from llamarl.errors import EventLogError
 from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.in_flight import Logged, Moment, Newest, digest_of, tick_event
+from llamarl.executors.in_flight import Logged, Moment, SwapPolicy, digest_of, tick_event
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, EventLog, TickEvent
 from llamarl.types import Group
 
@@ -106,7 +106,7 @@ def test_groups_that_would_get_too_old_wait_for_a_newer_version() -> None:
 
 def test_the_policies_are_functions_of_the_moment() -> None:
     moment = Moment(tick=3, step=17, serving=2, newest=3)
-    assert Newest().choose(moment) == 3
+    assert SwapPolicy().choose(moment) == 3
     event = TickEvent(tick=3, rank=0, swaps=((0, 2), (17, 3)), steps=30, delivered="0-1", digest="x")
     logged = Logged({3: event}, Path("run/replay.jsonl"))
     assert logged.choose(moment) == 3

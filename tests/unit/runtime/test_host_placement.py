@@ -2,10 +2,8 @@
 
 import pytest
 
-from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config
 from llamarl.controller.config import host_settings, hosts_named
-from llamarl.controller.job_hosts import pair_lines
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import (
@@ -121,12 +119,6 @@ def test_unlike_machines_are_refused_unless_allowed_but_never_another_llamarl() 
     assert unlike([machine("a"), machine("b", llamarl="2")], allow=True) == ["llamarl: a has '1', b '2'"]
     assert unlike([machine("a"), machine("b", python="3.11.2")], allow=True) == []
     assert unlike([machine("a"), machine("b", python="3.12.2")], allow=True) != []
-
-
-def test_what_shares_memory_is_mapped_and_the_rest_travels() -> None:
-    channel = ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer")
-    lines = pair_lines([channel], {"reward": ("a",), "trainer": ("a", "b", "b")}, {"a": "one", "b": "two"})
-    assert lines == ["scored (reward to trainer): a to a shared memory, a to b tcp"]
 
 
 def test_nodes_go_by_name_or_by_place() -> None:
