@@ -173,14 +173,8 @@ def _splitmix64(x: int) -> int:
 
 
 def derive_seed(*parts: int) -> int:
-    """Mix non-negative integers into one 64-bit seed (splitmix64, Steele et al. 2014, chained over the parts).
-
-    Raises:
-        ValueError: A part is negative.
-    """
+    """Mix non-negative integers into one 64-bit seed (splitmix64, Steele et al. 2014, chained over the parts)."""
     state = 0
     for part in parts:
-        if part < 0:
-            raise ValueError(f"seed parts must be >= 0, got {part} in {parts}")
         state = _splitmix64(state ^ _splitmix64(part & _MASK))
     return state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "plural"]
+from collections.abc import Sequence
+
+__all__ = ["format_bytes", "plural", "table"]
 
 
 def plural(count: float, noun: str) -> str:
@@ -18,3 +20,10 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def table(rows: Sequence[Sequence[str]], *, ruled: bool = False) -> list[str]:
+    """Columns of one width each; with a rule under the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], *(["  ".join("-" * width for width in widths)] if ruled else []), *lines[1:]]

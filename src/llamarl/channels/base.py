@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from llamarl.transports.table import transport_kind
 
-__all__ = ["ChannelKind", "ChannelSpec", "FetchesAhead", "Handle", "Receiver", "Sender"]
+__all__ = ["ChannelKind", "ChannelSpec", "Handle", "Receiver", "Sender"]
 
 Handle = Any
 """Small and picklable; only the two ends of a channel look inside."""
@@ -76,15 +76,6 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class FetchesAhead(Protocol):
-    """A sink's end that can have a token come while its executor works on the one before."""
-
-    def fetch_ahead(self, handles: tuple[Handle, ...], deadline_s: float) -> None:
-        """Any thread; returns at once, and tells of nothing that goes wrong."""
-        ...
 
 
 class Receiver(Protocol):

@@ -98,10 +98,6 @@ class WeightsReceiver(Puller):
             WeightSyncError: A source is gone, its slot is stale, or its manifest is torn.
             ChannelError: Some source ranks sent a version and others did not.
         """
-        if len(handles) != self._num_source_ranks:
-            raise ValueError(
-                f"channel {self._spec.name!r} joins {self._num_source_ranks} source ranks, got {len(handles)} handles"
-            )
         if all(handle is None for handle in handles):
             return None
         for rank, handle in enumerate(handles):

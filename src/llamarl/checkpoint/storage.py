@@ -241,8 +241,6 @@ class CheckpointStore:
         return tuple(sorted(records.values(), key=lambda record: record.path))
 
     def _path(self, tick: int, suffix: str = "") -> Path:
-        if tick < 0:
-            raise ValueError(f"a checkpoint's tick must be >= 0, got {tick}")
         return self.folder / f"tick_{tick:06d}{suffix}"
 
     def _entries(self) -> tuple[tuple[int, str, Path], ...]:

@@ -77,8 +77,6 @@ class MixedStream:
 
     def _find(self, index: int) -> tuple[str, int]:
         """The label of a prompt's task, and its number among that task's prompts."""
-        if not 0 <= index < EVAL_INDEX_OFFSET:
-            raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
         block, place = divmod(index, _BLOCK)
         while len(self._counts) <= block:
             chosen = choose_tasks(self._weights, self._seed, (len(self._counts) - 1) * _BLOCK, _BLOCK)

@@ -265,10 +265,8 @@ class PromptStream:
 
         Raises:
             DataError: The prompt is longer than the limit, or too many replacements in a row were.
-            ValueError: ``index`` is outside 0 .. 2**30 - 1, or there is no such item.
+            ValueError: There is no such item.
         """
-        if not 0 <= index < EVAL_INDEX_OFFSET:
-            raise ValueError(f"prompt index must be in 0 .. {EVAL_INDEX_OFFSET - 1}, got {index}")
         place = self._place(index) if item is None else item
         if not 0 <= place < (self._task.num_items("train") or EVAL_INDEX_OFFSET):
             raise ValueError(f"task {self._task.name!r} has no training item {place}")

@@ -136,8 +136,6 @@ class NativeEngine:
 
     def weights_updated(self, version: int) -> None:
         """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed."""
-        if version < 0:
-            raise ValueError(f"policy version must be >= 0, got {version}")
         while self._waves:  # drawn under the version before
             self._end_oldest()
         self._policy_version = version
@@ -206,8 +204,6 @@ class NativeEngine:
     def _check(self, sequence: TokenSequence) -> None:
         where = f"sequence {sequence.prompt_index}/{sequence.sample_index}"
         params = sequence.params
-        if sequence.finished:
-            raise ValueError(f"{where} has already ended ({sequence.finish_reason})")
         if params.max_new_tokens <= len(sequence.tokens):
             raise ValueError(
                 f"{where} has {len(sequence.tokens)} tokens, max_new_tokens={params.max_new_tokens} leaves none"
@@ -222,8 +218,6 @@ class NativeEngine:
         strange = next((t for t in (*sequence.prompt_tokens, *sequence.tokens) if not 0 <= t < vocabulary), None)
         if strange is not None:
             raise ValueError(f"{where}: token {strange} is not in the model's vocabulary of {vocabulary}")
-        if not 0 <= sequence.seed < 1 << 64:
-            raise ValueError(f"{where}: a seed has 64 bits without a sign, got {sequence.seed}")
         if params.stop_strings and self._tokenizer is None:
             raise ValueError(f"{where}: stop_strings {params.stop_strings} need an engine that was given a tokenizer")
         if self._ranks.size > 1 and is_filtered(params):

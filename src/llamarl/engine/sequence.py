@@ -6,11 +6,9 @@ under later weights: its KV cache is never part of it, the cache is recomputed b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from llamarl.engine.config import LEAST_TEMPERATURE
 from llamarl.engine.expert_record import ExpertRecord
 from llamarl.environments.episodes import Episode
 from llamarl.types import FinishReason
@@ -33,19 +31,6 @@ class SamplingParams:
     """Keep tokens at least this fraction as likely as the likeliest."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raises ValueError on what no distribution has."""
-        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
-            raise ValueError(
-                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature}"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 keeps all tokens), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}")
 
 
 @dataclass(slots=True, kw_only=True)

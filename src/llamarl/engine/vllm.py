@@ -199,8 +199,6 @@ class VllmEngine:
 
     def weights_updated(self, version: int) -> None:
         """Load what was staged; before the first staging there is nothing to load."""
-        if version < 0:
-            raise ValueError(f"policy version must be >= 0, got {version}")
         carried = self.suspend()
         if self._staged is not None:
             staged = list(self._staged.items())
@@ -228,8 +226,6 @@ class VllmEngine:
     def _check(self, sequence: TokenSequence) -> None:
         where = f"sequence {sequence.prompt_index}/{sequence.sample_index}"
         params = sequence.params
-        if sequence.finished:
-            raise ValueError(f"{where} has already ended ({sequence.finish_reason})")
         if not sequence.prompt_tokens:
             raise ValueError(f"prompt {sequence.prompt_index} is empty: a prompt needs at least one token")
         if why := ENGINES["vllm"].why_not_at(params.temperature):

@@ -9,7 +9,7 @@ so a test can drive one executor alone, with plain values and no channel, proces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ __all__ = [
     "ExecutorSpec",
     "Feed",
     "Journaled",
-    "KeepsTokens",
     "Stateless",
     "StepResult",
     "is_journaled",
@@ -123,16 +122,6 @@ class Feed(Protocol):
 
     def take(self, source_tick: int) -> Any:
         """The payload made at ``source_tick``, from tick - delay up to ``newest()``."""
-        ...
-
-
-@runtime_checkable
-class KeepsTokens(Protocol):
-    """An executor that saves, with its own state, the tokens that lie on a delayed edge which leaves it."""
-
-    def expect_saves(self, ticks: Collection[int]) -> None:
-        """The states after ``ticks`` will be saved: keep the tokens that will then lie on the edge.
-        Asked before ``step``."""
         ...
 
 

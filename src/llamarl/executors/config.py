@@ -14,6 +14,8 @@ from pydantic.dataclasses import dataclass
 from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.errors import Mistake
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, is_import_path, mistakes_of, refuse
+from llamarl.trainer.config import Device as OneKind
+from llamarl.trainer.config import Fsdp, Threads, Tp
 
 __all__ = [
     "TASK_PART",
@@ -46,13 +48,17 @@ Temperature = Annotated[
         f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}",
     ),
 ]
-Device = Annotated[str, holding(lambda text: re.fullmatch(_DEVICE, text), "must be auto, cpu, cuda or cuda:N")]
+_DESCRIBED = Field(description='"cpu", "cuda", "cuda:N", or "auto" for CUDA where there is one.')
+Device = Annotated[
+    str, holding(lambda text: re.fullmatch(_DEVICE, text), "must be auto, cpu, cuda or cuda:N"), _DESCRIBED
+]
 Devices = Annotated[
     str,
     holding(
         lambda text: all(re.fullmatch(_DEVICE, part.strip()) for part in text.split(",")),
         "must be auto, cpu, cuda or cuda:N, or several joined by commas, one a rank",
     ),
+    _DESCRIBED,
 ]
 Channels = Annotated[
     ListOf[str],
@@ -183,12 +189,8 @@ class GeneratorConfig:
     this order; hosts.on takes "generator.0" for those of the first kind. Evaluations sample as
     [generator] says. Empty: dp alike ones."""
 
-    threads: NonNegativeInt = 0
-    """CPU threads of each process; 0 divides the machine's cores. A run records what it used, since
-    bits depend on it."""
-
+    threads: Threads = 0
     device: Devices = "auto"
-    """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def __post_init__(self) -> None:
         found = tuple(self._mistakes())
@@ -326,17 +328,10 @@ class RewardModelConfig:
     too_long: Literal["fail", "cut"] = "fail"
     """What becomes of a longer one. "fail": the sample has no reward. "cut": its first tokens are left out."""
 
-    fsdp: PositiveInt = 1
-    """Ranks over which its parameters are sharded and the batch is split."""
-
-    tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
-
-    threads: NonNegativeInt = 0
-    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+    fsdp: Fsdp = 1
+    tp: Tp = 1
+    threads: Threads = 0
+    device: OneKind = "auto"
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of its weights and of the forward pass; the score itself is told in float32."""
@@ -433,11 +428,8 @@ class JudgeConfig:
     concurrency: Annotated[PositiveInt, NO_BITS] = 8
     """Most requests at ``url`` at a time."""
 
-    threads: NonNegativeInt = 0
-    """CPU threads; 0 divides the machine's cores. Bits depend on it, so a run records it."""
-
+    threads: Threads = 0
     device: Device = "auto"
-    """"cpu", "cuda", "cuda:N", or "auto" for CUDA where there is one."""
 
     def __post_init__(self) -> None:
         refuse(self._mistakes())
@@ -490,7 +482,6 @@ class ExecutorConfig:
     """CPU threads of each process; 0 divides the machine's cores. Bits depend on it."""
 
     device: Devices = "cpu"
-    """"cpu", "cuda", "cuda:N", or "auto" for CUDA where there is one."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Whatever the class understands: it finds them in ``context.options``."""
@@ -573,7 +564,6 @@ class EvaluationConfig:
     """CPU threads of each process; 0 divides the machine's cores."""
 
     device: Annotated[Devices, NO_BITS] = "auto"
-    """"cpu", "cuda", or "auto" for CUDA where there is one."""
 
     def is_due(self, version: int, num_ticks: int) -> bool:
         """Whether a policy version is scored after version 0: every ``every`` versions, and the

@@ -109,20 +109,13 @@ def _unlike(generator: GeneratorConfig) -> Iterator[Replica]:
 
 
 def generator_layout(config: RunConfig, device: str, replica: Replica) -> ParallelLayout | None:
-    """This process's place among the ranks of its replica; None where that is one: replicas need no group.
-
-    Raises:
-        ValueError: The process group has not as many ranks as the recipe says.
-    """
+    """This process's place among the ranks of its replica; None where that is one: replicas need no group."""
     generator = config.generator
     if replica.num_ranks == 1:
         return None
     own = generator.as_of_kind(replica.kind)
     if not generator.replicas and own.pp == 1:
         return make_layout(fsdp=own.dp, tp=own.tp, device=device, keys=("generator.dp", "generator.tp"))
-    world, wanted = dist.get_world_size() if dist.is_initialized() else 1, sum(generator.replica_ranks)
-    if world != wanted:
-        raise ValueError(f"the generator's replicas have {wanted} ranks, the process group {world}")
     places = torch.arange(replica.first_rank, replica.first_rank + replica.num_ranks).view(own.pp, own.tp)
     ((stage, tp_rank),) = (places == dist.get_rank()).nonzero().tolist()
     groups = {"pp": places[:, tp_rank], "tp": places[stage]}

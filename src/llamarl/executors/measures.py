@@ -48,12 +48,7 @@ def mean_of(shares: Sequence[float]) -> Measure:
 def pass_at_k(n: int, right: int, k: int) -> float:
     """Chance that one of k responses drawn from n without replacement is right, of which ``right``
     are: unbiased for k fresh ones (Chen et al., arXiv:2107.03374).
-
-    Raises:
-        ValueError: k is above n.
     """
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs at least {k} responses to a prompt, there are {n}")
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.scenario import Scenario
-from llamarl.forecast.search import GeneratorChoice, Plan, Workload, step_under
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload
 from llamarl.forecast.simulate import SimulationResult
-from llamarl.plural import plural
+from llamarl.plural import format_bytes, plural, table
 
 __all__ = ["plan_title", "plans_text", "results_text"]
 
@@ -41,20 +41,6 @@ def seconds_text(value: float, *, estimated: bool = False) -> str:
         if value < limit:
             return f"{mark}{value * scale:.3g} {unit}"
     return f"{mark}{value / 3600:.3g} h"
-
-
-def _bytes(value: float) -> str:
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of one width each, a rule under the first row."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -116,11 +102,9 @@ def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str =
                 _trainer_layout(plan),
             ]
         )  # fmt: skip
-    lines += [*_table(rows), "", *_details(chosen, work, estimated)]
+    lines += [*table(rows, ruled=True), "", *_details(chosen, work, estimated)]
     if best := [plan.step_s for plan in plans if plan.colocated and plan is not chosen]:
         lines.append(f"  gain       {mark}{min(best) / chosen.step_s:.2f} times as fast as in turns")
-    if _legend(hardware) is _ESTIMATED:
-        lines += _rests_on(chosen, work)
     return "\n".join(lines)
 
 
@@ -156,28 +140,11 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
 
 
 def _memory(parts: Any, hardware: Hardware) -> str:
-    held = ", ".join(f"{name.replace('_', ' ')} {_bytes(size)}" for name, size in parts.items() if size)
+    held = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts.items() if size)
     total = sum(parts.values()) * (1.0 + MARGIN)
-    return f"{_bytes(total)} of {_bytes(hardware.usable_memory_bytes)} with a margin of {MARGIN:.0%} ({held})"
-
-
-def _rests_on(plan: Plan, work: Workload) -> list[str]:
-    """The estimates that change the step by more than a twentieth when halved or doubled; of unused
-    devices, what more use would take."""
-    hardware, lines = plan.hardware, []
-    for name in hardware.efficiency.estimates:
-        value = getattr(hardware.efficiency, name)
-        steps = [
-            step_under(plan, work, hardware.with_efficiency(**{name: min(1.0, value * factor)}))
-            for factor in (0.5, 2.0)
-        ]
-        if max(abs(step / plan.step_s - 1.0) for step in steps) > 0.05:
-            low, high = (seconds_text(step, estimated=True) for step in steps)
-            shown = f"{value * 1e6:g} us" if name.endswith("_s") else f"{value:g}"
-            lines.append(
-                f"  rests on   {name} = {shown}, which nobody measured: half of it gives {low} a step, twice {high}"
-            )
-    return lines
+    return (
+        f"{format_bytes(total)} of {format_bytes(hardware.usable_memory_bytes)} with a margin of {MARGIN:.0%} ({held})"
+    )
 
 
 # -- simulations ------------------------------------------------------------------------------------------------------
@@ -217,7 +184,7 @@ def results_text(results: Sequence[SimulationResult], hardware: Hardware) -> str
         rows.append(
             [*row, f"{mark}{r.tokens_per_s:,.0f}", *([str(r.num_failures), f"{r.lost_share:.0%}"] if failed else [])]
         )
-    lines += _table(rows)
+    lines += table(rows, ruled=True)
     for r in results:
         lines += ["", f"staleness of trained tokens, {policy_title(r)} (mean {r.staleness_mean:.2f} versions)"]
         total = sum(r.staleness.values())

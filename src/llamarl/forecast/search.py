@@ -48,7 +48,6 @@ __all__ = [
     "Workload",
     "asynchronous",
     "on_left_cores_s",
-    "step_under",
     "over_kinds",
     "recommend",
     "search_all",
@@ -622,25 +621,6 @@ def recommend(plans: Sequence[Plan]) -> Plan:
     fastest = min(plan.step_s for plan in plans)
     near = [plan for plan in plans if plan.step_s <= fastest * NEAR]
     return min(near, key=lambda plan: (plan.token_staleness, plan.step_s))
-
-
-def step_under(plan: Plan, work: Workload, hardware: Hardware) -> float:
-    """The step of a plan's own layouts under other constants, in seconds."""
-    own = plan.hardware
-
-    def changed(choice: GeneratorChoice) -> Hardware:
-        return replace(choice.hardware, efficiency=hardware.efficiency) if choice.hardware != own else hardware
-
-    generators = tuple(
-        replace(choice, time_s=generator_tick_s(changed(choice), work.model, choice.layout, choice.demand))
-        for choice in plan.generators
-    )
-    of_trainer = hardware.joined(plan.devices) if own.is_cpu else hardware
-    time = trainer_tick(of_trainer, work.model, plan.trainer.layout, trainer_demand(work))
-    trainer = replace(plan.trainer, time=time)
-    if plan.colocated:
-        return time.total_s + max(g.time_s for g in generators) + plan.sync_s + work.reward_s
-    return _joined(hardware, work, trainer, generators, plan.sync_s, plan.devices, plan.max_staleness).step_s
 
 
 # -- several kinds of devices -----------------------------------------------------------------------------------------

@@ -128,14 +128,8 @@ class PackedSequences:
     (once, not per layer)."""
 
     cu_seqlens: tuple[int, ...]
-    """0, then the end of each sequence in tokens; the last is T."""
+    """0, then the end of each sequence in tokens, none of them empty; the last is T."""
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if len(self.cu_seqlens) < 2 or self.cu_seqlens[0] != 0:
-            raise ValueError(f"cu_seqlens must be 0 followed by the end of each sequence, got {self.cu_seqlens}")
-        if any(end <= start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False)):
-            raise ValueError(f"cu_seqlens must increase strictly (no empty sequence), got {self.cu_seqlens}")
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | Sequence[int] | PackedSequences) -> PackedSequences:

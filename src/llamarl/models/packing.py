@@ -27,8 +27,6 @@ def balance(costs: Sequence[int], num_bins: int, *, first: int = 0) -> list[list
     Returns:
         Item indices of each bin, ascending within a bin. The largest bin is at most 4/3 of the best possible.
     """
-    if num_bins < 1:
-        raise ValueError(f"num_bins must be >= 1, got {num_bins}")
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -50,8 +48,6 @@ def pack(lengths: Sequence[int], max_tokens: int, *, min_microbatches: int = 1) 
     Returns:
         Sequence indices of each micro-batch, ascending within one.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
     long = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     short = [i for i, length in enumerate(lengths) if length <= max_tokens]
     costs = [lengths[i] for i in short]

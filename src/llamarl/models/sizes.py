@@ -69,13 +69,8 @@ def part_of_rank(num_ranks: int, rank: int, at_most: int | None = None) -> tuple
     """(number of parts, the part of ``rank``) of something cut over ranks into ``at_most`` parts; None: one a rank.
 
     Where there are more ranks, neighbours hold the same part: of 8 ranks and 2 parts, ranks 0 to 3 hold the first.
-
-    Raises:
-        ValueError: The ranks cannot share the parts evenly.
     """
     parts = num_ranks if at_most is None else min(num_ranks, at_most)
-    if num_ranks % parts:
-        raise ValueError(f"{num_ranks} ranks cannot share {parts} parts evenly")
     return parts, rank // (num_ranks // parts)
 
 
@@ -102,12 +97,7 @@ def experts_of(config: Mapping[str, Any]) -> int:
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
     """Which layers each stage holds: as evenly as possible. What is left over goes to the stages in
     the middle, then to the first: the last has the output layer to compute as well.
-
-    Raises:
-        ValueError: A stage would have none.
     """
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages: each needs one")
     each, left = divmod(num_layers, num_stages)
     longer = [*range(1, num_stages - 1), 0][:left]
     found, start = [], 0

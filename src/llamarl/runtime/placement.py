@@ -33,6 +33,7 @@ from itertools import combinations
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.plural import table
 from llamarl.runtime.host_placement import Machine, unlike
 from llamarl.trainer.config import MOST_AT_ONCE
 
@@ -95,9 +96,7 @@ class Placement:
                 host = [self.hosts[spec.name][rank]] if self.hosts else []
                 device = devices[rank % len(devices)]
                 rows.append((spec.name, f"{rank} of {spec.num_ranks}", *host, device, str(spec.threads)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", *self.notes()])
+        return "\n".join([*table(rows), "", *self.notes()])
 
     def notes(self) -> list[str]:
         """What is shared, in words."""

@@ -25,7 +25,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from llamarl.channels.base import ChannelKind, ChannelSpec, FetchesAhead, Handle, Receiver, Sender
+from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Sender
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.determinism import pin
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, SourceGone
@@ -35,7 +35,6 @@ from llamarl.executors.base import (
     ExecutorContext,
     ExecutorSpec,
     Journaled,
-    KeepsTokens,
     StepResult,
     is_journaled,
 )
@@ -373,8 +372,8 @@ class Worker:
                 continue
             with _Span(self._label("receive", name), spans):
                 inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
-        if order.saves and isinstance(executor, KeepsTokens):
-            executor.expect_saves(order.saves)
+        if order.saves and (expect_saves := getattr(executor, "expect_saves", None)):  # the trainer's
+            expect_saves(order.saves)
         try:
             result = executor.step(order.tick, inputs)
         finally:
@@ -479,8 +478,8 @@ class Worker:
         feed, receiver = self._feeds.get(news.channel), self._receivers.get(news.channel)
         if feed is not None:
             feed.put({news.source_tick: news.handles})
-        elif isinstance(receiver, FetchesAhead):
-            receiver.fetch_ahead(news.handles, self._plan.pull_deadline_s)
+        elif fetch_ahead := getattr(receiver, "fetch_ahead", None):  # of weights
+            fetch_ahead(news.handles, self._plan.pull_deadline_s)
 
     def _fill_feed(self, name: str, order: Order) -> TokenFeed:
         feed, first = self._feeds[name], order.tick - self._delays[name]

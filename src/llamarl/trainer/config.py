@@ -17,9 +17,13 @@ __all__ = [
     "MOST_AT_ONCE",
     "OPTIMIZERS",
     "CriticConfig",
+    "Device",
+    "Fsdp",
     "LoraConfig",
     "OptimizerConfig",
     "ReferenceConfig",
+    "Threads",
+    "Tp",
     "TrainerConfig",
     "cpu_microbatch_tokens",
     "num_at_once",
@@ -34,6 +38,17 @@ micro-batch's activations and a set of gradients, and takes a share of the one i
 
 MICROBATCH_TOKENS = 4096
 """Of a micro-batch, on a CPU and where nothing else has been settled."""
+
+_THREADS = (
+    "CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."
+)
+_TP = "Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."
+Fsdp = Annotated[PositiveInt, Field(description="Ranks over which its state is sharded and the batch is split.")]
+Tp = Annotated[PositiveInt, Field(description=_TP)]
+Threads = Annotated[NonNegativeInt, Field(description=_THREADS)]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], Field(description='"cpu", "cuda", or "auto" for CUDA where there is one.')
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -69,8 +84,7 @@ class TrainerConfig:
     gives a lone rank one a core, which use what the others leave (``microbatches_at_once``). Bits
     depend on it, so a run records it."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+    device: Device = "auto"
 
     minibatches: PositiveInt = 1
     """Optimizer steps of one pass over a tick's batch: whole groups are cut at random, by seed, into so many parts.
@@ -297,17 +311,10 @@ class ReferenceConfig:
     """What a teacher is shown in place of a question: text with ``{question}`` and ``{answer}``, the task's
     reference answer, put into the prompt as the question is. Without ``path`` the policy then teaches itself."""
 
-    fsdp: PositiveInt = 1
-    """Ranks over which its parameters are sharded and the batch is split."""
-
-    tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
-
-    threads: NonNegativeInt = 0
-    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+    fsdp: Fsdp = 1
+    tp: Tp = 1
+    threads: Threads = 0
+    device: Device = "auto"
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of its weights and of the forward pass; "auto" is that of ``trainer.dtype``, so the
@@ -323,17 +330,10 @@ class CriticConfig:
     """Hugging Face folder or id of the Hub to start from: a language model, whose value head then
     starts at 0, or an exported critic. Empty is the policy's version 0."""
 
-    fsdp: PositiveInt = 1
-    """Ranks over which parameters, gradients and moments are sharded and the batch is split."""
-
-    tp: PositiveInt = 1
-    """Ranks over which each matrix product is split, >= 1. The executor runs ``fsdp * tp`` processes."""
-
-    threads: NonNegativeInt = 0
-    """CPU threads of each of its processes; 0 divides the machine's cores. Bits depend on it, so a run records it."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"cpu", "cuda", or "auto" for CUDA where there is one."""
+    fsdp: Fsdp = 1
+    tp: Tp = 1
+    threads: Threads = 0
+    device: Device = "auto"
 
     updates_per_tick: PositiveInt = 1
     """Optimizer steps on each tick's whole batch, >= 1. The values that the trainer uses were

@@ -92,10 +92,6 @@ class SharedPrompts:
     """(prompt tokens, tokens of each of its responses), in row order; a prompt >= 1, a response >= 0."""
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if not self.units or any(prompt < 1 or min(responses, default=0) < 0 for prompt, responses in self.units):
-            raise ValueError(f"every unit needs a prompt of at least one token, got {self.units}")
-
     @property
     def num_tokens(self) -> int:
         return sum(prompt + sum(responses) for prompt, responses in self.units)

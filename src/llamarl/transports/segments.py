@@ -89,8 +89,6 @@ class Segment:
     """
 
     def __init__(self, size: int) -> None:
-        if size <= 0:
-            raise ValueError(f"a segment needs size > 0 bytes, got {size}")
         self._server = server_here()
         nonce = os.urandom(16)
         total = HEADER_BYTES + size

@@ -25,7 +25,6 @@ from llamarl.forecast.search import (
     recommend,
     search_all,
     split_candidates,
-    step_under,
     synchronous,
     trainer_demand,
 )
@@ -240,11 +239,3 @@ def test_every_number_of_every_device_has_a_source_and_estimates_are_named_ones(
             named = {f.name for f in dataclasses.fields(record)} - plain
             assert named <= set(record.sources), (name, named - set(record.sources))
         assert set(hardware.efficiency.estimates) <= set(hardware.efficiency.sources)
-
-
-def test_a_plan_step_under_under_its_own_constants_is_the_same() -> None:
-    for plan in search_all(H100, _work(), Options(), 16, (0, 1)):
-        assert step_under(plan, _work(), H100) == pytest.approx(plan.step_s)
-    slower = H100.with_efficiency(matmul=0.35, memory=0.375)
-    plan = asynchronous(H100, _work(), Options(), 16, 1)
-    assert plan.step_s < step_under(plan, _work(), slower) <= 2.01 * plan.step_s

@@ -92,9 +92,6 @@ def test_boundaries_that_do_not_fit_are_refused() -> None:
         model(tokens, use_cache=False)
     with pytest.raises(ValueError, match="ends at 4"), attending(PackedSequences.of([0, 4])):
         model(tokens, use_cache=False)
-    for bad in ([0, 3, 3], [1, 5], [0], [0, 4, 2]):
-        with pytest.raises(ValueError, match="cu_seqlens"):
-            PackedSequences.of(bad)
 
 
 def test_bfloat16_that_will_have_a_gradient_attends_in_float32_on_the_cpu() -> None:

@@ -56,8 +56,3 @@ def test_models_with_windows_or_caps_are_left_alone() -> None:
 
     assert config("llama") and config("qwen3") and config("mistral", sliding_window=None)
     assert not config("gemma2") and not config("gemma3_text") and not config("mistral", sliding_window=16)
-
-
-def test_a_unit_without_a_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt of at least one token"):
-        SharedPrompts(((0, (1,)),))
