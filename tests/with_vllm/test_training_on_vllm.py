@@ -34,6 +34,7 @@ SYNCHRONOUS = {
     "schedule.max_staleness": 0,
     "generator.max_segments": 1,
     "generator.oversubscription": 1.0,
+    "trainer.skip_zero_advantage": "false",  # of a tick without a signal too the ratios are looked at
 }
 
 
