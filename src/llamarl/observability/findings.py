@@ -294,9 +294,9 @@ def _mostly_cut(share: float, of: str, at_first: float) -> str:
     if at_first < _CUT / 2:
         return f"{seen}; in the first tick {at_first:.0%} were. If the rewards fell with it, the policy broke: lower optimizer.lr"
     return (
-        f"{seen}: the model was still writing, and an answer that is not there earns nothing.\n"
-        "Raise generator.sampling.max_new_tokens; for a model that thinks first, set data.chat_template_kwargs = "
-        "{ enable_thinking = false }; one that never stops lacks its chat template or stop tokens"
+        f"{seen}: the model was still writing, mostly before its answer, which then earns nothing.\n"
+        "Raise generator.sampling.max_new_tokens; a model that thinks first: data.chat_template_kwargs = "
+        "{ enable_thinking = false }; one that never stops: its chat template or stop tokens"
     )
 
 

@@ -301,12 +301,14 @@ def test_the_log_keeps_what_was_said_with_time_and_level_and_what_ended_the_run(
     reporter = ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 60, file=out, log=log)
     reporter.on_row(_row(0))
     reporter.message("a remark")
-    reporter.message("warning, tick 0: something")
+    reporter.message("warning, tick 0: something\nits cure")
+    assert out.getvalue().endswith("\n  warning, tick 0: something\n  its cure\n")
     reporter.failed("it broke\nin two lines")
     reporter.finish(RunSummary(stopped="by an error"))
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     of_level = {level: [one["text"] for one in kept if one["level"] == level] for level in ("info", "warning", "error")}
-    assert of_level["error"] == ["it broke", "in two lines"] and of_level["warning"] == ["warning, tick 0: something"]
+    assert of_level["error"] == ["it broke", "in two lines"]
+    assert of_level["warning"] == ["warning, tick 0: something", "its cure"]
     assert "a remark" in of_level["info"] and any(text.startswith("0    0.000") for text in of_level["info"])
     assert [one["text"] for one in kept if one["level"] != "error"] == [
         line.strip() for line in out.getvalue().splitlines() if line.strip()
