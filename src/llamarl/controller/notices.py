@@ -1,4 +1,4 @@
-"""What a user is told before and after: model, data, batch and rate (the console's head,
+"""What a user is told before and after: model, data, batch, rate and memory (the console's head,
 ``RUN/job.json`` and ``--dry-run``), what checkpoints will take, what is saved, what is done again,
 how to go on, and which generator replicas are of which kind."""
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import RunConfig
+from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.executors.config import GeneratorConfig
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
@@ -32,6 +33,8 @@ _MASTER_AND_MOMENTS = 12
 """Bytes a trained parameter: float32 weight and two moments."""
 _MOMENT = 4
 """Less where Muon moves it, which keeps one."""
+_STATE_BYTES = 16
+"""A trained parameter: float32 weight, gradient and two moments."""
 _SHOWN = 240
 """Characters of a prompt."""
 
@@ -220,6 +223,7 @@ def overview(config: RunConfig, local: RunConfig, questions: Questions) -> dict[
         "learning rate": _learning_rate(config),
         "algorithm": _algorithm(config),
         **({"evaluation": _evaluation(config, questions)} if config.evaluation.every else {}),
+        "memory": _memory(config, parameters),
     }
 
 
@@ -296,3 +300,20 @@ def _evaluation(config: RunConfig, questions: Questions) -> str:
         f"every {plural(evaluation.every, 'tick')}, and before the first: {plural(prompts, 'held-out prompt')} x "
         f"{plural(evaluation.samples_per_prompt, 'response')}, {_times(share)} what a tick samples"
     )
+
+
+def _memory(config: RunConfig, parameters: float) -> str:
+    trainer, generator = config.trainer, config.generator
+    ranks = trainer.fsdp * trainer.tp * trainer.pp
+    state = 4 * parameters if config.lora.rank else _STATE_BYTES * parameters
+    of_trainer = f"trainer {format_bytes(state / ranks)} of weights, gradients and moments a rank, and activations"
+    if config.lora.rank:
+        of_trainer = f"trainer {format_bytes(state / ranks)} of frozen weights a rank, adapters and activations"
+    if not config.samples:
+        return of_trainer
+    width = 2 if generator.engine.dtype in ("bfloat16", "float16") else 4
+    weights, cache = (
+        width * parameters / (generator.tp * generator.pp),
+        generator.engine.kv_cache_bytes or CPU_CACHE_BYTES,
+    )
+    return f"{of_trainer}; generator {format_bytes(weights)} of weights and at most {format_bytes(cache)} of KV cache a rank"

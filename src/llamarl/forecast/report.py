@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llamarl.forecast.costs import is_captured
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.scenario import Scenario
@@ -131,6 +132,12 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
     lines.append("             " + ", ".join(f"{name} {seconds_text(s, estimated=estimated)}" for name, s in parts))
     of_trainer = plan.hardware.joined(plan.devices) if plan.hardware.is_cpu else plan.hardware
     lines.append(f"  memory     {_memory(t.memory, of_trainer)}")
+    eager = not all(is_captured(g.hardware, work.model, g.layout) for g in plan.generators)
+    if eager and "eager_layer_overhead_s" in plan.hardware.efficiency.estimates:
+        lines.append(
+            f"  rests on   eager_layer_overhead_s = {plan.hardware.efficiency.eager_layer_overhead_s * 1e6:g} us, which nobody measured: "
+            "a decoded layer without graphs takes at least that"
+        )
     if plan.devices > plan.used:
         lines.append(
             f"  unused     {plan.devices - plan.used} of {plan.devices} devices: prompts are dealt whole, and no layout found gives the busiest "

@@ -59,10 +59,11 @@ def test_no_time_of_an_unmeasured_machine_looks_measured(capsys: pytest.CaptureF
     assert all(cell.startswith("~") for cell in re.split(r" {2,}", row)[1:3])
 
 
-def test_the_70b_plan_names_the_devices_that_it_leaves_unused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_70b_plan_names_the_unmeasured_constant_behind_its_pace(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--model Llama-3.1-70B --devices 256 --hardware h100-sxm --response-tokens 4096:lognormal --staleness 1") == 0  # fmt: skip
     out = capsys.readouterr().out
     assert "unused     8 of 256 devices" in out
+    assert "rests on   eager_layer_overhead_s = 300 us, which nobody measured" in out
 
 
 @pytest.mark.parametrize(
