@@ -36,7 +36,6 @@ OTHER_VALUES: dict[str, Any] = {
     "schedule.colocated": "true",
     "schedule.transport": '"shared_memory"',
     "trainer.max_skipped_steps": 5,
-    "trainer.export_dtype": '"bfloat16"',
     "lora.export_merged": "false",
     "judge.deadline_s": 119.0,
     "judge.concurrency": 7,

@@ -110,12 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--router", choices=("live", "replay"), help="of a sparse model: who chooses experts in the trainer (default: the run's, "
         "else live)",
     )  # fmt: skip
-    compare.add_argument("--rho", type=float, help="AIPO's clip on trainer / generator (default: the run's, else 4)")
-    compare.add_argument("--temperature", type=float, help="of sampling (default: the run's, else 1)")
     compare.add_argument(
         "--tokens", type=int, default=512, help="to compare, about (default 512); more finds rarer gaps"
     )
-    compare.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: eight that ship with llamarl)")
     compare.add_argument(
         "--device", default="auto", help="cpu, cuda, or auto for CUDA where there is one (default auto)"
     )
@@ -205,11 +202,7 @@ def _compare(args: argparse.Namespace) -> int:
     """Generator against trainer."""
     from llamarl.cli.flags import refuse_flags
 
-    given = {"--rho": args.rho, "--temperature": args.temperature, "--tokens": args.tokens}
-    refuse_flags(
-        [f"{flag} must be > 0, got {value}" for flag, value in given.items() if value is not None and not value > 0]
-    )
-    prompts = _PROMPTS if args.prompts is None else _read_prompts(args.prompts)
+    refuse_flags([f"--tokens must be > 0, got {args.tokens}"] if args.tokens < 1 else [])
     config = _generator(args)
     import numpy as np
 
@@ -234,7 +227,7 @@ def _compare(args: argparse.Namespace) -> int:
         check_supported(config.model.path, use)
     check_architecture(config.model.path, generated=engine.kind.native)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    encoded = [list(tokenizer(prompt)["input_ids"]) for prompt in _PROMPTS]
     encoded = [tokens for tokens in encoded if tokens]
     longest = (context_length(config.model.path) or 1 << 20) - max(map(len, encoded))
     new_tokens = max(1, min(longest, -(-args.tokens // len(encoded)), 1024))
@@ -290,16 +283,6 @@ def _describe(found: Mismatch, sequences: Sequence[Any], tokenizer: Any, rho: fl
     ])  # fmt: skip
 
 
-def _read_prompts(file: str) -> tuple[str, ...]:
-    from llamarl.errors import DataError
-    from llamarl.reading import read_text, user_path
-
-    prompts = tuple(line for line in read_text(user_path(file, "--prompts")).splitlines() if line.strip())
-    if not prompts:
-        raise DataError(f"--prompts {file} holds no prompt: give one a line")
-    return prompts
-
-
 def _generator(args: argparse.Namespace) -> RunConfig:
     """The run's own configuration, or the defaults, with what the flags say on top."""
     from llamarl.api.llm import open_policy
@@ -313,9 +296,7 @@ def _generator(args: argparse.Namespace) -> RunConfig:
         "generator.engine.name": ("--engine", args.engine),
         "generator.engine.dtype": ("--precision", dtype),
         "generator.quantization": ("--precision", quantization),
-        "generator.sampling.temperature": ("--temperature", args.temperature),
         "generator.device": ("--device", args.device),
-        "algorithm.rho": ("--rho", args.rho),
         "trainer.dtype": ("--trainer-precision", args.trainer_precision),
         "trainer.router": ("--router", router),
     }

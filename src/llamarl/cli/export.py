@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tick", type=int, help="checkpoint to take, as its folder is numbered (default: the newest)")
     parser.add_argument(
         "--dtype",
-        choices=("served", "float32", "bfloat16", "float16"),
-        help="precision of the weights (default: the run's trainer.export_dtype)",
+        choices=("float32", "bfloat16", "float16"),
+        help="precision of the weights (default: that in which they were sampled from and evaluated)",
     )
     parser.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run, not merged")
     parser.set_defaults(run=run)

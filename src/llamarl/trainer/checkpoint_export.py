@@ -26,7 +26,7 @@ from llamarl.models.precision import resolve_precision
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
 from llamarl.models.value import value_skeleton
 from llamarl.trainer.sharded_state import read_state
-from llamarl.trainer.storage import export_folder, plan_files, resolve_dtype
+from llamarl.trainer.storage import export_folder, plan_files
 
 __all__ = ["export_checkpoint", "write_adapter", "write_critic"]
 
@@ -47,7 +47,7 @@ def export_checkpoint(
         checkpoint: ``RUN/checkpoints/tick_N``, proved.
         config: The run's.
         out: An empty folder, or one to be made.
-        export_dtype: As ``trainer.export_dtype``, or ``float16``; None: what the run's says.
+        export_dtype: None: that in which generators computed.
         adapter: Write the adapters of a LoRA run alone.
 
     Raises:
@@ -69,7 +69,7 @@ def export_checkpoint(
         facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served)
         write_export(out, facts)
         return facts
-    dtype = resolve_dtype(export_dtype or config.trainer.export_dtype, served_dtype=served)
+    dtype: torch.dtype = getattr(torch, export_dtype or served)
     with ExitStack() as stack:
         base_weight = stack.enter_context(stored_weights(config.model.path, shapes))
 

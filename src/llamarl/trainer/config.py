@@ -153,12 +153,6 @@ class TrainerConfig:
     max_skipped_steps: Annotated[NonNegativeInt, NO_BITS] = 3
     """Non-finite gradients in a row that are skipped; one more stops the run."""
 
-    export_dtype: Annotated[Literal["served", "float32", "bfloat16"], NO_BITS] = "served"
-    """Precision of ``RUN/model``. "served": that in which weights are handed over
-    (``generator.engine.dtype``), so the folder holds what was sampled from and evaluated.
-    "float32": the trainer's own weights. Fewer bits than were served round most of a small learning
-    rate's changes away."""
-
     def __post_init__(self) -> None:
         refuse(self._mistakes())
 

@@ -49,7 +49,6 @@ from llamarl.trainer.shared_prompts import row_attention
 from llamarl.trainer.staleness import check_token_versions
 from llamarl.trainer.statistics import StepStatistics, tick_metrics
 from llamarl.trainer.step_plan import plan_of_rank
-from llamarl.trainer.storage import resolve_dtype
 from llamarl.types import Group
 
 __all__ = ["Trainer"]
@@ -354,5 +353,5 @@ class Trainer(ShardedModel[Policy]):
         Returns:
             What was written; None on other ranks than 0.
         """
-        dtype = resolve_dtype(self.config.export_dtype, served_dtype=served_dtype)
+        dtype = getattr(torch, served_dtype)
         return self.write_model(folder, dtype=dtype, served_dtype=served_dtype, version=self.policy_version)

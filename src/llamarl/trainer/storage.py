@@ -21,17 +21,10 @@ from llamarl.errors import ModelError
 from llamarl.models.folders import companion_files, resolve_model_path
 from llamarl.models.sharded_loading import stored_buffers
 
-__all__ = ["export_folder", "plan_files", "resolve_dtype"]
+__all__ = ["export_folder", "plan_files"]
 
 _FILE_BYTES = 4 << 30
 """Size at which a new file of weights is begun."""
-
-
-def resolve_dtype(export_dtype: str, *, served_dtype: str) -> torch.dtype:
-    """What ``trainer.export_dtype`` means for this engine."""
-    dtype = getattr(torch, served_dtype if export_dtype == "served" else export_dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

@@ -60,8 +60,10 @@ def test_the_exported_weights_are_those_that_were_served_bit_for_bit(base: Path,
 
 
 def test_float32_keeps_the_masters_though_bfloat16_was_served(base: Path, tmp_path: Path) -> None:
-    trainer = trained(base, export_dtype="float32")
-    trainer.export(tmp_path / "out", served_dtype="bfloat16")
+    trainer = trained(base)
+    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
+    config = validate({"model": {"path": str(base)}, "generator": {"engine": {"dtype": "bfloat16"}}})
+    export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out", export_dtype="float32")
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(tensor, trainer.parameters_for_sync()[name]), name
 
@@ -187,20 +189,16 @@ def test_a_torn_or_altered_export_is_told_from_a_whole_one(base: Path, tmp_path:
 # -- from a checkpoint ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("served", "asked"),
-    [("float32", None), ("bfloat16", None), ("float32", "bfloat16")],
-    ids=["32", "16", "on request"],
-)
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_a_checkpoint_exports_the_folder_that_its_tick_would_have_written(
-    base: Path, served: str, asked: str | None, tmp_path: Path
+    base: Path, served: str, tmp_path: Path
 ) -> None:
     config = validate({"model": {"path": str(base)}, "generator": {"engine": {"dtype": served}}})
-    trainer = trained(base, lr=1e-3, **({"export_dtype": asked} if asked else {}))
+    trainer = trained(base, lr=1e-3)
     trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
     live = trainer.export(tmp_path / "live", served_dtype=served)
-    later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later", export_dtype=asked)
-    assert later == live and later.dtype == (asked or served)
+    later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later")
+    assert later == live and later.dtype == served
     assert why_incomplete(tmp_path / "later") is None
     assert (tmp_path / "live" / EXPORT_FILE).read_bytes() == (tmp_path / "later" / EXPORT_FILE).read_bytes()
 
