@@ -55,6 +55,7 @@ __all__ = [
     "key_effects",
     "load_config",
     "meant_key",
+    "merge_tables",
     "parse_value",
     "read_settings",
     "save_config",
@@ -237,7 +238,7 @@ class RunConfig:
         preset = PRESETS.get(own.settings.get("algorithm", {}).get("name"))
         for key in preset.means if preset else ():  # what the name stands for, not what the recipe's own stood for
             del plain["algorithm"][key]
-        return validate(_merge_tables(plain, own.settings))
+        return validate(merge_tables(plain, own.settings))
 
     @property
     def samples(self) -> bool:
@@ -662,10 +663,10 @@ def _merge(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _merge_tables(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with the values of ``given``, table by table."""
     tables = {key: base.get(key) for key, value in given.items() if isinstance(value, Mapping)}
-    merged = {key: _merge_tables(base[key], given[key]) for key, table in tables.items() if isinstance(table, Mapping)}
+    merged = {key: merge_tables(base[key], given[key]) for key, table in tables.items() if isinstance(table, Mapping)}
     return {**base, **given, **merged}
 
 

@@ -45,7 +45,6 @@ __all__ = [
     "Reads",
     "Role",
     "carries_version",
-    "idle_size_mistakes",
     "present_roles",
     "wiring_mistakes",
     "with_settings",
@@ -147,8 +146,6 @@ class Role:
     reshards: bool = False
     """Whether other ``sizes`` and threads go on from its checkpoints (``checkpoint.reshard``)."""
     present: Callable[[JobConfig], bool] = lambda config: True
-    asked_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of a role that only some jobs have: keys that ask for it -> what to set them to, in words."""
 
     def settings(self, config: JobConfig) -> Any:
         """Its section; None where it has none."""
@@ -242,7 +239,6 @@ ROLES: Mapping[str, Role] = {
             model_sizes=("fsdp", "tp"),
             model=Model(key="reward_model.path", uses=_scores, own_tokens=True),
             present=lambda config: config.has_reward_model,
-            asked_by={"reward_model.path": "to its folder"},
         ),
         Role(
             name="judge",
@@ -280,11 +276,6 @@ ROLES: Mapping[str, Role] = {
             model_sizes=("fsdp", "tp"),
             model=Model(key="reference.path", uses=lambda config: ("train",)),
             present=lambda config: config.has_reference,
-            asked_by={
-                "algorithm.kl_coef": "above 0",
-                "algorithm.advantage": "to 'distillation'",
-                "reference.enabled": "to true",
-            },
         ),
         Role(
             name="critic",
@@ -298,7 +289,6 @@ ROLES: Mapping[str, Role] = {
             model=Model(key="critic.path", uses=lambda config: ("critic",), trained=True),
             products=(Product(folder="critic", writer="llamarl.trainer.checkpoint_export:write_critic"),),
             present=lambda config: config.has_critic,
-            asked_by={"algorithm.advantage": "to 'gae', 'turn_gae' or 'two_level_gae'"},
         ),
         Role(
             name="trainer",
@@ -352,23 +342,6 @@ def present_roles(config: JobConfig) -> list[Role]:
     """Those that a recipe asks for, rewired as it says, then those of the user's own."""
     standard = [_fed_back(_rewired(role, config), config) for role in ROLES.values() if role.present(config)]
     return [*standard, *(_own(name, config) for name in config.executors if name not in ROLES)]
-
-
-def idle_size_mistakes(config: JobConfig) -> Iterator[Mistake]:
-    """Ranks that a recipe gives to executors that its job does not have, and that would therefore
-    never be looked at. For ``load_config`` of a new run: one that began with them goes on."""
-    used = {role.section for role in present_roles(config)}
-    for role in ROLES.values():
-        if role.section in used or not role.asked_by:
-            continue
-        for name in role.sizes:
-            if (size := getattr(role.settings(config), name, 1)) > 1:
-                wanted = " or ".join(f"{key} {value}" for key, value in role.asked_by.items())
-                yield Mistake(
-                    f"{role.section}.{name}",
-                    f"is {size}, but this job has no {role.name}: leave it out, or set {wanted}",
-                    tuple(role.asked_by),
-                )
 
 
 def with_settings(config: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> JobConfig:

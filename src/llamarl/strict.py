@@ -219,21 +219,11 @@ class Reader(Generic[T]):
             ours, words = our_name(last)
             if words:
                 return ours if ours in self.keys else None, words
-        if not misspelt and not homes:
-            best = self._misspelt_elsewhere(last, section) or best
         if best:
             return best, f"did you mean {best!r}?"
         if len(homes) == 2:
             return None, f"did you mean {homes[0]!r} or {homes[1]!r}?"
         return None, f"{f'[{section}] has' if section else 'the sections are'} {', '.join(siblings)}"
-
-    def _misspelt_elsewhere(self, last: str, section: str) -> str:
-        """The one key whose last word is very near, of those inside the section if any is; "" if none is or several are."""
-        near = [
-            known for known in self.keys if difflib.get_close_matches(last, [known.rsplit(".", 1)[-1]], cutoff=0.85)
-        ]
-        near = [known for known in near if section and _within(known, section)] or near
-        return near[0] if len(near) == 1 else ""
 
     def _section(self, cls: Any, raw: dict[str, Any], prefix: str, listed: list[Mistake], wrong: set[str]) -> Any:
         """An instance of ``cls``. Keys that are at fault are removed from ``raw``, until what is left makes one."""

@@ -40,7 +40,6 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
         ConfigError: As ``train``.
     """
     from llamarl.controller.preflight import find_missing
-    from llamarl.roles import idle_size_mistakes
 
     given = dotted(settings)
     if isinstance(tasks := given.get("task.name"), list):
@@ -52,7 +51,7 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
     if judged and "task.name" not in given and (recipe is None or "task.data" in given):
         given["task.name"] = "function"
     try:
-        config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing, idle_size_mistakes])
+        config = load_config(None if recipe is None else os.fspath(recipe), given, [find_missing])
     except ConfigError as error:
         raise _as_one_sentence(error) from error.__cause__
     if "run.dir" not in given:

@@ -73,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.controller.preflight import find_missing
     from llamarl.errors import ConfigError
     from llamarl.executors.demonstrations import num_training_rows
-    from llamarl.roles import idle_size_mistakes
 
     for name, given in (("--epochs", args.epochs), ("--batch", args.batch)):
         if not given > 0:
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     def load(num_rows: int) -> Any:
         given = settings(args.model, args.data, num_rows=num_rows, epochs=args.epochs, batch=args.batch)
         words = [f"--{key}={json.dumps(value)}" for key, value in given.items()]
-        return load_config(None, [*words, *args.overrides], [find_missing, idle_size_mistakes])
+        return load_config(None, [*words, *args.overrides], [find_missing])
 
     first = load(1)
     launch(load(num_training_rows(first) or 1), dry_run=args.dry_run, every_key=args.every_key)

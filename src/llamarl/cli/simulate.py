@@ -1,4 +1,4 @@
-"""``llamarl simulate``: run a job's schedule on a virtual clock, with lengths, stragglers and failures that vary."""
+"""``llamarl simulate``: run a job's schedule on a virtual clock, with lengths, times and failures that vary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ examples:
   llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2
   llamarl simulate runs/tiny --staleness 0,1,2
   llamarl simulate plan.toml --model Llama-3.1-70B --hardware h100 --response-tokens 4096:lognormal \\
-      --slow-replicas 0.05:1.5 --mtbf-hours 50000            plan.toml: of llamarl plan --recipe
+      --jitter 0.1 --mtbf-hours 50000            plan.toml: of llamarl plan --recipe
 
 Response lengths as in llamarl plan --help. docs/forecast.md says what the model leaves out."""
 
@@ -48,11 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
     how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
-    vary.add_argument(
-        "--slow-replicas",
-        metavar="SHARE:FACTOR",
-        help="share of replicas (at least one) that take FACTOR times as long",
-    )
     vary.add_argument(
         "--jitter",
         metavar="GENERATOR[,TRAINER]",
@@ -97,15 +92,10 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     from llamarl.forecast.scenario import Failures, Variation
 
     own = scenario.variation
-    slow = (own.slow_fraction, own.slow_factor)
-    share, factor = _numbers(args.slow_replicas, "--slow-replicas", ":", slow, least=2)
-    jitters = (own.generator_jitter, own.trainer_jitter) if args.jitter is None else (0.0, 0.0)
-    generator_jitter, trainer_jitter = _numbers(args.jitter, "--jitter", ",", jitters, least=1)
+    jitters = (own.generator_jitter, own.trainer_jitter) if args.jitter is None else _jitters(args.jitter)
     changes: dict[str, Any] = {
         "seed": scenario.seed if args.seed is None else args.seed,
-        "variation": Variation(
-            slow_fraction=share, slow_factor=factor, generator_jitter=generator_jitter, trainer_jitter=trainer_jitter
-        ),
+        "variation": Variation(generator_jitter=jitters[0], trainer_jitter=jitters[1]),
         "num_ticks": scenario.num_ticks if args.ticks is None else args.ticks,
     }
     if args.mtbf_hours is not None:
@@ -115,17 +105,10 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
     return dataclasses.replace(scenario, **changes)
 
 
-def _numbers(
-    text: str | None, flag: str, separator: str, default: tuple[float, ...], *, least: int
-) -> tuple[float, ...]:
-    """At least ``least`` numbers of ``text``, filled up from ``default``."""
-    if text is None:
-        return default
+def _jitters(text: str) -> tuple[float, float]:
+    """Of the generator, and of the trainer where a second number is given."""
     try:
-        values = tuple(float(part) for part in text.split(separator))
+        generator, _, trainer = text.partition(",")
+        return float(generator), float(trainer or 0.0)
     except ValueError:
-        values = ()
-    if not least <= len(values) <= len(default):
-        count = f"{least}" if least == len(default) else f"{least} to {len(default)}"
-        raise PlanError(f"{flag} {text!r}: expected {count} numbers joined by {separator!r}")
-    return values + default[len(values) :]
+        raise PlanError(f"--jitter {text!r}: expected 1 to 2 numbers joined by ','") from None

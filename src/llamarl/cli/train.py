@@ -89,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.config import load_config
     from llamarl.controller.preflight import find_missing
     from llamarl.errors import ConfigError
-    from llamarl.roles import idle_size_mistakes
 
     overrides = list(args.overrides)
     hosts = _hosts(args, overrides)
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             "which recipe? llamarl train RECIPE.toml, --resume RUN_DIR or --replay RUN_DIR; llamarl new FOLDER writes one to "
             f"change, llamarl recipes lists those that come along{hint}"
         )
-    config = load_config(args.recipe, [*overrides, *hosts], [find_missing, idle_size_mistakes])
+    config = load_config(args.recipe, [*overrides, *hosts], [find_missing])
     launch(config, dry_run=args.dry_run, every_key=args.every_key)
     return 0
 

@@ -48,10 +48,6 @@ __all__ = [
     "find_missing",
 ]
 
-_CALLED_WITH = {"algorithm.name": ("batch", "config"), "algorithm.advantage": ("rewards",)}
-"""Key of a function of the user's own -> arguments with which it is called."""
-_RANKS_PER_CORE = 4
-"""Ranks on the CPU that share one core at most; more is a mistake in the recipe, not a slow run."""
 _THOUGHTS = 2048
 """Tokens that a model which thinks first may need before its answer."""
 _MOST_PROMPTS = 64
@@ -110,14 +106,13 @@ def check_architectures(config: RunConfig) -> None:
             check_architecture(path, key=key, generated=generated, trained=trained)
 
 
-def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None:
+def check_parallel_sizes(config: RunConfig, folder: Path) -> None:
     """Refuse sizes of the executors' meshes that cannot work here.
 
     CUDA devices are counted by ``runtime.placement``; the ranks of one executor never share one.
 
     Args:
         folder: Of the policy; reference and critic may name their own.
-        cores: That this job may use.
 
     Raises:
         ConfigError: The mesh does not fit runtime, processor or model; the message names what would.
@@ -131,37 +126,12 @@ def check_parallel_sizes(config: RunConfig, folder: Path, *, cores: int) -> None
             check_size(role, config, folder if path == config.model.path else path)
     if not ROLES["evaluator"].present(config):  # evaluations are switched on and off, also on a resume
         _check_tensor_parallel(ROLES["evaluator"], config, folder)
-    ranks = {
-        role.name: " * ".join(f"{role.section}.{name}" for name in _named_sizes(role, config))
-        + f" = {' * '.join(str(role.size_of(config, (name,))) for name in _named_sizes(role, config))}"
-        for role in spread
-    }
-    if config.generator.replicas:
-        ranks["generator"] = f"generator.replicas have {sum(config.generator.replica_ranks)} ranks"
-    if config.run.runtime == "inline":
-        found = [ranks[role.name] for role in spread if role.num_ranks(config) > 1]
-        if found:
-            raise ConfigError(
-                f"run.runtime 'inline' holds one rank an executor, but {' and '.join(found)}: "
-                f"set run.runtime to 'local', or all of these sizes to 1"
-            )
-    most = _RANKS_PER_CORE * cores
-    for role in spread:
-        num_ranks, (data, *others) = role.num_ranks(config), _named_sizes(role, config)
-        if role.settings(config).device == "cpu" and role.model_sizes == role.sizes and num_ranks > most:
-            each = role.size_of(config, others)
-            sizes = " * ".join(str(role.size_of(config, (name,))) for name in others)
-            fitting = [f"{size} * {sizes}" for size in range(1, role.size_of(config, (data,))) if size * each <= most]
-            keys = " and ".join(f"{role.section}.{name}" for name in others)
-            raise ConfigError(
-                f"{ranks[role.name]} = {num_ranks} ranks on {cores} cores: more than {_RANKS_PER_CORE} ranks a core would only "
-                f"wait for each other; sizes that fit with this {keys}: {', '.join(fitting) or f'none, lower {keys}'}"
-            )
-
-
-def _named_sizes(role: Role, config: RunConfig) -> list[str]:
-    """Those of its sizes that a message speaks of: of stages and parts of rows only where there are any."""
-    return [name for name in role.sizes if name not in ("pp", "cp") or role.size_of(config, (name,)) > 1]
+    found = [f"{role.section} has {role.num_ranks(config)} ranks" for role in spread if role.num_ranks(config) > 1]
+    if found and config.run.runtime == "inline":
+        raise ConfigError(
+            f"run.runtime 'inline' holds one rank an executor, but {' and '.join(found)}: "
+            "set run.runtime to 'local', or their sizes (fsdp, dp, tp, pp, cp) to 1"
+        )
 
 
 def _sizes_of(role: Role, config: RunConfig, name: str) -> dict[str, int]:
@@ -318,21 +288,6 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
         )
 
 
-def _check_stop_tokens(config: RunConfig, folder: Path) -> None:
-    """Refuse stop tokens that the model cannot sample.
-
-    Raises:
-        ConfigError: An id is not of the model's vocabulary.
-    """
-    from llamarl.models.loading import load_model_config
-
-    stops = config.generator.sampling.stop_token_ids
-    if stops and max(stops) >= (size := load_model_config(folder).get_text_config().vocab_size):
-        raise ConfigError(
-            f"generator.sampling.stop_token_ids holds {max(stops)}, but the model's vocabulary has the tokens 0 to {size - 1}"
-        )
-
-
 def check_prompts(config: RunConfig, folder: Path) -> Questions:
     """Make the prompts once: a wrong file, or a prompt that is too long, ends the run before it starts.
 
@@ -375,7 +330,6 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             TurnTemplate(tokenizer, config.data)
             environments = pools.enter_context(EpisodePool(_with_one_worker(config.task)))
         stream = make_prompt_stream(config, tokenizer, environments)
-        _check_stop_tokens(config, folder)
         stream.check_training_prompts()
         first = _first_prompts(config, stream)
         for prompt in first:
@@ -571,7 +525,7 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
     for key, import_path in config.own_code:
         if not key.startswith("task."):  # of those the task has spoken
             try:
-                check(import_path, key, _CALLED_WITH.get(key.rpartition(".settings.")[2], ()))
+                check(import_path, key)
             except DataError as error:
                 yield from error.mistakes
 

@@ -36,7 +36,6 @@ from llamarl.reading import read_object, user_path
 from llamarl.roles import present_roles
 from llamarl.runtime.fork_server import shared_modules, start_early
 from llamarl.runtime.placement import Placement, here, may_have_gpus, memory_of_gpus, place
-from llamarl.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
     from llamarl.controller.job_hosts import JobHosts
@@ -220,7 +219,7 @@ def _place_executors(
         gpu_memory = memory.table() if hosts is None else ""
     try:
         _raise_all(
-            lambda: check_parallel_sizes(config, folder, cores=sum(placement.cores_of.values()) or placement.cores),
+            lambda: check_parallel_sizes(config, folder),
             lambda: check_lora(config),
             lambda: check_engine(config),
         )
@@ -232,7 +231,6 @@ def _place_executors(
     graph = Graph(executors, graph.channels)
     graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)
     _tell_of_the_rate(config)
-    _tell_of_micro_batches(config, folder)
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts, gpu_memory=gpu_memory)
@@ -310,34 +308,6 @@ def _check_tokenizer_of_teacher(config: RunConfig, key: str, path: str, folder: 
             f"{key}: the teacher {path} has another tokenizer than {config.model.path} ({why}): it cannot judge the "
             "policy's tokens; take a teacher of the policy's family"
         )
-
-
-def _tell_of_micro_batches(config: RunConfig, folder: Path) -> None:
-    """Not an error: a recipe may go from one machine to another, and from one rank to several."""
-    trainer = config.trainer
-    asked, threads = trainer.microbatches_at_once, trainer.threads
-    if asked > 1 and (why := _why_one_at_a_time(trainer, folder)):
-        print(
-            f"trainer.microbatches_at_once {asked} does nothing, they are computed one at a time: {why}",
-            file=sys.stderr,
-        )
-    elif trainer.device == "cpu" and asked > threads:
-        print(
-            f"trainer.microbatches_at_once {asked} is more than trainer.threads {threads}: {threads} at a time",
-            file=sys.stderr,
-        )
-
-
-def _why_one_at_a_time(trainer: TrainerConfig, folder: Path) -> str:
-    """Why a trainer computes one micro-batch after the other, whatever it is asked; empty: it does as it is asked."""
-    from llamarl.models.decoder import changes_with_length
-    from llamarl.models.loading import load_model_config
-
-    if trainer.num_ranks > 1:
-        return f"the trainer has {trainer.num_ranks} ranks, which meet in every layer"
-    if trainer.device != "cpu":
-        return f"the trainer is on {trainer.device}"
-    return "the model's rotary frequencies follow the length" if changes_with_length(load_model_config(folder)) else ""
 
 
 def _tell_of_the_rate(config: RunConfig) -> None:

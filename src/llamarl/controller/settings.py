@@ -8,19 +8,16 @@ Whether a key changes bits stands where the key is defined (``llamarl.strict.Eff
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import key_effects, known_keys
-from llamarl.executors.config import GeneratorConfig, ReplicaConfig
 from llamarl.models.folders import is_commit, split_revision
 from llamarl.roles import ROLES
-from llamarl.strict import Effect, Reader
+from llamarl.strict import Effect
 
 __all__ = ["RESHARDABLE", "Difference", "differences", "explain", "settings_on_top"]
 
@@ -87,8 +84,7 @@ def _are_tables(value: Any) -> bool:
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
     """Keys that change bits and differ between two nested configurations. A key that ``saved``
-    lacks had its default. Replicas of a generator whose shards are counted change none, nor do
-    other words for the same unlike replicas."""
+    lacks had its default. Replicas of a generator whose shards are counted change none."""
     found = []
     for key, effect in key_effects().items():
         had, asked = _value(saved, key), _value(current, key)
@@ -96,55 +92,10 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Di
             found.append(Difference(key, had, asked, effect))
     if _shards(saved) == _shards(current) and _value(current, _SHARDS):
         found = [difference for difference in found if difference.key not in (_SHARDS, _REPLICAS)]
-    if _value(saved, _UNLIKE) or _value(current, _UNLIKE):
-        others = [difference for difference in found if difference.key not in _OF_REPLICAS]
-        found = [*others, *_of_replicas(_generator(saved), _generator(current))]
     return found
 
 
-def _of_replicas(had: GeneratorConfig, asked: GeneratorConfig) -> list[Difference]:
-    """What differs of replicas where some are unlike: how many there are, with how many ranks and
-    which share, is in the states."""
-    states = [[[*each] for each in zip(g.replica_ranks, _ratios(g.shares), strict=True)] for g in (had, asked)]
-    if states[0] != states[1]:
-        return [Difference(_UNLIKE, _tables(had), _tables(asked), Effect.IN_STATE)]
-    if _precisions(had) != _precisions(asked):
-        return [Difference(_UNLIKE, _tables(had), _tables(asked), Effect.BITS)]
-    return []
-
-
-def _ratios(shares: Sequence[float]) -> list[Fraction]:
-    """Whose ratios alone count."""
-    parts = [Fraction(str(share)) for share in shares]
-    return [part / sum(parts) for part in parts]
-
-
-def _precisions(generator: GeneratorConfig) -> list[Any]:
-    """[replicas] what the bits of each hang on besides its ranks; without replicas of several kinds, of all of them."""
-    kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
-    numbers = [kind.dp for kind in generator.replicas] or [generator.dp]
-    each = [
-        (kind.pp, kind.quantization, kind.engine.dtype, kind.engine.kv_cache_bytes, kind.engine.max_sequences)
-        for kind in kinds
-    ]
-    return [one for one, number in zip(each, numbers, strict=True) for _ in range(number)]
-
-
-def _tables(generator: GeneratorConfig) -> list[dict[str, Any]]:
-    """As a recipe has them: what is not at its default."""
-    defaults = ReplicaConfig()
-    return [
-        {key: value for key, value in dataclasses.asdict(kind).items() if value != getattr(defaults, key)}
-        for kind in generator.replicas
-    ]
-
-
-def _generator(config: Mapping[str, Any]) -> GeneratorConfig:
-    return Reader(GeneratorConfig).read(config.get("generator", {}))[0]
-
-
-_SHARDS, _REPLICAS, _UNLIKE = "generator.shards", "generator.dp", "generator.replicas"
-_OF_REPLICAS = (_UNLIKE, _REPLICAS, "generator.tp", "generator.pp")
+_SHARDS, _REPLICAS = "generator.shards", "generator.dp"
 
 
 def _shards(config: Mapping[str, Any]) -> int:

@@ -33,7 +33,7 @@ __all__ = ["STALENESS_METRIC", "Batch", "CostedGenerator", "CostedReward", "Cost
 STALENESS_METRIC = "staleness_tokens/"
 """Metric prefix: trained tokens of each staleness."""
 
-_LENGTHS, _GENERATOR, _TRAINER = 1, 2, 5  # streams of random numbers; 3 draws the slow replicas
+_LENGTHS, _GENERATOR, _TRAINER = 1, 2, 5  # streams of random numbers
 
 _TICK = 1 << 40
 """Moments: tick times this plus the decode step."""
@@ -80,12 +80,11 @@ def _jitter(sigma: float, size: int, rng: np.random.Generator) -> Floats:
 
 
 class CostedGenerator(VirtualExecutor):
-    """Replicas with slots, carried groups and a speed each."""
+    """Replicas with slots and carried groups."""
 
     def __init__(self, scenario: Scenario, context: ExecutorContext) -> None:
         super().__init__(scenario, context)
         s = scenario
-        self._speed = s.variation.slow_replicas(s.replicas, s.seed)
         self._count = s.max_staleness + s.max_segments
         """Versions that live groups may hold tokens of."""
         self._deliver = s.prompts_per_step // s.replicas
@@ -107,9 +106,7 @@ class CostedGenerator(VirtualExecutor):
         context = (s.prompt_tokens + filled / np.maximum(1, begun.sum(axis=(1, 2)))) / 2.0
         runs = constant_batches(plan.left, plan.start, groups.written, plan.stop, s.slots)
         decoding = runs.steps * s.generator.decode_step_s(runs.active, s.prompt_tokens + runs.written)
-        factor = self._speed * _jitter(
-            s.variation.generator_jitter, s.replicas, np.random.default_rng([s.seed, _GENERATOR, tick])
-        )
+        factor = _jitter(s.variation.generator_jitter, s.replicas, np.random.default_rng([s.seed, _GENERATOR, tick]))
         busy = s.generator.prefill_s(filled.astype(np.float64), context) + np.bincount(
             runs.replica, decoding, s.replicas
         )

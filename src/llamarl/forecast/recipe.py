@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from llamarl.algorithms.config import CRITIC_ADVANTAGES
-from llamarl.config import RunConfig, known_keys, validate
+from llamarl.config import RunConfig, known_keys, merge_tables, validate
 from llamarl.data.config import DataConfig
 from llamarl.engine.config import ENGINES, EngineConfig
 from llamarl.errors import ConfigError, PlanError
@@ -205,8 +205,8 @@ def write_recipe(
         header += f"\nPlace the roles: hosts.on, trainer on {chosen.hardware.device.name}, {names}; hosts.allow_unlike."
     if folder is None:
         header += f"\n{NEEDS_FOLDER.format(shape=model_path)}"
-    whole = _merged(config, settings)
-    text = _recipe_text(_merged(whole, _raised_limits(whole, work.prompt_tokens)), set(known_keys()), header)
+    whole = merge_tables(config, settings)
+    text = _recipe_text(merge_tables(whole, _raised_limits(whole, work.prompt_tokens)), set(known_keys()), header)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -215,21 +215,12 @@ def write_recipe(
     return chosen
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with what ``over`` says, section by section."""
-    found = dict(base)
-    for key, value in over.items():
-        old = found.get(key)
-        found[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return found
-
-
 def _why_not_in_turns(config: dict[str, Any]) -> str:
     """What else in a recipe keeps generator and trainer from taking turns; empty: nothing."""
     turns = {"colocated": True, "max_staleness": 0, "weights": "exact"}
     plain = {"schedule": turns, "generator": {"max_segments": 1, "oversubscription": 1.0}}
     try:
-        validate(_merged(config, plain))
+        validate(merge_tables(config, plain))
     except ConfigError as error:
         return str(error) if "schedule.colocated" in str(error) else ""
     return ""

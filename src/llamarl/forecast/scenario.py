@@ -94,30 +94,15 @@ class TrainerCost:
 class Variation:
     """What differs between replicas and from tick to tick, besides lengths."""
 
-    slow_fraction: float = 0.0
-    """Share of generator replicas that are slow for the whole run."""
-    slow_factor: float = 1.0
-    """How many times as long they take."""
     generator_jitter: float = 0.0
     """Standard deviation of the logarithm of a factor of mean 1, drawn for each replica and tick."""
     trainer_jitter: float = 0.0
     """The same for the trainer, drawn each tick."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.slow_fraction <= 1.0:
-            raise PlanError(f"the share of slow replicas must be 0 to 1, got {self.slow_fraction}")
-        if not 1.0 <= self.slow_factor < math.inf:
-            raise PlanError(f"a slow replica takes at least as long as another: factor >= 1, got {self.slow_factor}")
         for name in ("generator_jitter", "trainer_jitter"):
             if not 0.0 <= getattr(self, name) <= 3.0:
                 raise PlanError(f"{name} must be 0 to 3, got {getattr(self, name)}")
-
-    def slow_replicas(self, replicas: int, seed: int) -> Floats:
-        """[replicas] factor of each: the slow ones are drawn once a run, and any share is at least one of them."""
-        factors = np.ones(replicas)
-        count = max(round(self.slow_fraction * replicas), 1 if self.slow_fraction > 0.0 else 0)
-        factors[np.random.default_rng([seed, 3]).permutation(replicas)[:count]] = self.slow_factor
-        return factors
 
 
 # -- the scenario -----------------------------------------------------------------------------------------------------
@@ -178,11 +163,6 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.num_ticks < 1:
             raise PlanError(f"a simulation needs at least 1 tick, got {self.num_ticks}")
-        if self.slots < 1:
-            raise PlanError(f"a replica needs at least 1 slot, got {self.slots}")
-        for name in ("weights_latency_s", "weights_load_s"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise PlanError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
         _ = self.config  # a schedule that no run could have is refused by the run's own checks
 
     @property

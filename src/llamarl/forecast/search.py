@@ -724,18 +724,9 @@ def _nothing_fits(hardware: Hardware, work: Workload, options: Options, devices:
         return f"{head}: use a smaller model, shorter responses or a machine with more memory"
     generator = _least(lambda n: any(True for _ in generator_choices(hardware, work, options, n, partial=False)))
     trainer = _least(lambda n: any(True for _ in trainer_choices(hardware, work, options, n)))
-    if generator is None:
-        most = tensor_parallel_sizes(work.model, work.model.heads)[-1]
-        return (
-            f"{head}, nor on any number up to {MOST_DEVICES}: a generator replica of this model has at most {most} "
-            f"tensor-parallel rank{'s' if most > 1 else ''} in llamarl, too few for its weights and one response; use a "
-            "shorter response limit or devices with more memory"
-        )
-    if trainer is None:
-        return (
-            f"{head}, nor on any number up to {MOST_DEVICES}: the longest sequence's activations and a shard of the training "
-            "state are too large for a device; shorten the response limit or use devices with more memory"
-        )
+    if generator is None or trainer is None:
+        role = "generator replica" if generator is None else "trainer's longest sequence"
+        return f"{head}, nor on any number up to {MOST_DEVICES}: its {role} does not; use shorter responses or larger devices"
     return (
         f"{head}: the trainer alone needs 16 bytes a parameter, sharded, on {trainer} or more devices, a generator replica "
         f"{generator}; {max(trainer, generator)} would do in turns, {max(trainer + generator, devices + 1)} with devices of "

@@ -90,7 +90,7 @@ class RemoteSegment:
             try:
                 return self._stream.take(view, until, self._who)
             except BaseException:
-                self._forget_expected()
+                self.close()
                 raise
         for start in range(0, view.nbytes, LONGEST_REQUEST):
             self._ask(offset + start, view[start : start + LONGEST_REQUEST], until)
@@ -104,7 +104,7 @@ class RemoteSegment:
             self._stream = self._stream or self._owner.dial(until, self._who)
             self._stream.ask(self.handle.nonce, offset, nbytes, until, self._who)
         except BaseException:
-            self._forget_expected()
+            self.close()
             raise
         self._expected.append((offset, nbytes))
 
@@ -145,11 +145,14 @@ class RemoteSegment:
     def forget(self) -> None:
         """Drop what was expected and never read."""
         if self._expected:
-            self._forget_expected()
+            self.close()
 
     def close(self) -> None:
         """End the connection of this segment. Idempotent."""
-        self._forget_expected()
+        self._expected.clear()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _ask(self, offset: int, into: memoryview, until: float) -> None:
         connection, is_new = self._owner.borrow(until, self._who)
@@ -171,12 +174,6 @@ class RemoteSegment:
             connection.close()
             raise
         self._owner.give_back(connection)
-
-    def _forget_expected(self) -> None:
-        self._expected.clear()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
 
 def copy_of(handle: SegmentHandle, deadline_s: float) -> Segment:

@@ -25,7 +25,6 @@ from llamarl.environments.factory import make_prompt_stream
 from llamarl.errors import ConfigError, DataError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_tokenizer
-from llamarl.roles import idle_size_mistakes
 
 FOLDER = resolve_model_path("bundled:tiny")
 
@@ -44,16 +43,9 @@ def test_a_dry_run_refuses_a_size_that_does_not_divide_the_model_and_names_those
         plan_run(mesh(1, 7))
 
 
-def test_many_ranks_a_core_are_refused_with_the_sizes_that_fit() -> None:
-    with pytest.raises(ConfigError, match=r"8 \* 2 = 16 ranks on 2 cores.*fit.*: 1 \* 2, 2 \* 2, 3 \* 2, 4 \* 2$"):
-        check_parallel_sizes(mesh(8, 2), FOLDER, cores=2)
-
-
 def test_one_process_cannot_hold_a_mesh() -> None:
-    with pytest.raises(
-        ConfigError, match="run.runtime 'inline'.*trainer.fsdp \\* trainer.tp = 2 \\* 1: set run.runtime to 'local'"
-    ):
-        check_parallel_sizes(mesh(2, 1, "inline"), FOLDER, cores=8)
+    with pytest.raises(ConfigError, match="run.runtime 'inline'.*trainer has 2 ranks: set run.runtime to 'local'"):
+        check_parallel_sizes(mesh(2, 1, "inline"), FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +57,8 @@ def test_one_process_cannot_hold_a_mesh() -> None:
 )
 def test_reference_and_critic_meshes_are_refused_like_the_trainers(on: dict[str, Any]) -> None:
     section = list(on)[-1]
-    with pytest.raises(
-        ConfigError, match=rf"{section}.fsdp \* {section}.tp = 16 \* 1 = 16 ranks on 2 cores.*with this {section}.tp"
-    ):
-        check_parallel_sizes(validate(on), FOLDER, cores=2)
-    with pytest.raises(ConfigError, match=rf"'inline' holds one rank.*{section}.fsdp \* {section}.tp = 16 \* 1: set"):
-        check_parallel_sizes(validate(on | {"run": {"runtime": "inline"}}), FOLDER, cores=8)
+    with pytest.raises(ConfigError, match=rf"'inline' holds one rank.*{section} has 16 ranks: set"):
+        check_parallel_sizes(validate(on | {"run": {"runtime": "inline"}}), FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +71,7 @@ def test_reference_and_critic_meshes_are_refused_like_the_trainers(on: dict[str,
 )
 def test_every_tensor_parallel_size_must_divide_the_model(section: str, on: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=rf"{section}.tp = 7 does not divide.*sizes that fit: 1, 2"):
-        check_parallel_sizes(validate(on or {section: {"tp": 7}}), FOLDER, cores=8)
+        check_parallel_sizes(validate(on or {section: {"tp": 7}}), FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -132,47 +120,10 @@ def test_pipeline_stages_that_the_model_does_not_have_are_refused(tmp_path: Path
         return validate({section: {"pp": pp, "device": "cpu"}})
 
     layers = json.loads((FOLDER / "config.json").read_text())["num_hidden_layers"]
-    check_parallel_sizes(of(layers), FOLDER, cores=8)
+    check_parallel_sizes(of(layers), FOLDER)
     refusal = rf"{section}.pp = {layers + 1} is more than the {layers} layers of this model.*set {section}.pp to at most {layers}"
     with pytest.raises(ConfigError, match=refusal):
-        check_parallel_sizes(of(layers + 1), FOLDER, cores=8)
-    with pytest.raises(ConfigError, match=rf"{section}.fsdp \* {section}.tp \* {section}.pp = 1 \* 1 \* 2: set"):
-        check_parallel_sizes(
-            dataclasses.replace(of(2), run=validate({"run": {"runtime": "inline"}}).run), FOLDER, cores=8
-        )
-
-
-@pytest.mark.parametrize(
-    ("section", "sizes", "words"),
-    [
-        ("critic", ("fsdp", "tp"), "set algorithm.advantage to 'gae', 'turn_gae' or 'two_level_gae'"),
-        (
-            "reference",
-            ("fsdp", "tp"),
-            "set algorithm.kl_coef above 0 or algorithm.advantage to 'distillation' or reference.enabled to true",
-        ),
-        ("reward_model", ("fsdp", "tp"), "set reward_model.path to its folder"),
-    ],
-)
-def test_ranks_of_an_executor_that_the_job_does_not_have_are_refused_with_what_asks_for_it(
-    section: str, sizes: tuple[str, ...], words: str
-) -> None:
-    for name in sizes:
-        validate({section: {name: 1}})
-        raw = {section: {name: 2}}
-        validate(raw)  # as a run began that goes on
-        with pytest.raises(ConfigError, match=rf"{section}.{name} .*") as raised:
-            validate(raw, [idle_size_mistakes])
-        told = [str(mistake) for mistake in raised.value.mistakes]
-        assert f"{section}.{name} is 2, but this job has no {section}: leave it out, or {words}" in told
-    with pytest.raises(ConfigError, match=f"{section}.tp .*>= 1"):
-        validate({section: {"tp": 0}})
-
-
-def test_ranks_of_an_executor_that_another_mistake_hides_are_not_told_as_one() -> None:
-    with pytest.raises(ConfigError) as raised:
-        validate({"algorithm": {"advantage": "gea"}, "critic": {"fsdp": 2}}, [idle_size_mistakes])
-    assert [mistake.key for mistake in raised.value.mistakes] == ["algorithm.advantage"]
+        check_parallel_sizes(of(layers + 1), FOLDER)
 
 
 def test_an_evaluator_that_is_switched_off_keeps_its_ranks_which_are_checked_and_told(
@@ -182,7 +133,7 @@ def test_an_evaluator_that_is_switched_off_keeps_its_ranks_which_are_checked_and
     plan_run(validate(off))
     assert "evaluation.dp and evaluation.tp do nothing: evaluation.every is 0" in capsys.readouterr().err
     with pytest.raises(ModelError, match=r"evaluation.tp = 7 does not divide.*sizes that fit: 1, 2"):
-        check_parallel_sizes(validate({"evaluation": {"every": 0, "tp": 7}}), FOLDER, cores=8)
+        check_parallel_sizes(validate({"evaluation": {"every": 0, "tp": 7}}), FOLDER)
 
 
 def test_experts_are_spread_over_no_more_ranks_than_there_are(tmp_path: Path) -> None:
@@ -197,7 +148,7 @@ def test_experts_are_spread_over_no_more_ranks_than_there_are(tmp_path: Path) ->
         (tmp_path / "config.json").write_text(json.dumps(described))
         with pytest.raises(ConfigError, match=wanted):
             of = {section: {"fsdp": 4, "ep": 4, "device": "cpu"}}
-            check_parallel_sizes(validate(of), tmp_path, cores=8)
+            check_parallel_sizes(validate(of), tmp_path)
     with pytest.raises(ConfigError, match=f"{section}.ep is 3, which does not divide the 4 ranks of fsdp 4 and cp 1"):
         validate({section: {"fsdp": 4, "ep": 3}})
 
@@ -207,7 +158,7 @@ def test_what_cannot_lie_in_stages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="trainer.pp = 2: architecture 'gpt2' does not support pipeline stages.*set trainer.pp to 1"
     ):
-        check_parallel_sizes(validate({"trainer": {"pp": 2, "device": "cpu"}}), tmp_path, cores=8)
+        check_parallel_sizes(validate({"trainer": {"pp": 2, "device": "cpu"}}), tmp_path)
 
 
 def test_rows_are_cut_over_ranks_that_divide_the_heads() -> None:
@@ -217,12 +168,12 @@ def test_rows_are_cut_over_ranks_that_divide_the_heads() -> None:
     def of(cp: int, tp: int) -> RunConfig:
         return validate({"trainer": {"cp": cp, "tp": tp, "device": "cpu"}})
 
-    check_parallel_sizes(of(4, 1), FOLDER, cores=8)
-    check_parallel_sizes(of(2, 2), FOLDER, cores=8)
+    check_parallel_sizes(of(4, 1), FOLDER)
+    check_parallel_sizes(of(2, 2), FOLDER)
     with pytest.raises(ConfigError, match="trainer.cp = 3: .*the 4 do not divide by 3; sizes that fit: 1, 2, 4"):
-        check_parallel_sizes(of(3, 1), FOLDER, cores=8)
+        check_parallel_sizes(of(3, 1), FOLDER)
     with pytest.raises(ConfigError, match="trainer.cp = 4: .*the 2 that tp 2 leaves on a rank .* fit: 1, 2"):
-        check_parallel_sizes(of(4, 2), FOLDER, cores=8)
+        check_parallel_sizes(of(4, 2), FOLDER)
 
 
 def test_everything_missing_is_found_and_named_by_its_key(tmp_path: Path) -> None:
@@ -342,7 +293,7 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_bytes_that_do
             engine.add([sequence])
 
 
-def test_stop_tokens_join_the_tokenizers_own_and_must_be_of_the_vocabulary(tmp_path: Path) -> None:
+def test_stop_tokens_join_the_tokenizers_own(tmp_path: Path) -> None:
     def config(*tokens: int) -> RunConfig:
         return questions(tmp_path, 1, generator={"sampling": {"max_new_tokens": 40, "stop_token_ids": list(tokens)}})
 
@@ -351,10 +302,6 @@ def test_stop_tokens_join_the_tokenizers_own_and_must_be_of_the_vocabulary(tmp_p
     params = sampling_params(config(5, eos, 7).generator.sampling, tokenizer)
     assert params.stop_token_ids == (eos, 5, 7)
     assert sampling_params(config().generator.sampling, tokenizer).stop_token_ids == (eos,)
-    vocabulary = json.loads((FOLDER / "config.json").read_text())["vocab_size"]
-    check_prompts(config(vocabulary - 1), FOLDER)
-    with pytest.raises(ConfigError, match=f"stop_token_ids holds {vocabulary}, .* 0 to {vocabulary - 1}"):
-        check_prompts(config(vocabulary), FOLDER)
 
 
 def test_each_environment_of_a_mixture_must_begin_an_episode(tmp_path: Path) -> None:

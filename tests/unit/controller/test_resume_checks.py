@@ -21,7 +21,6 @@ from llamarl.controller.begun import begun_config, refuse_code_of_a_run
 from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
-from llamarl.roles import idle_size_mistakes
 from llamarl.runtime.tick_log import Resumed
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
@@ -185,44 +184,6 @@ def test_a_warm_up_that_outlasts_the_run_is_told(
     run.start_run(config(tmp_path / "other", warmup_ticks=99))
     assert "warmup" not in capsys.readouterr().err
     assert len(executed) == 2
-
-
-def test_more_micro_batches_at_once_than_threads_are_told(
-    tmp_path: Path, executed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for at_once, threads in ((4, 2), (2, 2)):
-        asked = config(tmp_path / str(at_once))
-        asked = dataclasses.replace(
-            asked,
-            trainer=dataclasses.replace(asked.trainer, device="cpu", threads=threads, microbatches_at_once=at_once),
-        )
-        run.start_run(asked)
-        told = "microbatches_at_once 4 is more than trainer.threads 2: 2 at a time" in capsys.readouterr().err
-        assert told == (at_once == 4)
-
-
-def test_micro_batches_at_once_that_the_job_takes_one_by_one_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--run.dir", str(tmp_path), "--run.cores", "2", "--trainer.device", "cpu"]
-    for fsdp, at_once in ((2, 2), (2, 1), (1, 2)):
-        sizes = ["--trainer.fsdp", str(fsdp), "--trainer.microbatches_at_once", str(at_once), "--trainer.threads", "2"]
-        prepare.plan_run(load_config(RECIPE, [*words, *sizes]))
-        told = "microbatches_at_once 2 does nothing, they are computed one at a time: the trainer has 2 ranks"
-        assert (told in capsys.readouterr().err) == (fsdp == 2 and at_once == 2)
-
-
-def test_a_run_that_began_with_settings_without_effect_goes_on(tmp_path: Path, executed: list[dict[str, Any]]) -> None:
-    """A new run with them is refused."""
-    words = ["--critic.fsdp", "2"]
-    begun = load_config(RECIPE, ["--run.dir", str(tmp_path / "run"), "--run.runtime", "inline", *words])
-    run.start_run(begun)
-    resume.resume_run(begun_config(tmp_path / "run", {}))
-    assert len(executed) == 2
-    with pytest.raises(ConfigError) as raised:
-        load_config(RECIPE, words, [idle_size_mistakes])
-    keys = [mistake.key for mistake in raised.value.mistakes]
-    assert keys == ["critic.fsdp"]
 
 
 def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_names_it(tmp_path: Path) -> None:

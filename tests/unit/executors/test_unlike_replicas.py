@@ -217,19 +217,11 @@ def changed(had: RunConfig, asked: RunConfig) -> list[tuple[str, Effect]]:
     return [(d.key, d.effect) for d in differences(to_plain(had), to_plain(asked))]
 
 
-def test_other_words_for_the_same_replicas_are_no_difference() -> None:
-    assert not changed(recipe({"dp": 2}), recipe({}, {}))
-    assert not changed(recipe(dp=2), recipe({"dp": 2, "tp": 1}))
-    engine = {"dtype": "float32"}
-    assert not changed(
-        recipe({"share": 6}, {"share": 3}, engine=engine), recipe({"share": 2}, {"dtype": "float32"}, engine=engine)
-    )
-
-
-def test_another_share_or_number_is_in_the_states_and_another_precision_changes_bits() -> None:
+def test_other_tables_of_replicas_are_in_the_states() -> None:
     base = recipe({}, {"dtype": "bfloat16"})
     assert changed(base, recipe({"share": 2}, {"dtype": "bfloat16"})) == [("generator.replicas", Effect.IN_STATE)]
     assert changed(base, recipe({}, {"dtype": "bfloat16"}, {})) == [("generator.replicas", Effect.IN_STATE)]
     assert changed(base, recipe({}, {"tp": 2, "dtype": "bfloat16"})) == [("generator.replicas", Effect.IN_STATE)]
-    assert changed(base, recipe({}, {})) == [("generator.replicas", Effect.BITS)]
+    assert changed(base, recipe({}, {})) == [("generator.replicas", Effect.IN_STATE)]
+    assert not changed(base, base)
     assert changed(recipe(dp=2), recipe(dp=3)) == [("generator.dp", Effect.IN_STATE)]

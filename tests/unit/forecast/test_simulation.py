@@ -13,7 +13,7 @@ from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
-from llamarl.forecast.lengths import constant, empirical, lognormal
+from llamarl.forecast.lengths import empirical, lognormal
 from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation
 from llamarl.forecast.simulate import SimulationResult, simulate
 from llamarl.forecast.step_time import step_period
@@ -155,7 +155,7 @@ def test_staleness_is_exact_without_and_bounded_with_partial_rollouts() -> None:
 
 
 def test_the_same_scenario_gives_the_same_reports() -> None:
-    scenario = small(variation=Variation(generator_jitter=0.3, trainer_jitter=0.2, slow_fraction=0.5, slow_factor=2.0))
+    scenario = small(variation=Variation(generator_jitter=0.3, trainer_jitter=0.2))
     assert simulate(scenario).reports == simulate(scenario).reports
     assert simulate(scenario).step_s != simulate(dataclasses.replace(scenario, seed=1)).step_s
 
@@ -183,22 +183,6 @@ def test_a_job_that_dies_before_every_checkpoint_is_refused() -> None:
         simulate(small(failures=failures))
 
 
-def test_slow_replicas_hold_up_a_tick_and_the_others_wait() -> None:
-    even = small(lengths=constant(20), replicas=4)
-    slow = dataclasses.replace(even, variation=Variation(slow_fraction=0.25, slow_factor=2.0))
-    a, b = simulate(even), simulate(slow)
-    work = a.role_s["generator"]
-    assert b.role_s["generator"] == pytest.approx(2.0 * work)
-    busy = (2.0 * work + 3 * work) / 4
-    assert b.replica_idle == pytest.approx(1.0 - busy / b.step_s, rel=0.02)
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.05, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
-def test_a_share_of_slow_replicas_is_never_rounded_down_to_none(share: float, count: int) -> None:
-    factors = Variation(slow_fraction=share, slow_factor=3.0).slow_replicas(4, seed=0)
-    assert sorted(factors) == [1.0] * (4 - count) + [3.0] * count
-
-
 def test_variable_durations_make_the_step_longer_than_theory_and_staleness_wins_it_back() -> None:
     scenario = small(lengths=lognormal(20, 0.8, 200), num_ticks=300, replicas=1)
     scenario = dataclasses.replace(scenario, trainer=TrainerCost(token_s=simulate(scenario).role_s["generator"] / 260))
@@ -220,6 +204,6 @@ def test_a_schedule_that_no_run_could_have_is_refused() -> None:
 def test_the_controllers_deadline_runs_on_virtual_time() -> None:
     graph = of_durations(generator_s=1, reward_s=100, trainer_s=1).graph
     runtime = VirtualClockRuntime()
-    with pytest.raises(DeadlineExceeded, match="out for 30 virtual seconds; out: 'reward' works on tick 0"):
+    with pytest.raises(DeadlineExceeded, match="out for 30 virtual seconds"):
         run_graph(Marking(graph, num_ticks=2), runtime, seed=0, deadlines=DeadlineConfig(step_s=30))
     assert runtime.now() == pytest.approx(31.0)  # the oldest order is the reward's, sent at 1 s
