@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -34,7 +33,7 @@ class FrozenLake(Game):
         slip: Chance that a move goes to one of the two sides instead, 0 to 1.
         view: ``map``: the whole lake is shown; ``near``: the nine cells around the walker.
         maps: Number of different maps that seeds are spread over; 0: each seed has its own.
-        max_moves, style, speed, partial: See ``Game``; a lost game is worth the part of the way that was walked.
+        max_moves, style: See ``Game``.
     """
 
     @checked
@@ -48,10 +47,8 @@ class FrozenLake(Game):
         maps: NonNegativeInt = 0,
         max_moves: PositiveInt = 20,
         style: Style = "words",
-        speed: Share = 0.0,
-        partial: Share = 0.0,
     ) -> None:
-        super().__init__(max_moves=max_moves, style=style, speed=speed, partial=partial)
+        super().__init__(max_moves=max_moves, style=style)
         if holes > (most := size * size - (2 * size - 1)):
             raise ValueError(f"holes must be 0 to {most} with size {size}, got {holes}")
         self._size, self._num_holes, self._maps, self._slip = size, holes, maps, slip
@@ -59,13 +56,10 @@ class FrozenLake(Game):
         self._at: Cell = (0, 0)
         self._goal: Cell = (size - 1, size - 1)
         self._holes: frozenset[Cell] = frozenset()
-        self._distance: dict[Cell, int] = {}
-        self._nearest = 0
 
     def begin(self, seed: int) -> str:
         self._holes = self._draw_holes(random.Random(seed % self._maps) if self._maps else self.rng)
-        self._at, self._distance = (0, 0), self._distances()
-        self._nearest = self._distance[self._at]
+        self._at = (0, 0)
         if self.compact:
             return self._show()
         goal = "The goal G is in the lower right corner. " if self._near else ""
@@ -89,13 +83,9 @@ class FrozenLake(Game):
             self._at = (row, column)
         if self._at in self._holes:
             return Outcome(text="hole" if self.compact else "You fell into a hole.", ending="lost")
-        self._nearest = min(self._nearest, self._distance.get(self._at, self._nearest))
         if self._at == self._goal:
             return Outcome(text="goal" if self.compact else "You reached the goal.", ending="won")
         return Outcome(text=self._show())
-
-    def nearness(self) -> float:
-        return 1.0 - self._nearest / self._distance[(0, 0)]
 
     def random_reply(self, rng: random.Random) -> str:
         move = rng.choice(list(_MOVES))
@@ -111,20 +101,6 @@ class FrozenLake(Game):
             free.add((row, column))
         others = [(r, c) for r in range(self._size) for c in range(self._size) if (r, c) not in free]
         return frozenset(rng.sample(others, self._num_holes))
-
-    def _distances(self) -> dict[Cell, int]:
-        """Moves to the goal from every cell that leads there."""
-        found = {self._goal: 0}
-        queue = deque([self._goal])
-        while queue:
-            cell = queue.popleft()
-            for down, right in _MOVES.values():
-                beside = (cell[0] + down, cell[1] + right)
-                inside = 0 <= beside[0] < self._size and 0 <= beside[1] < self._size
-                if inside and beside not in self._holes and beside not in found:
-                    found[beside] = found[cell] + 1
-                    queue.append(beside)
-        return found
 
     def _show(self) -> str:
         rows = columns = range(self._size)

@@ -7,7 +7,7 @@ import re
 
 from pydantic import PositiveInt
 
-from llamarl.environments.games.game import Game, Outcome, Share, Style, checked
+from llamarl.environments.games.game import Game, Outcome, Style, checked
 
 __all__ = ["GuessNumber"]
 
@@ -18,7 +18,7 @@ class GuessNumber(Game):
     Args:
         low: Least number that it may be.
         high: Greatest.
-        max_moves, style, speed, partial: See ``Game``; a lost game is worth the nearness of its best guess.
+        max_moves, style: See ``Game``.
     """
 
     @checked
@@ -29,18 +29,16 @@ class GuessNumber(Game):
         high: int = 100,
         max_moves: PositiveInt = 7,
         style: Style = "words",
-        speed: Share = 0.0,
-        partial: Share = 0.0,
     ) -> None:
-        super().__init__(max_moves=max_moves, style=style, speed=speed, partial=partial)
+        super().__init__(max_moves=max_moves, style=style)
         if not -(10**12) <= low < high <= 10**12:
             raise ValueError(f"low must be below high, both within 10**12, got {low} and {high}")
         if self.compact and low < 0:
             raise ValueError(f"low must be >= 0 with style 'compact', which has no minus sign, got {low}")
-        self._low, self._high, self._secret, self._gap = low, high, low, high - low
+        self._low, self._high, self._secret = low, high, low
 
     def begin(self, seed: int) -> str:
-        self._secret, self._gap = self.rng.randint(self._low, self._high), self._high - self._low
+        self._secret = self.rng.randint(self._low, self._high)
         if self.compact:
             return f"{self._low} to {self._high}"
         return (
@@ -54,7 +52,6 @@ class GuessNumber(Game):
         if guess is None or not self._low <= guess <= self._high:
             asked = f"{self._low} to {self._high}"
             return self.unclear(f"Write one whole number from {asked}.", asked)
-        self._gap = min(self._gap, abs(guess - self._secret))
         if guess == self._secret:
             return Outcome(text="right" if self.compact else f"Right, it is {guess}.", ending="won")
         higher = guess < self._secret
@@ -62,9 +59,6 @@ class GuessNumber(Game):
             return Outcome(text="more" if higher else "less")
         left = f"{self.moves_left} guess{'es' * (self.moves_left != 1)} left."
         return Outcome(text=f"My number is {'higher' if higher else 'lower'} than {guess}. {left}")
-
-    def nearness(self) -> float:
-        return 1.0 - self._gap / (self._high - self._low)
 
     def random_reply(self, rng: random.Random) -> str:
         return str(rng.randint(self._low, self._high))

@@ -15,7 +15,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import EpisodeOver, Observation, Step
-from llamarl.environments.games.game import Game, Outcome, Share, Style, checked
+from llamarl.environments.games.game import Game, Outcome, Style, checked
 
 _WORDS = """
 about above acted added admit adult after again agent agree ahead alarm alike alive allow alone along aloud altar among
@@ -86,7 +86,7 @@ class Wordle(Game):
     Args:
         num_words: The secret is one of so many of the list's words; 0: of all.
         listed: Whether a guess must be a word of the list; else any five letters are one.
-        max_moves, style, speed, partial: See ``Game``; a lost game is worth its most letters in place.
+        max_moves, style: See ``Game``.
     """
 
     @checked
@@ -97,18 +97,16 @@ class Wordle(Game):
         listed: bool = False,
         max_moves: PositiveInt = 6,
         style: Style = "words",
-        speed: Share = 0.0,
-        partial: Share = 0.0,
     ) -> None:
-        super().__init__(max_moves=max_moves, style=style, speed=speed, partial=partial)
+        super().__init__(max_moves=max_moves, style=style)
         if num_words > len(FIVE_LETTERS):
             raise ValueError(f"num_words must be 0 to {len(FIVE_LETTERS)}, got {num_words}")
         self._words = some_words(num_words)
         self._listed = listed
-        self._secret, self._most = "", 0
+        self._secret = ""
 
     def begin(self, seed: int) -> str:
-        self._secret, self._most = self.rng.choice(self._words), 0
+        self._secret = self.rng.choice(self._words)
         if self.compact:
             return "word of 5"
         return (
@@ -124,15 +122,11 @@ class Wordle(Game):
         if self._listed and guess not in _KNOWN:
             return self.unclear(f"{guess} is not in my list. Write another word of five letters.", f"no {guess}")
         shown = marks(guess, self._secret)
-        self._most = max(self._most, shown.count("="))
         if guess == self._secret:
             return Outcome(text="right" if self.compact else f"Right, it is {guess}.", ending="won")
         if self.compact:
             return Outcome(text=f"{guess}\n{shown}")
         return Outcome(text=f"{guess}\n{shown}\n{self.moves_left} guess{'es' * (self.moves_left != 1)} left.")
-
-    def nearness(self) -> float:
-        return self._most / 5
 
     def random_reply(self, rng: random.Random) -> str:
         return rng.choice(FIVE_LETTERS)

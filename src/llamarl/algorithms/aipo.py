@@ -15,7 +15,7 @@ from torch import Tensor
 from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_sums
 from llamarl.algorithms.config import AlgorithmConfig
 
-__all__ = ["aipo", "aipo_surrogate", "most_log_ratio", "reinforce", "sequence_is"]
+__all__ = ["aipo", "most_log_ratio", "reinforce", "sequence_is"]
 
 
 def aipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
@@ -30,17 +30,6 @@ def aipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     ``-min(ratio, rho) * A`` is another algorithm: it gives such a token no gradient at all.
     """
     return weighted(batch, batch.log_ratio.detach(), config)
-
-
-def aipo_surrogate(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
-    """-min(pi / mu, rho) * A with a differentiable ratio: equal to ``aipo`` below ``rho``, no gradient above.
-
-    Some implementations call this AIPO. It is here to compare with, not what the paper's update says.
-    """
-    log_ratio, most = batch.log_ratio, most_log_ratio(config)
-    clipped = (log_ratio > most).detach()
-    ratio = torch.where(log_ratio > most, most, log_ratio).exp()  # where, not clamp: no gradient through the bound
-    return TokenLosses(losses=-ratio * batch.advantages, clipped=clipped)
 
 
 def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:

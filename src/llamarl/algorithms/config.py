@@ -33,7 +33,6 @@ __all__ = [
 
 LOSS_NAMES = (
     "aipo",
-    "aipo_surrogate",
     "reinforce",
     "ppo",
     "decoupled_ppo",
@@ -102,16 +101,13 @@ def spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**preset.constants, **preset.means, **values} if preset else dict(values)
 
 
-def _loss(name: str) -> str:
-    if why := why_no_name(name, tuple(dict.fromkeys((*LOSS_NAMES, *PRESETS))), "my_name.py:function"):
-        raise ValueError(why)
-    return name
+def _known(names: tuple[str, ...], example: str) -> AfterValidator:
+    def check(name: str) -> str:
+        if why := why_no_name(name, names, example):
+            raise ValueError(why)
+        return name
 
-
-def _advantage(name: str) -> str:
-    if why := why_no_name(name, ADVANTAGE_NAMES, "my_advantage.py:function"):
-        raise ValueError(why)
-    return name
+    return AfterValidator(check)
 
 
 def _positive(rho: float | str) -> float | str:
@@ -124,8 +120,8 @@ def _positive(rho: float | str) -> float | str:
 class AlgorithmConfig:
     """The loss, the advantage estimator and how per-token terms are averaged."""
 
-    name: Annotated[str, AfterValidator(_loss)] = "aipo"
-    """Loss: aipo, aipo_surrogate, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo,
+    name: Annotated[str, _known((*LOSS_NAMES, *PRESETS), "my_name.py:function")] = "aipo"
+    """Loss: aipo, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo,
     sequence_is, dppo, sft, grpo, dapo, or your own as package.module:function or path/to/file.py:function
     (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by
     min(pi / mu, rho), LlamaRL's objective. ``reinforce`` weighs every token by 1: no correction at
@@ -139,7 +135,7 @@ class AlgorithmConfig:
     without generator and reward (docs/sft.md)."""
 
     rho: Annotated[float | Literal["none"], AfterValidator(_positive)] = 4.0
-    """Clip on the weight pi / mu of ``aipo``, ``aipo_surrogate``, ``truncated_is``, ``sequence_is`` and ``dppo``, > 0; the
+    """Clip on the weight pi / mu of ``aipo``, ``truncated_is``, ``sequence_is`` and ``dppo``, > 0; the
     paper suggests 2 to 10. ``none`` never clips: unbiased, of unbounded variance. It is then capped
     only at e^20 (some 5e8), so that a float holds it; capped tokens count in
     ``ratio/clipped_fraction``, which is otherwise 0."""
@@ -169,7 +165,7 @@ class AlgorithmConfig:
     """Share of each response's tokens that train, those at which the policy's entropy is highest;
     0.2 is the usual one (arXiv:2506.01939). The divisor stays that of all tokens."""
 
-    advantage: Annotated[str, AfterValidator(_advantage)] = "group_mean"
+    advantage: Annotated[str, _known(ADVANTAGE_NAMES, "my_advantage.py:function")] = "group_mean"
     """Advantage of a response: group_mean, leave_one_out, group_std, batch_std,
     group_mean_batch_std, max_rl, gdpo, reward, distillation, gae, turn_gae, two_level_gae, or your own function of one group's
     rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its

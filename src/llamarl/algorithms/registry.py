@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from llamarl.algorithms.aipo import aipo, aipo_surrogate, reinforce, sequence_is
+from llamarl.algorithms.aipo import aipo, reinforce, sequence_is
 from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.ppo import cispo, decoupled_ppo, dppo, gspo, ppo, truncated_is
@@ -17,7 +17,6 @@ __all__ = ["LOSSES", "WITH_PROXIMAL_POLICY", "find_loss"]
 
 LOSSES: dict[str, LossFunction] = {
     "aipo": aipo,
-    "aipo_surrogate": aipo_surrogate,
     "reinforce": reinforce,
     "ppo": ppo,
     "decoupled_ppo": decoupled_ppo,

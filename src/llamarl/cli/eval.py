@@ -72,10 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.llm import open_policy
+    from llamarl.environments.factory import PRESETS
 
+    num_prompts = _WHOLE if args.prompts is None and args.data in PRESETS else args.prompts
     settings = {
         "task.name": ("--data", args.data),
-        "evaluation.num_prompts": ("--prompts", _num_prompts(args)),
+        "evaluation.num_prompts": ("--prompts", num_prompts),
         "reward_model.path": ("--best-of", args.best_of),
         "evaluation.samples_per_prompt": ("--samples", args.samples),
         "evaluation.temperature": ("--temperature", args.temperature),
@@ -119,13 +121,6 @@ def _find_missing(config: Any) -> Iterator[Mistake]:
     yield from task_mistakes(config.task, config.run.seed)
 
 
-def _num_prompts(args: argparse.Namespace) -> int | None:
-    """As asked; of a task that brings its own test set, all of it."""
-    from llamarl.environments.factory import PRESETS
-
-    return _WHOLE if args.prompts is None and args.data in PRESETS else args.prompts
-
-
 def _evaluate(
     config: Any, named: NamedModel, responses: OutputFile | None, *, greedy: bool, rate: bool
 ) -> dict[str, Any]:
@@ -135,7 +130,7 @@ def _evaluate(
     from llamarl.environments.factory import make_prompt_stream
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups, standard_error
-    from llamarl.executors.measures import answered
+    from llamarl.executors.measures import answered, measures
     from llamarl.executors.reward import count_causes
     from llamarl.executors.self_check import check_generated
     from llamarl.executors.version_loader import load_adapter
@@ -178,7 +173,8 @@ def _evaluate(
         print(f"failed, so in no figure: {count} x {cause}", file=sys.stderr)
     tasks = list(config.task.tasks)
     scores = evaluate(groups, tasks)
-    found = _measures(groups, ratings, sure)
+    of_greedy = {f"greedy_{key}": one for key, one in measures(sure).items()} if sure else {}
+    found = {**of_greedy, **measures(groups, ratings)}
     return {
         "model": named.words,
         "task": config.task.titles,
@@ -196,13 +192,6 @@ def _evaluate(
         "failed": int(scores["failed"]),
         **{key: value for key, value in scores.items() if key.startswith(("tasks/", "parts/"))},
     }
-
-
-def _measures(groups: Any, ratings: Any, sure: Any) -> dict[str, Any]:
-    from llamarl.executors.measures import measures
-
-    of_greedy = {f"greedy_{key}": one for key, one in measures(sure).items()} if sure else {}
-    return {**of_greedy, **measures(groups, ratings)}
 
 
 def _ratings(config: Any, groups: Any) -> Any:

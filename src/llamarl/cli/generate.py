@@ -65,13 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", help="stop at this text; may be given more than once (default: the run's)"
     )
-    parser.add_argument(
-        "--stop-token-id",
-        action="append",
-        type=int,
-        metavar="ID",
-        help="stop at this token; may be given more than once (default: the run's)",
-    )
     parser.add_argument("--samples", type=int, default=1, help="responses a prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     parser.add_argument(
@@ -99,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
         "generator.sampling.top_k": ("--top-k", args.top_k),
         "generator.sampling.top_p": ("--top-p", args.top_p),
         "generator.sampling.stop_strings": ("--stop", args.stop),
-        "generator.sampling.stop_token_ids": ("--stop-token-id", args.stop_token_id),
         "generator.engine.dtype": ("--dtype", args.dtype),
         "generator.quantization": ("--quantization", args.quantization),
         "generator.device": ("--device", args.device),

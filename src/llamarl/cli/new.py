@@ -50,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
-    _tell(folder)
+    print(f"""\
+{folder}/questions.jsonl   {_NUM_QUESTIONS} questions with their answers, one JSON object a line
+{folder}/reward.py         what a response is worth
+{folder}/test_reward.py    pytest {folder}
+{folder}/recipe.toml       llamarl train {folder}/recipe.toml""")
     return 0
 
 
@@ -68,11 +72,3 @@ def _questions() -> list[dict[str, str]]:
         digits = [rng.randrange(10) for _ in range(rng.randint(2, 5))]
         ledgers[write_ledger(digits)] = sum(digits)
     return [{"question": question, "answer": str(total)} for question, total in ledgers.items()]
-
-
-def _tell(folder: Path) -> None:
-    print(f"""\
-{folder}/questions.jsonl   {_NUM_QUESTIONS} questions with their answers, one JSON object a line
-{folder}/reward.py         what a response is worth
-{folder}/test_reward.py    pytest {folder}
-{folder}/recipe.toml       llamarl train {folder}/recipe.toml""")

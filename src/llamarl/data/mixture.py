@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.data.items import Split
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream, splitmix
 from llamarl.determinism import derive_seed
 from llamarl.types import Prompt
 
@@ -29,11 +29,7 @@ def choose_tasks(weights: npt.NDArray[np.float64], seed: int, first: int, count:
 
     Integer arithmetic on (seed, index), and one comparison with the cumulated weights: the same on every machine.
     """
-    keys = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    keys += np.uint64(derive_seed(seed, _MIXTURE))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
-    keys ^= keys >> np.uint64(31)
+    keys = splitmix(np.arange(first, first + count, dtype=np.uint64), derive_seed(seed, _MIXTURE))
     places = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
     bounds = np.cumsum(weights) / np.sum(weights)
     return np.minimum(np.searchsorted(bounds, places, side="right"), len(weights) - 1).astype(np.int64)

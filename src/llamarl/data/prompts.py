@@ -38,6 +38,7 @@ __all__ = [
     "holds_unknown",
     "render_prompt",
     "shuffled",
+    "splitmix",
     "unknown_text_warning",
     "unknown_token_id",
     "uses_chat_template",
@@ -255,7 +256,7 @@ class PromptStream:
         self._remedy = "lower generator.sampling.max_new_tokens" if of_context else "raise data.max_prompt_tokens"
         self.num_skipped = 0
         """Training items that were too long and left out, since this stream was made."""
-        self._order = lru_cache(maxsize=4)(self._compute_order)
+        self._order = lru_cache(maxsize=4)(lambda num_items, epoch: shuffled(num_items, seed, epoch))
 
     def get(self, index: int, item: int | None = None) -> Prompt:
         """Prompt ``index`` of the training stream, ``index`` from 0 on without end.
@@ -422,18 +423,18 @@ class PromptStream:
             item=place,
         )
 
-    def _compute_order(self, num_items: int, epoch: int) -> npt.NDArray[np.int64]:
-        return shuffled(num_items, self._seed, epoch)
-
 
 def shuffled(num_items: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation of 0 .. num_items - 1: places sorted by splitmix64 keys."""
-    keys = np.arange(num_items, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    keys += np.uint64(derive_seed(seed, epoch))
+    return np.argsort(splitmix(np.arange(num_items, dtype=np.uint64), derive_seed(seed, epoch)), kind="stable")
+
+
+def splitmix(numbers: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
+    """A 64-bit key of each number (splitmix64)."""
+    keys = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
-    keys ^= keys >> np.uint64(31)
-    return np.argsort(keys, kind="stable")
+    return keys ^ (keys >> np.uint64(31))
 
 
 def unknown_token_id(tokenizer: Any) -> int | None:

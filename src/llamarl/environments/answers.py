@@ -15,14 +15,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Literal
 
 __all__ = [
-    "AnswerFrom", "extract_answer", "final_answers", "is_number", "is_taken_back", "last_boxed", "last_number", "quantity",
+    "extract_answer", "final_answers", "is_number", "is_taken_back", "last_boxed", "last_number", "quantity",
     "tidy",
 ]  # fmt: skip
-
-AnswerFrom = Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"]
 
 MAX_ANSWER_CHARS = 2000
 """How much of a response is looked at behind a marker, or at its end where there is none."""
@@ -213,27 +210,13 @@ def tidy(text: str) -> str:
     return text
 
 
-def extract_answer(text: str, how: AnswerFrom = "auto", *, numeric: bool = False) -> str | None:
-    """The answer a response gives, or None where it gives none of the form asked for.
+def extract_answer(text: str, *, numeric: bool = False) -> str | None:
+    """The answer a response gives, or None where it gives none: inside the last ``<answer>...</answer>``, else the last
+    ``\\boxed{...}``, else what follows the last ``####``, else the last number if ``numeric``, else everything.
 
     Args:
-        how: ``tag``: inside the last ``<answer>...</answer>``; ``boxed``: inside the last ``\\boxed{...}``;
-            ``last_number``; ``last_line``: the last line that is not blank; ``whole``: everything, stripped;
-            ``auto``: the tag, else the box, else what follows the last ``####``, else the last number if ``numeric``,
-            else everything.
         numeric: The reference answer is a number.
     """
-    if how == "tag":
-        return _last(_tags(text))
-    if how == "boxed":
-        return last_boxed(text)
-    if how == "last_number":
-        return last_number(text)
-    if how == "last_line":
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else None
-    if how == "whole":
-        return text.strip() or None
     for marked in (_last(_tags(text)), last_boxed(text)):
         if marked is not None:
             return marked

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import os
 import re
 import signal
 import socket
@@ -85,9 +84,6 @@ class CodeOptions:
     """bwrap: bubblewrap; where it does not work the run is refused. plain is no box, and is taken
     only by name: limits hold, but programs can read what the user can."""
 
-    packages: bool = True
-    """Whether programs and tests can import the installed packages, besides the standard library."""
-
     @classmethod
     def read(cls, options: Mapping[str, Any], pool: RewardPoolConfig | None = None) -> CodeOptions:
         """Options of a recipe.
@@ -128,16 +124,7 @@ def warning_of_boxes(config: TaskConfig) -> str:
     return (
         "task.options.box = 'plain' is NO BOX: programs that the policy writes can read, and send to other processes of this "
         "machine, whatever the user who runs them can (docs/code.md)"
-    ) + _hidden_packages(run.find_installation().packages)
-
-
-def _hidden_packages(folders: Sequence[str]) -> str:
-    """What programs miss that root starts as another user, where only root may enter a folder of packages."""
-    there = [Path(folder) for folder in folders if os.path.isdir(folder)]
-    closed = [folder for folder in there if not all(path.stat().st_mode & 1 for path in (folder, *folder.parents))]
-    if os.geteuid() != 0 or not closed:
-        return ""
-    return f". They run as a user who may not enter {closed[0]}: what is installed there cannot be imported"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +259,7 @@ def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: Cod
             limit = "time"
             break
         limits = BoxLimits(wall_s=left, memory_mb=options.memory_mb)
-        box = run.Program(source=program, stdin=test["input"], packages=options.packages, limits=limits)
+        box = run.Program(source=program, stdin=test["input"], limits=limits)
         (found,) = run.run_together([box], options.box)
         if _was_killed(found):
             (found,) = run.run_together([box], options.box)
@@ -326,7 +313,6 @@ def _play_tests(program: str, tests: Any, options: CodeOptions, entry_point: str
             source=_script("tester.py"),
             stdin=json.dumps(job),
             files={"link.py": _script("link.py")},
-            packages=options.packages,
             channel=tests_end.fileno(),
             may_hide=True,
             limits=BoxLimits(
@@ -336,7 +322,6 @@ def _play_tests(program: str, tests: Any, options: CodeOptions, entry_point: str
         player = run.Program(
             source=_script("player.py"),
             files={"link.py": _script("link.py"), "solution.py": program},
-            packages=options.packages,
             channel=program_end.fileno(),
             limits=BoxLimits(wall_s=options.timeout_s, memory_mb=options.memory_mb),
         )

@@ -6,7 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -144,9 +144,6 @@ class TaskConfig:
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of distinct questions kept for evaluation only, chosen by a hash of the question, at
     least one of two or more; procedural tasks too. 0: none."""
-
-    answer_from: Literal["auto", "tag", "boxed", "last_number", "last_line", "whole"] = "auto"
-    """Where in a response reasoning_gym tasks look for the answer; see docs/environments.md."""
 
     reward: _Function = ""
     """Import path of a function reward(prompt, response, answer) -> float that judges instead of the task:

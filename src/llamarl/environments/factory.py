@@ -126,13 +126,7 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
     if kind in ("reasoning_gym", "countdown"):
         from llamarl.environments.reasoning_gym import ReasoningGymTask
 
-        return ReasoningGymTask(
-            dataset or kind,
-            config.options,
-            seed=seed,
-            eval_fraction=config.eval_fraction,
-            answer_from=config.answer_from,
-        )
+        return ReasoningGymTask(dataset or kind, config.options, seed=seed, eval_fraction=config.eval_fraction)
     if kind == "code":
         from llamarl.environments.code import CodeTask
 

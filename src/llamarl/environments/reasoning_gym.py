@@ -18,7 +18,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 from llamarl.data.items import Split, TaskItem, draw_item
-from llamarl.environments.answers import AnswerFrom, extract_answer, is_number
+from llamarl.environments.answers import extract_answer, is_number
 from llamarl.errors import DataError
 from llamarl.types import Prompt, Score
 
@@ -81,15 +81,7 @@ def _guarded(score: Callable[..., float], is_harmless: Callable[[str], bool]) ->
 class ReasoningGymTask:
     """Endless items of one dataset. Single-turn; the score is the dataset's, mostly 0 to 1 with partial credit."""
 
-    def __init__(
-        self,
-        dataset: str,
-        options: Mapping[str, Any],
-        *,
-        seed: int,
-        eval_fraction: float,
-        answer_from: AnswerFrom = "auto",
-    ) -> None:
+    def __init__(self, dataset: str, options: Mapping[str, Any], *, seed: int, eval_fraction: float) -> None:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
@@ -117,7 +109,6 @@ class ReasoningGymTask:
             ) from error
         self._seed = seed
         self._eval_fraction = eval_fraction
-        self._answer_from: AnswerFrom = answer_from
 
     def num_items(self, split: Split) -> int | None:
         return None
@@ -168,7 +159,7 @@ class ReasoningGymTask:
                 f"{metadata['question'][:80]!r} and is {entry['question'][:80]!r}"
             )
         numeric = entry["answer"] is not None and is_number(str(entry["answer"]))
-        given = extract_answer(reply, self._answer_from, numeric=numeric)
+        given = extract_answer(reply, numeric=numeric)
         try:
             value = float(self._dataset.score_answer(given, entry))
         except Exception:

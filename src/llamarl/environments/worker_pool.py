@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import selectors
 from collections import Counter
 from collections.abc import Hashable
@@ -27,7 +26,7 @@ from typing import Any, ClassVar, Self
 
 from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answer, Answered, Ready, Refused, pack_request
-from llamarl.environments.worker_process import START_TIMEOUT_S, Job, WorkerProcess, unset_names
+from llamarl.environments.worker_process import START_TIMEOUT_S, Job, WorkerProcess
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.frames import BrokenFrame
 from llamarl.running_time import running_s
@@ -83,10 +82,6 @@ class WorkerPool:
         self._start_deaths: Counter[int] = Counter()  # place of a worker -> how often in a row it died while it started
         self.num_replaced = 0
         """Workers killed or lost, and replaced, since the start."""
-        if unset := unset_names(os.environ, config.pass_env):
-            _log.warning(
-                "task.pool.pass_env: not set here, and so not in the %s workers: %s", self.title, ", ".join(unset)
-            )
         try:
             for number in range(config.num_workers if needed else 0):
                 self._workers.append(self._start(number))

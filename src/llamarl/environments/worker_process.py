@@ -20,7 +20,7 @@ from llamarl.frames import BrokenFrame, Frames
 from llamarl.process_tree import spawn
 from llamarl.running_time import running_s
 
-__all__ = ["Job", "PASSED", "START_TIMEOUT_S", "WorkerProcess", "unset_names", "worker_environment"]
+__all__ = ["Job", "PASSED", "START_TIMEOUT_S", "WorkerProcess", "worker_environment"]
 
 START_TIMEOUT_S = 120.0
 """For a worker to start: interpreter, imports, the task's data."""
@@ -68,11 +68,6 @@ def worker_environment(
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in import_path),
         "PYTHONHASHSEED": "0",
     }
-
-
-def unset_names(environment: Mapping[str, str], pass_env: Sequence[str]) -> list[str]:
-    """Names in ``pass_env`` that stand for no variable."""
-    return [pattern for pattern in pass_env if not _matching(environment, [pattern])]
 
 
 def _matching(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:

@@ -322,12 +322,6 @@ class RewardModelConfig:
     and response as its tokenizer joins two texts. "auto": "chat" where its tokenizer has a
     template, else "plain"."""
 
-    max_tokens: NonNegativeInt = 0
-    """Longest text it is given, in its own tokens; 0 is its context length."""
-
-    too_long: Literal["fail", "cut"] = "fail"
-    """What becomes of a longer one. "fail": the sample has no reward. "cut": its first tokens are left out."""
-
     fsdp: Fsdp = 1
     tp: Tp = 1
     threads: Threads = 0
@@ -497,11 +491,6 @@ class ExecutorConfig:
     def _mistakes(self) -> Iterator[Mistake]:
         if others := sorted(set(self.delays) - set(self.reads)):
             yield Mistake("delays", f"must name channels of reads ({', '.join(self.reads)}), got {others}", ("reads",))
-        if "executors" in self.settings:
-            yield Mistake(
-                "settings",
-                "are of the recipe's other sections: an executor's own keys stand beside settings, not in them",
-            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -32,10 +32,6 @@ class Rendered:
     types: list[int]
     """Of each token, which of two joined texts it is of; empty where the model makes no difference."""
 
-    def last(self, count: int) -> Rendered:
-        """Its last ``count`` tokens."""
-        return Rendered(self.tokens[-count:], self.types[-count:])
-
 
 def conversation(prompt: Prompt, response: Response) -> list[dict[str, Any]]:
     """The item's own messages, or its question as the user's, followed by the response as the assistant's.

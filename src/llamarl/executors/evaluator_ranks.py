@@ -20,7 +20,7 @@ from llamarl.models.parallel import ParallelLayout, make_layout, new_group
 from llamarl.types import Group
 from llamarl.weight_sync.layout import AnyLayout
 
-__all__ = ["EvaluatorRanks", "evaluator_weights", "in_order_of_prompts", "share_of"]
+__all__ = ["EvaluatorRanks", "evaluator_weights"]
 
 T = TypeVar("T")
 
@@ -28,17 +28,6 @@ T = TypeVar("T")
 def evaluator_weights(config: RunConfig) -> AnyLayout | None:
     """What every evaluator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
     return rank_weights(config, ((1, config.evaluation.tp),) * config.evaluation.dp)
-
-
-def share_of(items: Sequence[T], replica: int, num_replicas: int) -> Sequence[T]:
-    """What one replica plays."""
-    return items[replica::num_replicas]
-
-
-def in_order_of_prompts(shares: Sequence[Sequence[T]]) -> list[T]:
-    """All replicas' shares as one list again: what ``share_of`` took apart."""
-    dp = len(shares)
-    return [shares[place % dp][place // dp] for place in range(sum(map(len, shares)))]
 
 
 class EvaluatorRanks:
@@ -60,7 +49,7 @@ class EvaluatorRanks:
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """What this rank's replica plays."""
-        return share_of(items, self._layout.fsdp_rank, self._layout.fsdp)
+        return items[self._layout.fsdp_rank :: self._layout.fsdp]
 
     def together(self, groups: Sequence[Group]) -> list[Group] | None:
         """All replicas' groups in the order of their prompts, on rank 0; None elsewhere. Every rank
@@ -69,4 +58,6 @@ class EvaluatorRanks:
             return list(groups)
         found: list[Sequence[Group]] = [()] * self._layout.num_ranks
         dist.gather_object(groups, found if self._layout.rank == 0 else None, dst=0, group=self._group)
-        return in_order_of_prompts(found[:: self._layout.tp]) if self._layout.rank == 0 else None
+        shares = found[:: self._layout.tp]
+        order = range(sum(map(len, shares)))
+        return [shares[i % len(shares)][i // len(shares)] for i in order] if self._layout.rank == 0 else None

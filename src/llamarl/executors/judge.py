@@ -26,7 +26,6 @@ from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
 from llamarl.checkpoint.storage import RunIdentity
 from llamarl.executors.asking import EngineJudge, Question, ServerJudge, Verdict
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
-from llamarl.executors.config import JudgeConfig
 from llamarl.executors.conversations import fill
 from llamarl.executors.judging import to_judge, with_score
 from llamarl.executors.reward import JUDGING_SHARE
@@ -52,9 +51,9 @@ class JudgeExecutor(Stateless, BaseExecutor):
         if self.context.run_dir is not None:
             self._folder = RunIdentity.of(self.context.run_dir)
             file = self.context.run_dir / "verdicts" / f"{self.name}-{self.context.rank}.jsonl"
-            self._log = VerdictLog(
-                file, asked_of=_what_decides(self.settings), patience=Patience(self.config.deadlines.disk_s)
-            )
+            of = self.settings
+            asked_of = [of.url, of.model, of.temperature, of.max_new_tokens, of.score_pattern, list(of.score_range)]
+            self._log = VerdictLog(file, asked_of=asked_of, patience=Patience(self.config.deadlines.disk_s))
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -109,11 +108,6 @@ class JudgeExecutor(Stateless, BaseExecutor):
 
     def close(self) -> None:
         self.__dict__.pop("judge", None)
-
-
-def _what_decides(of: JudgeConfig) -> list[Any]:
-    """Besides the words of a question, what a verdict hangs on."""
-    return [of.url, of.model, of.temperature, of.max_new_tokens, of.score_pattern, list(of.score_range)]
 
 
 def _metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:

@@ -101,7 +101,7 @@ def answered(groups: Sequence[Group]) -> float:
 
 
 def _voted(text: str, numeric: bool) -> str | None:
-    return extract_answer(text, numeric=numeric) or extract_answer(text, "last_line")
+    return extract_answer(text, numeric=numeric) or next(reversed(text.strip().splitlines()), "").strip() or None
 
 
 def _is_judged(response: Response) -> bool:

@@ -41,7 +41,7 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             device=self.context.device,
         )
         self.text_for = TextFor(load_tokenizer(self.settings.path), self.settings.template, key="reward_model.template")
-        self._limit = min(self.settings.max_tokens or 1 << 60, self.scorer.context_length or 1 << 60)
+        self._limit = self.scorer.context_length or 1 << 60
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
@@ -106,12 +106,8 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             return Failure(kind="judge", detail=f"{name}: question and response give no token")
         if len(text.tokens) <= self._limit:
             return text
-        if self.settings.too_long == "cut":
-            return text.last(self._limit)
         # the same words for each, so that they are counted together
-        return Failure(
-            kind="judge", detail=f"{name}: longer than the {self._limit} tokens that it reads (too_long = 'fail')"
-        )
+        return Failure(kind="judge", detail=f"{name}: longer than the {self._limit} tokens that it reads")
 
     def _rated(self, response: Response, read: _Read, scores: Iterator[float]) -> Response:
         if read is None:

@@ -42,9 +42,6 @@ _ENDS_S = 10.0
 
 _LINES_A_RUN = 30
 _LINES_A_HEADING = 20
-_PLAIN = str.maketrans(
-    {"─": "-", "═": "=", "▶": ">", "·": "-", "×": "x", "█": "#", "░": ".", "–": "-", "→": ">", "▸": ">", "…": "~"}
-)
 
 
 class ConsoleReporter:
@@ -168,8 +165,9 @@ class ConsoleReporter:
 
     def _say(self, *lines: str, style: str = "", level: str = "info") -> None:
         self._said_s = time.monotonic()
-        for line in lines:
-            self._console.print(Text(_encodable(line.rstrip(), self._console.encoding), style), soft_wrap=True)
+        encoding = self._console.encoding
+        for line in lines:  # a question mark where the stream cannot hold a character
+            self._console.print(Text(line.rstrip().encode(encoding, "replace").decode(encoding), style), soft_wrap=True)
         self._keep(lines, level)
 
     def _keep(self, lines: Iterable[str], level: str) -> None:
@@ -311,12 +309,3 @@ class LiveLines:
                 found = self._ask()
                 if not self._closed.is_set():
                     self._console.working(found)
-
-
-def _encodable(line: str, encoding: str) -> str:
-    """The line, in plain characters where the stream cannot hold ours."""
-    try:
-        line.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return line.translate(_PLAIN).encode("ascii", "replace").decode()
-    return line

@@ -31,7 +31,6 @@ __all__ = [
     "few_causes",
     "find_in_rows",
     "find_wrong",
-    "hiding_delay",
     "remedy",
     "too_many_failed",
 ]
@@ -368,15 +367,9 @@ def _replies_late(rows: Rows) -> str:
     reply_s = statistics.median(late)
     return (
         f"{seen}, for replies of environments that were late: one takes up to {reply_s:.2g} s, an engine step {step_s:.2g} s. "
-        f"generator.reply_delay = {hiding_delay(reply_s, step_s)} would hide them; it changes the bits. If replies wait for a "
+        f"generator.reply_delay = {math.ceil(reply_s / step_s)} would hide them; it changes the bits. If replies wait for a "
         f"worker, raise task.pool.num_workers first"
     )
-
-
-def hiding_delay(reply_s: float, step_s: float) -> int:
-    """``generator.reply_delay`` at which a reply that takes ``reply_s`` is not late, at ``step_s``
-    > 0 an engine step."""
-    return math.ceil(reply_s / step_s)
 
 
 def _sum(rows: Rows, key: str) -> float:

@@ -17,7 +17,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -57,15 +56,11 @@ TENSORBOARD_FOLDER = "tensorboard"
 _TRAINER = "trainer"
 """The executor whose ticks are the run's steps."""
 
+_Timed = tuple["Report", float | None]
+"""And the end of the executor's tick before; None for its first."""
+
 WEIGHT_SYNC_SPAN = "weight_sync"
 """Spans whose label begins with this add up to ``time/weight_sync_s``."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    report: Report
-    previous_finish_s: float | None
-    """End of the executor's tick before; None for its first."""
 
 
 class _Closes(Protocol):
@@ -212,7 +207,7 @@ class Recorder:
             ) from error
 
     def _take(self, report: Report) -> list[Row]:
-        timed = _Timed(report, self._finishes.get(report.executor))
+        timed = report, self._finishes.get(report.executor)
         self._finishes[report.executor] = report.finished_s
         own = self._is_own(report)
         self._first_start_s[own] = min(report.started_s, self._first_start_s.get(own, report.started_s))
@@ -293,7 +288,7 @@ class Recorder:
         self.console.finish(self.summary(stopped))
 
     def _write(self, tick: int, items: Mapping[str, _Timed]) -> Row:
-        row = self._timing(items) | merge_metrics(tick, {name: timed.report.metrics for name, timed in items.items()})
+        row = self._timing(items) | merge_metrics(tick, {name: report.metrics for name, (report, _) in items.items()})
         if "tokens/generated" in row and row["time/step_s"] > 0:
             row["tokens_per_s/generated"] = row["tokens/generated"] / row["time/step_s"]
         written = self._log.write(row)
@@ -302,7 +297,7 @@ class Recorder:
         for sink in self._sinks:
             sink.write(written)
         self.console.on_row(written)
-        self._warn(written, [timed.report.failures for timed in items.values()])
+        self._warn(written, [report.failures for report, _ in items.values()])
         self._check_tokens(written)
         return written
 
@@ -334,9 +329,8 @@ class Recorder:
         """What the clock says of one tick. An executor's own value under the same key takes precedence."""
         row: dict[str, float] = {}
         weight_sync_s = 0.0
-        for name, timed in items.items():
-            report = timed.report
-            before, own = timed.previous_finish_s, self._is_own(report)
+        for name, (report, before) in items.items():
+            own = self._is_own(report)
             between_processes = own and before is not None and before < self._began_s  # no time of the run
             if before is None or between_processes:
                 before = self._first_start_s[own]

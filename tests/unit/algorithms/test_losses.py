@@ -64,7 +64,6 @@ def _written(name: str, pi: Tensor, mu: Tensor, prox: Tensor, a: float) -> Tenso
             total
             + {
                 "aipo": lambda t=t, r=ratio: min(r, 2.0) * a * pi[t],
-                "aipo_surrogate": lambda t=t: torch.clamp(torch.exp(pi[t] - mu[t]), max=2.0) * a,
                 "reinforce": lambda t=t: a * pi[t],
                 "ppo": lambda t=t: _clip(torch.exp(pi[t] - mu[t]), a),
                 "decoupled_ppo": lambda t=t, w=weight: w * _clip(torch.exp(pi[t] - prox[t]), a),
@@ -96,7 +95,7 @@ def test_gradient_is_that_of_the_written_objective(name: str) -> None:
     (expected,) = torch.autograd.grad(-objective, pi)
     torch.testing.assert_close(out.losses.sum(), -objective)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-    if name in ("ppo", "decoupled_ppo", "aipo_surrogate"):  # a clipped token is one without a gradient
+    if name in ("ppo", "decoupled_ppo"):  # a clipped token is one without a gradient
         assert torch.equal(out.clipped, expected == 0)
     if name != "reinforce":
         assert out.clipped.any() and not out.clipped.all()  # the case covers both sides
@@ -189,7 +188,6 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(name: str, advan
         ("aipo", 1.0, "none", [True, False, False]),
         ("aipo", 1.0, 1e12, [True, False, False]),  # a bound beyond the cap bounds nothing
         ("aipo", 1.0, 1e6, [True, True, False]),
-        ("aipo_surrogate", 1.0, "none", [True, False, False]),
         ("truncated_is", 1.0, "none", [True, False, False]),
         ("decoupled_ppo", 1.0, "none", [True, False, False]),
         ("ppo", -1.0, "none", [True, False, False]),  # where A < 0 the clip leaves rising tokens alone

@@ -104,9 +104,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
 
 
 def test_a_game_that_repeats_is_shown_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = doctor(
-        capsys, "--env", "mastermind", "--options", "pegs=2", "style=compact", "partial=0.2", "--episodes", "3"
-    )
+    status, out = doctor(capsys, "--env", "mastermind", "--options", "pegs=2", "style=compact", "--episodes", "3")
     assert status == 0
     assert (
         out.startswith("An episode (seed 0):\n\nenvironment  2 of 1 to 6")

@@ -74,18 +74,6 @@ def test_a_wall_stops_and_nonsense_takes_a_move() -> None:
     assert steps[2].done and not steps[2].truncated and steps[2].reward == 0.0
 
 
-def test_a_lost_lake_is_worth_the_part_of_the_way_that_was_walked() -> None:
-    steps = play(FrozenLake(size=3, holes=0, max_moves=3, partial=0.5), ["right", "right", "left"])
-    assert steps[-1].reward == 0.5 * 2 / 4  # two of four steps nearer
-
-
-def test_a_late_win_is_worth_less_with_speed() -> None:
-    steps = play(GuessNumber(low=1, high=2, max_moves=5, speed=0.8), ["3", "x", "1", "2"])
-    won = next(step for step in steps if step.done)
-    used = steps.index(won) + 1
-    assert won.reward == pytest.approx(1 - 0.8 * (used - 1) / 4)
-
-
 def test_every_lake_has_a_way_and_the_asked_number_of_holes() -> None:
     for seed in range(200):
         rows = map_of(FrozenLake(size=5, holes=16).reset(NO_WORDS, seed).text, 5)
@@ -265,7 +253,7 @@ def test_a_game_is_over_once() -> None:
 PLAYED: Mapping[str, Mapping[str, Any]] = {
     "mastermind": {},
     "second_try": {"dataset": "chain_sum"},
-    f"{EXAMPLES}/frozen_lake.py:FrozenLake": {"slip": 0.3, "partial": 0.5, "speed": 0.5},
+    f"{EXAMPLES}/frozen_lake.py:FrozenLake": {"slip": 0.3},
     f"{EXAMPLES}/guess_number.py:GuessNumber": {},
     f"{EXAMPLES}/word_games.py:Wordle": {},
     f"{EXAMPLES}/word_games.py:AlphabetSort": {},

@@ -27,7 +27,6 @@ from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.environments.sandbox import link, run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
-from llamarl.environments.sandbox.run import Installation
 from llamarl.errors import DataError
 from llamarl.types import Failure, Group, Score
 
@@ -129,23 +128,6 @@ def test_a_run_says_what_its_boxes_do_not_hold(parent: Path | None, monkeypatch:
     for boxed in (section(options={"box": "bwrap"}), section()):
         assert ("no control group" in warning_of_boxes(boxed)) == (parent is None)
     assert warning_of_boxes(validate({}).task) == ""
-
-
-def test_packages_that_only_root_may_enter_are_told_to_be_missing_in_a_plain_box(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "env" / "lib").mkdir(parents=True, mode=0o755)
-    (tmp_path / "env").chmod(0o700)
-    for folder, user, told in (
-        ("/usr/lib", 0, False),
-        (f"{tmp_path}/env/lib", 0, True),
-        (f"{tmp_path}/env/lib", 7, False),
-    ):
-        found = Installation("/usr/bin/python", ("/no/such/folder", folder), (), ())
-        monkeypatch.setattr("llamarl.environments.sandbox.run.find_installation", lambda found=found: found)
-        monkeypatch.setattr("os.geteuid", lambda user=user: user)
-        text = warning_of_boxes(section(options={"box": "plain"}))
-        assert (f"may not enter {folder}: what is installed there cannot be imported" in text) == told
 
 
 def test_output_is_compared_without_white_space_at_the_ends() -> None:

@@ -98,7 +98,6 @@ def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
         ("mastermind", {"style": "short"}, "expected 'words' or 'compact', got 'short'"),
         ("mastermind", {"max_moves": 0}, "task.environment_options.max_moves must be > 0, got 0"),
         ("mastermind", {"pegs": 9}, "must be <= 8, got 9"),
-        ("mastermind", {"pegs": 4, "colors": 3, "repeats": False}, "without repeats pegs must be <= colors, got 4 and 3"),
         ("second_try", {"min_terms": 2}, "dataset is empty"),
         ("reasoning_gym:chain_sum", {"no_such": 2}, "refuses {'no_such': 2}"),
         ("no/such/file.py:Game", {}, "no file"),

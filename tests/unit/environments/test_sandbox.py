@@ -404,7 +404,7 @@ TESTS = ["assert scramble(2) == 81234567", "assert scramble(11) == -40506"]
 def test_in_a_plain_box_of_roots_the_tests_cannot_be_read_from_other_processes_memory(plain: Kind) -> None:
     if os.geteuid() != 0:
         pytest.skip("an ordinary user's is the next test")
-    verdict = judge_program(READS_MEMORY, TESTS, CodeOptions(memory_mb=1024, packages=False, box=plain))
+    verdict = judge_program(READS_MEMORY, TESTS, CodeOptions(memory_mb=1024, box=plain))
     assert (verdict.num_passed, verdict.compiled, verdict.limit) == (0, True, None)
 
 
@@ -417,7 +417,7 @@ import numpy as np
 program, tests = json.loads(sys.stdin.read())
 with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
     print(json.dumps({"question": "q", "tests": tests}), file=file, flush=True)
-    options = {"box": "plain", "memory_mb": 1024, "packages": False}
+    options = {"box": "plain", "memory_mb": 1024}
     task = make_task(TaskConfig(name="code", data=file.name, eval_fraction=0.0, options=options), 0)
     task.prepare()
     prompt = Prompt(index=0, tokens=np.zeros(0, np.int32), text="q", metadata=dict(task.item("train", 0).metadata))

@@ -36,21 +36,19 @@ def _value(task: Task, item: TaskItem, response: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("text", "how", "numeric", "expected"),
+    ("text", "numeric", "expected"),
     [
-        ("so <answer> 4 </answer> no <answer>5</answer> 6", "auto", True, "5"),
-        ("1 + 2 = 3", "tag", True, None),
-        ("we get \\boxed{\\frac{1}{2}} or 7", "auto", True, "\\frac{1}{2}"),
-        ("steps\n#### 1,234", "auto", True, "1,234"),
-        ("The answer is 12.", "auto", True, "12"),
-        (" Paris \n", "auto", False, "Paris"),
-        ("a\n\nb \n", "last_line", False, "b"),
-        ("no digits", "last_number", True, None),
-        ("", "whole", False, None),
+        ("so <answer> 4 </answer> no <answer>5</answer> 6", True, "5"),
+        ("we get \\boxed{\\frac{1}{2}} or 7", True, "\\frac{1}{2}"),
+        ("steps\n#### 1,234", True, "1,234"),
+        ("The answer is 12.", True, "12"),
+        (" Paris \n", False, "Paris"),
+        ("no digits", True, None),
+        ("", False, None),
     ],
 )
-def test_extract_answer(text: str, how: str, numeric: bool, expected: str | None) -> None:
-    assert extract_answer(text, how, numeric=numeric) == expected  # type: ignore[arg-type]
+def test_extract_answer(text: str, numeric: bool, expected: str | None) -> None:
+    assert extract_answer(text, numeric=numeric) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_options_that_reasoning_gym_would_evaluate_are_refused(name: str, option
     [("prime_factorization", "two times three"), ("coin_flip", "1e999"), ("boxnet", "[[1]]"), ("game_of_life", "{}")],
 )
 def test_an_answer_that_a_dataset_cannot_read_is_wrong_and_no_failed_sample(name: str, answer: str) -> None:
-    task = make_task(TaskConfig(name=f"reasoning_gym:{name}", answer_from="tag"), 0)
+    task = make_task(TaskConfig(name=f"reasoning_gym:{name}"), 0)
     item = task.item("train", 0)
     assert _value(task, item, f"<answer>{answer}</answer>") < 0.1
 

@@ -267,12 +267,12 @@ def test_no_console_prints_nothing() -> None:
     assert out.getvalue() == ""
 
 
-def test_a_stream_without_our_characters_gets_plain_ones() -> None:
+def test_a_stream_without_our_characters_gets_question_marks() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 4, file=out)
     out.flush()
-    assert b"trainer ==weights, 2 ticks later==> generator" in raw.getvalue()
+    assert b"trainer ??weights, 2 ticks later??? generator" in raw.getvalue()
 
 
 def test_totals_weigh_idle_by_time_and_staleness_by_tokens() -> None:

@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import PositiveFloat
-
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.chat_server import MODEL, Called, ChatServer, Refused
 from llamarl.environments.episode import EpisodeOver, Observation, Step
@@ -61,7 +59,6 @@ class AgentProgram:
             those of ``item``, ``base_url``, ``api_key``, ``model`` and ``seed`` that it has
             parameters for, and may be async.
         judged: Whether ``task.reward`` judges too, so that the function may return None.
-        timeout_s: Seconds that it may take for its next request; ``task.pool.timeout_s`` limits them too.
         settings: Further arguments of the function.
 
     Raises:
@@ -70,9 +67,9 @@ class AgentProgram:
     """
 
     @checked
-    def __init__(self, path: str, *, judged: bool = True, timeout_s: PositiveFloat = 600.0, **settings: Any) -> None:
+    def __init__(self, path: str, *, judged: bool = True, **settings: Any) -> None:
         self._function = import_user(path, _KEY)
-        self._judged, self._timeout_s, self._settings = judged, timeout_s, settings
+        self._judged, self._settings = judged, settings
         self._given = _given(self._function, settings)
         self._own = OwnRandomness()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -84,7 +81,6 @@ class AgentProgram:
 
         Raises:
             AgentFailed: It ended without asking, or asked for something that cannot be part of an episode.
-            TimeoutError: It did neither in time.
             Exception: What the program raised.
         """
         self.close()
@@ -105,7 +101,7 @@ class AgentProgram:
         """Answer the request that is open, and wait for the next one, or for the program's end.
 
         Raises:
-            AgentFailed, TimeoutError, NotANumber, Exception: As ``reset``, or it returned no reward.
+            AgentFailed, NotANumber, Exception: As ``reset``, or it returned no reward.
         """
         server = self._server
         if server is None:
@@ -138,10 +134,7 @@ class AgentProgram:
         return called
 
     def _next(self) -> Called | Step:
-        try:
-            event = self._events.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise TimeoutError(f"the agent neither asked the model nor returned within {self._timeout_s:g} s") from None
+        event = self._events.get()  # a worker over task.pool.timeout_s is ended
         if isinstance(event, Called):
             return event
         if isinstance(event, _Returned):

@@ -1,5 +1,5 @@
-"""What the bundled games share: moves are counted, an unclear reply gets a hint, and the end is
-worth something in [0, 1].
+"""What the bundled games share: moves are counted, an unclear reply gets a hint, and a win is
+worth 1.
 
     reply ──move──▶ Outcome(text, won | lost | goes on, clear?) ──▶ Step
                                                         last move used up ──▶ over, lost
@@ -88,15 +88,11 @@ class Game(ABC):
     Args:
         max_moves: Replies of an episode; after the last one the game is lost. The policy is told so.
         style: How the game speaks; see ``Style``.
-        speed: Share of the reward that a late win loses, 0 to 1: a win at the last move is worth ``1 - speed``.
-        partial: Worth of a lost game that came as near as can be, 0 to 1; 0: only wins count.
     """
 
     @checked
-    def __init__(
-        self, *, max_moves: PositiveInt, style: Style = "words", speed: Share = 0.0, partial: Share = 0.0
-    ) -> None:
-        self.max_moves, self.speed, self.partial = max_moves, speed, partial
+    def __init__(self, *, max_moves: PositiveInt, style: Style = "words") -> None:
+        self.max_moves = max_moves
         self.compact = style == "compact"
         self.rng = random.Random(0)
         self._left = 0
@@ -117,7 +113,7 @@ class Game(ABC):
         ending = outcome.ending or ("" if self._left else "lost")
         step = Step(
             text=outcome.text,
-            reward=self._worth(ending == "won") if ending else 0.0,
+            reward=float(ending == "won"),
             done=bool(ending),
             parts={"moves": 1.0, "invalid": float(not outcome.clear), "correct": float(ending == "won")},
         )
@@ -142,22 +138,12 @@ class Game(ABC):
         """Answer the part of a reply that holds the move."""
 
     @abstractmethod
-    def nearness(self) -> float:
-        """How near the lost game came to a win, 0 to 1."""
-
-    @abstractmethod
     def random_reply(self, rng: random.Random) -> str:
         """A reply of the right form, good or bad: for trying the game out."""
 
     def unclear(self, words: str, compact: str) -> Outcome:
         """The answer to a reply that is no move: what a move looks like."""
         return Outcome(text=compact if self.compact else words, clear=False)
-
-    def _worth(self, won: bool) -> float:
-        if not won:
-            return self.partial * self.nearness()
-        used = self.max_moves - self._left
-        return 1.0 - self.speed * (used - 1) / max(1, self.max_moves - 1)
 
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PositiveInt
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.answers import AnswerFrom
-from llamarl.environments.episode import EpisodeOver, Message, Observation, Step
+from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.games.game import Share, checked
 from llamarl.environments.math import judge_answer
 from llamarl.errors import DataError
@@ -40,8 +39,6 @@ class SecondTry:
         retry_reward: Worth of a right answer that is not the first, 0 to 1; partial scores of later
             tries are scaled by it.
         feedback: What is said after a wrong answer; ``{score}`` is what it scored, ``{left}`` the tries left.
-        answer_from: Where the answer is looked for, as ``task.answer_from``.
-        question_suffix: Put behind the question, such as how to write the answer.
         dataset_options: The dataset's own.
     """
 
@@ -53,12 +50,10 @@ class SecondTry:
         attempts: PositiveInt = 2,
         retry_reward: Share = 0.5,
         feedback: str = "That is not right. Try again.",
-        answer_from: AnswerFrom = "auto",
-        question_suffix: str = "",
         **dataset_options: Any,
     ) -> None:
         self._attempts, self._retry_reward = attempts, retry_reward
-        self._feedback, self._suffix = feedback, question_suffix
+        self._feedback = feedback
         if dataset_options and not dataset:
             raise ValueError(
                 f"unknown options {sorted(dataset_options)}: they would be a dataset's, but dataset is empty"
@@ -66,7 +61,7 @@ class SecondTry:
         self._task: ReasoningGymTask | None = None
         if dataset:
             try:
-                self._task = _questions_of(dataset, json.dumps(dataset_options, sort_keys=True), answer_from)
+                self._task = _questions_of(dataset, json.dumps(dataset_options, sort_keys=True))
             except DataError as error:
                 raise ValueError(error.mistakes[0].text.lstrip(": ")) from error
         self._item = TaskItem(question="")
@@ -83,9 +78,7 @@ class SecondTry:
         elif self._task is None and item.answer is None:
             raise ValueError(f"{item.where or 'the item'} has no answer, and no dataset is named: give one")
         self._item, self._tries = item, 0
-        if item.messages:
-            return Observation(messages=_suffixed(item.messages, self._suffix))
-        return Observation(text=item.question + self._suffix)
+        return Observation(messages=item.messages) if item.messages else Observation(text=item.question)
 
     def step(self, reply: str) -> Step:
         """Judge a try. ``parts``: ``moves``, and once the episode is over ``correct`` and
@@ -123,7 +116,7 @@ def of_dataset(dataset: str, **options: Any) -> SecondTry:
 
 
 @functools.lru_cache(maxsize=8)
-def _questions_of(dataset: str, options: str, answer_from: AnswerFrom) -> ReasoningGymTask:
+def _questions_of(dataset: str, options: str) -> ReasoningGymTask:
     """One for all live episodes of a worker, as some hold megabytes of words: it is asked by number
     and keeps no other state.
 
@@ -132,9 +125,4 @@ def _questions_of(dataset: str, options: str, answer_from: AnswerFrom) -> Reason
     """
     from llamarl.environments.reasoning_gym import ReasoningGymTask
 
-    return ReasoningGymTask(dataset, json.loads(options), seed=0, eval_fraction=0.0, answer_from=answer_from)
-
-
-def _suffixed(messages: tuple[Any, ...], suffix: str) -> tuple[Message, ...]:
-    *before, last = messages
-    return (*before, {**last, "content": f"{last['content']}{suffix}"})
+    return ReasoningGymTask(dataset, json.loads(options), seed=0, eval_fraction=0.0)

@@ -68,8 +68,6 @@ class Program:
     stdin: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     """Further files of the folder: relative name -> text."""
-    packages: bool = True
-    """Whether installed packages can be imported, besides the standard library."""
     channel: int = -1
     """A descriptor of this process that becomes the program's descriptor 3; negative is none."""
     limits: BoxLimits = BoxLimits()
@@ -364,8 +362,7 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
             raise ValueError(f"file {name!r} must have a relative name inside the box's folder, other than main.py")
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    if program.packages:
-        environment["PYTHONPATH"] = os.pathsep.join(installation.packages)
+    environment["PYTHONPATH"] = os.pathsep.join(installation.packages)
     shared_count = kind == "plain" and user is None or not _counts_by_namespace()
     job = {
         "files": {"main.py": program.source, **program.files},
