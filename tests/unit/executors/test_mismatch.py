@@ -115,5 +115,5 @@ def test_float32_is_the_same_policy_and_int8_is_not(capsys: pytest.CaptureFixtur
 
 
 def test_flags_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--rho must be > 0, got -1.0"):
-        ask("bundled:tiny --rho -1")
+    with pytest.raises(ConfigError, match="--tokens must be > 0, got 0"):
+        ask("bundled:tiny --tokens 0")
