@@ -39,7 +39,16 @@ from llamarl.executors.config import (
 )
 from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.other_names import our_name
-from llamarl.reading import MAX_DEPTH, find_recipe, parse_toml, read_toml, shipped_recipes, user_path, with_paths_from
+from llamarl.reading import (
+    MAX_DEPTH,
+    find_recipe,
+    parse_toml,
+    read_text,
+    read_toml,
+    shipped_recipes,
+    user_path,
+    with_paths_from,
+)
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
 from llamarl.strict import NO_BITS, STRICT, Effect, Reader, bounds, is_import_path, list_mistakes, refuse
 from llamarl.tick_shares import Dealing, smallest_quota
@@ -58,6 +67,7 @@ __all__ = [
     "merge_tables",
     "parse_value",
     "read_settings",
+    "begun_in",
     "save_config",
     "section_help",
 ]
@@ -69,6 +79,8 @@ _MAX_TICKS = 1_000_000
 """Far beyond any run; what is looked at tick by tick before a run then still takes under a second."""
 _RUN_ID = ".run_id"
 """Lies beside the configuration of a run (``checkpoint.storage.RunIdentity``), which says paths as seen from where it began."""
+_COUNT_FROM = "# Paths count from "
+"""Begins the first line of that configuration, which says where that was."""
 
 
 def _run_dir(text: str) -> str:
@@ -563,9 +575,16 @@ def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[
             if str(path).endswith((".yaml", ".yml", ".json")):
                 own = "; a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one"
             raise ConfigError(f"recipe {error}{own}") from error
-        if path.parent != Path() and not (path.parent / _RUN_ID).exists():
-            raw = with_paths_from(path.parent, raw)
+        folder = begun_in(path) if (path.parent / _RUN_ID).exists() else path.parent
+        if folder not in (Path(), Path.cwd()):
+            raw = with_paths_from(folder, raw)
     return _merge(_one_task_section(raw), given)
+
+
+def begun_in(path: Path) -> Path:
+    """From where the paths of a run's own configuration count; the working directory where it does not say so."""
+    first = read_text(path).partition("\n")[0] if path.is_file() else ""
+    return Path(first.removeprefix(_COUNT_FROM)) if first.startswith(_COUNT_FROM) else Path.cwd()
 
 
 def validate(raw: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
@@ -720,9 +739,13 @@ def _without_empty(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value != {}}
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration as TOML; ``load_config`` of it gives an equal ``RunConfig``."""
-    path.write_text(tomli_w.dumps(to_plain(config)), encoding="utf-8")
+def save_config(config: RunConfig, path: Path, begun: Path = Path()) -> None:
+    """Write the resolved configuration as TOML; ``load_config`` of it gives an equal ``RunConfig``.
+
+    Args:
+        begun: Where the run was begun, from where relative paths in it count.
+    """
+    path.write_text(f"{_COUNT_FROM}{begun.absolute()}\n{tomli_w.dumps(to_plain(config))}", encoding="utf-8")
 
 
 def field_help(word: str = "") -> str:

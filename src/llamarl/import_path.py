@@ -238,6 +238,8 @@ def _load_file(path: Path, import_path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)  # what it imports from beside it is found, behind everything that is installed
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their own module up
     try:
         spec.loader.exec_module(module)

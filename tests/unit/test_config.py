@@ -12,14 +12,17 @@ from llamarl.config import (
     RunConfig,
     _merge,
     _parse_overrides,
+    begun_in,
     changed_keys,
     field_help,
     known_keys,
     load_config,
     read_settings,
     save_config,
+    to_plain,
     validate,
 )
+from llamarl.controller.settings import differences
 from llamarl.errors import ConfigError, Mistake
 from llamarl.strict import Mistakes
 
@@ -399,3 +402,25 @@ def test_what_is_judged_with_a_stand_in_is_no_second_mistake() -> None:
     with pytest.raises(ConfigError) as raised:
         validate({"task": {"name": "math", "data": "q.jsonl"}, "algorithm": {"name": "sft"}})
     assert [mistake.key for mistake in raised.value.mistakes] == ["task.name"]
+
+
+def test_a_runs_own_configuration_is_read_from_anywhere_as_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = tmp_path / "began"
+    run_dir = began / "runs" / "one"
+    run_dir.mkdir(parents=True)
+    (began / "mine.py").write_text("def loss(batch, config): ...\n")
+    (run_dir / ".run_id").write_text("one\n")
+    monkeypatch.chdir(began)
+    config = validate({"algorithm": {"name": "mine.py:loss"}})
+    save_config(config, run_dir / "config.toml", begun_in(run_dir / "config.toml"))
+    assert load_config("runs/one/config.toml").algorithm.name == "mine.py:loss"
+    monkeypatch.chdir(tmp_path)
+    elsewhere = load_config(run_dir / "config.toml")
+    assert elsewhere.algorithm.name == f"{began}/mine.py:loss"
+    save_config(elsewhere, run_dir / "config.toml", begun_in(run_dir / "config.toml"))  # as a resume from there does
+    assert begun_in(run_dir / "config.toml") == began
+    assert differences(to_plain(config), to_plain(elsewhere), began) == []
+    (changed,) = differences(to_plain(config), to_plain(validate({"algorithm": {"name": "other.py:loss"}})), began)
+    assert changed.key == "algorithm.name"

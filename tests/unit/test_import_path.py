@@ -77,3 +77,9 @@ def test_a_missing_import_inside_the_users_module_is_told_as_it_is(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
         resolve("own_module_with_missing_import:f")
+
+
+def test_what_a_file_imports_from_beside_it_is_found(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_loss.py").write_text("def twice(x):\n    return 2 * x\n")
+    (tmp_path / "its_loss.py").write_text("from beside_the_loss import twice\n\n\ndef f(x):\n    return twice(x)\n")
+    assert resolve(f"{tmp_path}/its_loss.py:f")(3) == 6

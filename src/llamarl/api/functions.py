@@ -41,7 +41,7 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
     if not isinstance(function, types.FunctionType) or "<" in function.__qualname__ or "." in function.__qualname__:
         raise ConfigError(
             f"{key}: {function!r} is no plain function with a name of its own at the top level, which another process could "
-            f"import: write it as def {key}(prompt, response, answer): ..., or name a file as path/to/file.py:function"
+            "import: write it as def NAME(...): ..., or put it, a class above all, into a file and name it path/to/file.py:NAME"
         )
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import PlanError
 from llamarl.reading import user_path
+from llamarl.trainer.config import TWO_MOMENTS
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig
@@ -108,7 +109,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         group_size=pick(args.group_size, config.generator.group_size if config else None, 16),
         prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
         reward_s=fit.reward_s if fit and run_dir else 0.0,
-        muon=config is not None and config.optimizer.name == "muon",
+        moment_bytes=config.optimizer.moment_bytes if config else TWO_MOMENTS,
     )
     if fit and work.model.name != fit.model:
         pools = [(pools[0][0].with_efficiency(estimates=("generator_scale", "trainer_scale")), pools[0][1])]

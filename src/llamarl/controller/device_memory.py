@@ -200,7 +200,7 @@ def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str,
     sure = {"weights": each * width / shards}
     if learns and not (policy and (config.lora.rank or trainer.offload_optimizer)):
         copy = width if shards == 1 and width < 4 else 0  # FSDP2 rounds as it gathers
-        state = 12 if config.optimizer.name == "muon" else 16  # Muon keeps one moment of the matrices
+        state = 8 + config.optimizer.moment_bytes
         sure = {"weights, gradients, moments": (state / shards + copy) * each}
     if policy and trainer.device != "cpu" and config.generator.device != "cpu" and not config.schedule.colocated:
         served = shape.parameters * _width(config.generator.served_dtype) / trainer.num_ranks

@@ -19,7 +19,7 @@ from typing import Any
 from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.checkpoint.snapshot import Checkpoint
 from llamarl.checkpoint.storage import CheckpointStore, saving
-from llamarl.config import RunConfig, load_config, to_plain
+from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import absolute_dir, description, prepare
@@ -62,7 +62,7 @@ def fork_run(config: RunConfig, source: Path) -> None:
     fetch_weights(prepared.config)
     check_reward(prepared.config)
     checkpoint = CheckpointStore(source / "checkpoints").load()
-    changed = differences(checkpoint.run.get("config", {}), to_plain(prepared.config))
+    changed = differences(checkpoint.run.get("config", {}), to_plain(prepared.config), begun_in(source / CONFIG_FILE))
     refuse_bound(changed, checkpoint, to_plain(prepared.config), source)
     if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
         raise ConfigError(

@@ -15,6 +15,7 @@ from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.executors.config import GeneratorConfig
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
+from llamarl.trainer.config import TWO_MOMENTS
 
 __all__ = [
     "Questions",
@@ -29,12 +30,8 @@ __all__ = [
     "what_is_saved",
 ]
 
-_MASTER_AND_MOMENTS = 12
+_MASTER_AND_MOMENTS = 4 + TWO_MOMENTS
 """Bytes a trained parameter: float32 weight and two moments."""
-_MOMENT = 4
-"""Less where Muon moves it, which keeps one."""
-_STATE_BYTES = 16
-"""A trained parameter: float32 weight, gradient and two moments."""
 _SHOWN = 240
 """Characters of a prompt."""
 
@@ -50,8 +47,9 @@ def checkpoint_bytes(config: RunConfig) -> float:
     handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
     width = 4 if config.trainer.dtype != "bfloat16" or config.lora.rank else 2
     moved = [math.prod(shape) for name, shape in parameters.items() if config.optimizer.is_matrix(name, len(shape))]
-    by_muon = 0.0 if config.optimizer.name != "muon" else trained if config.lora.rank else float(sum(moved))
-    total = _MASTER_AND_MOMENTS * trained - _MOMENT * by_muon + width * config.schedule.max_staleness * handed_over
+    matrices = trained if config.lora.rank else float(sum(moved))
+    total = _MASTER_AND_MOMENTS * trained - (TWO_MOMENTS - config.optimizer.moment_bytes) * matrices
+    total += width * config.schedule.max_staleness * handed_over
     for role in present_roles(config):
         if role.model is not None and role.model.trained and role.name != "trainer":
             total += _MASTER_AND_MOMENTS * _count(parameter_shapes(role.model.path(config)))
@@ -305,7 +303,7 @@ def _evaluation(config: RunConfig, questions: Questions) -> str:
 def _memory(config: RunConfig, parameters: float) -> str:
     trainer, generator = config.trainer, config.generator
     ranks = trainer.fsdp * trainer.tp * trainer.pp
-    state = 4 * parameters if config.lora.rank else _STATE_BYTES * parameters
+    state = 4 * parameters if config.lora.rank else (8 + config.optimizer.moment_bytes) * parameters
     of_trainer = f"trainer {format_bytes(state / ranks)} of weights, gradients and moments a rank, and activations"
     if config.lora.rank:
         of_trainer = f"trainer {format_bytes(state / ranks)} of frozen weights a rank, adapters and activations"

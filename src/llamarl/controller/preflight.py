@@ -334,7 +334,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         first = _first_prompts(config, stream)
         for prompt in first:
             if prompt.opening is not None and prompt.opening.failure:
-                raise DataError.at("task.environment", f"it did not begin an episode: {prompt.opening.failure}")
+                raise DataError.at("task.environment", f": it did not begin an episode: {prompt.opening.failure}")
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
         if template := config.reference.template:
             _check_room(config, max(len(with_answer(p, template, tokenizer, config.data).tokens) for p in first))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, load_config, to_plain
+from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.prepare import absolute_dir, prepare
 from llamarl.controller.run import start
@@ -101,7 +101,7 @@ def check_replay(
         ConfigError: The configuration, the library versions or the processor differ; each difference is named.
         EventLogError: The log is missing, torn, or does not reach ``num_ticks``.
     """
-    found = [str(difference) for difference in differences(original, current)]
+    found = [str(difference) for difference in differences(original, current, begun_in(source / CONFIG_FILE))]
     log = source / EVENTS_FILE
     read_events(log, num_ticks=num_ticks)
     found += platform_differences(event_platform(log), platform)

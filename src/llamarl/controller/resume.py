@@ -12,7 +12,7 @@ from typing import Any
 from llamarl.channels.samples import Limits
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
-from llamarl.config import RunConfig, load_config, to_plain
+from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.early_end import EarlyEnd
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
@@ -153,7 +153,7 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise:
     by the configuration ``had``, on ``platform``, if known."""
     checkpoint = prepared.config.checkpoint
-    found = differences(had, to_plain(prepared.config))
+    found = differences(had, to_plain(prepared.config), begun_in(run_dir / CONFIG_FILE))
     if checkpoint.reshard:
         found = [difference for difference in found if difference.key not in RESHARDABLE]
     now = prepared.hosts.facts if prepared.hosts is not None else None

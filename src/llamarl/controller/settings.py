@@ -9,13 +9,14 @@ Whether a key changes bits stands where the key is defined (``llamarl.strict.Eff
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import key_effects, known_keys
 from llamarl.models.folders import is_commit, split_revision
+from llamarl.reading import with_paths_from
 from llamarl.roles import ROLES
 from llamarl.strict import Effect
 
@@ -82,17 +83,29 @@ def _are_tables(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], begun: Path = Path()) -> list[Difference]:
     """Keys that change bits and differ between two nested configurations. A key that ``saved``
-    lacks had its default. Replicas of a generator whose shards are counted change none."""
+    lacks had its default. Paths to the same file from ``begun`` are the same. Replicas of a generator
+    whose shards are counted change none."""
     found = []
+    saved, current = (with_paths_from(begun, of) for of in (saved, current))
     for key, effect in key_effects().items():
         had, asked = _value(saved, key), _value(current, key)
         if effect is not Effect.NO_BITS and had != asked:
-            found.append(Difference(key, had, asked, effect))
+            found += [Difference(leaf, *values, effect) for leaf, values in _leaves(key, had, asked)]
     if _shards(saved) == _shards(current) and _value(current, _SHARDS):
         found = [difference for difference in found if difference.key not in (_SHARDS, _REPLICAS)]
     return found
+
+
+def _leaves(key: str, had: Any, asked: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """What differs of two values: of tables the keys inside."""
+    if not (isinstance(had, Mapping) and isinstance(asked, Mapping) and had.keys() == asked.keys()):
+        yield key, (had, asked)
+        return
+    for name in had:
+        if had[name] != asked[name]:
+            yield from _leaves(f"{key}.{name}", had[name], asked[name])
 
 
 _SHARDS, _REPLICAS = "generator.shards", "generator.dp"

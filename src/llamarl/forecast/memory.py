@@ -28,6 +28,7 @@ from llamarl.forecast.ticks import (
     expert_copies,
     profile_of,
 )
+from llamarl.trainer.config import TWO_MOMENTS
 
 __all__ = ["MARGIN", "STATE", "fits", "generator_memory", "kept_bytes", "trainer_memory"]
 
@@ -35,8 +36,6 @@ MARGIN = 0.10
 """Added to what is counted before it is compared with the device's memory."""
 STATE = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}
 """Bytes a parameter of the sharded state: fp32 master weights, fp32 gradients, two fp32 moments."""
-MOMENT = 4.0
-"""Bytes of the moment that Muon does not keep."""
 _LOGIT_ROWS = 512.0
 """Tokens whose logits the trainer holds at once: the default of ``trainer.logprob_chunk_tokens``."""
 _MAX_BATCH_TOKENS = 2048
@@ -86,8 +85,8 @@ def trainer_memory(
     for stage in stages_of(model.layers, layout.pp, demand.microbatches(layout)):
         held = stage.sharded_params(model, tp=layout.tp, shards=layout.shards, ep=layout.ep)
         parts = {name: held * size for name, size in STATE.items()}
-        if demand.muon:  # what it makes whole for its step is gone again before activations come
-            parts["optimizer"] -= MOMENT * (held - stage.end_params(model) / layout.tp / layout.shards)
+        in_matrices = held - stage.end_params(model) / layout.tp / layout.shards
+        parts["optimizer"] -= (TWO_MOMENTS - demand.moment_bytes) * in_matrices
         parts |= _working(model, stage, layout, width, tokens=tokens, trained=trained, layer=layer)
         if layout.at_once > 1:  # gradients of those at work and of one that is done stand beside the sum
             parts["gradients"] *= layout.at_once + 2

@@ -38,7 +38,7 @@ from llamarl.forecast.ticks import (
     generator_tick_s,
     trainer_tick,
 )
-from llamarl.trainer.config import num_at_once
+from llamarl.trainer.config import TWO_MOMENTS, num_at_once
 
 __all__ = [
     "GeneratorChoice",
@@ -75,8 +75,8 @@ class Workload:
     prompt_tokens: int = 256
     reward_s: float = 0.0
     """Time of the reward executor for a tick."""
-    muon: bool = False
-    """Matrices of layers are moved by Muon (``optimizer.name``), which keeps one moment of them."""
+    moment_bytes: int = TWO_MOMENTS
+    """That the optimizer keeps of each weight of a matrix in a layer."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "prompt_tokens"):
@@ -226,7 +226,7 @@ def trainer_demand(work: Workload) -> TrainerDemand:
         prompt_tokens=work.prompt_tokens,
         sequences=work.sequences,
         group_size=work.group_size,
-        muon=work.muon,
+        moment_bytes=work.moment_bytes,
     )
 
 

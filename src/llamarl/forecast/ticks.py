@@ -35,6 +35,7 @@ from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.model import ModelSpec, stages_of
 from llamarl.tick_schedule import NEVER, Batches, constant_batches, plan_tick, slot_starts
+from llamarl.trainer.config import TWO_MOMENTS
 
 __all__ = [
     "GeneratorDemand",
@@ -277,8 +278,8 @@ class TrainerDemand:
     sequences: int
     group_size: int = 1
     """Responses to one prompt: they stay on one data rank."""
-    muon: bool = False
-    """Of the matrices in layers the optimizer keeps one moment, not two."""
+    moment_bytes: int = TWO_MOMENTS
+    """That the optimizer keeps of each weight of a matrix in a layer."""
 
     def most_of(self, data_ranks: int) -> int:
         """Sequences of the data rank that gets most: groups are dealt whole."""

@@ -12,7 +12,7 @@ such knowledge.
 No torch and no transformers here. ``tests/unit/models/test_support.py`` holds the table against what engine, trainer
 and critic really do with a small random model of each family.
 
-To add a family: an entry here, its traits in ``tests/tiny_models.py``, and the tests that iterate both.
+To add a family: an entry here, its traits in ``tests/tiny_models.toml``, and the tests that iterate both.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ __all__ = [
     "MICROBATCH_TOKENS",
     "MOST_AT_ONCE",
     "OPTIMIZERS",
+    "TWO_MOMENTS",
     "CriticConfig",
     "Device",
     "Fsdp",
@@ -189,11 +190,14 @@ class TrainerConfig:
         return self.minibatches * self.epochs
 
 
-OPTIMIZERS: Mapping[str, str] = {
-    "adamw": "llamarl.trainer.optimizer:make_adamw",
-    "muon": "llamarl.trainer.muon:make_muon",
+TWO_MOMENTS = 8
+"""Bytes of two float32 moments of a weight."""
+OPTIMIZERS: Mapping[str, tuple[str, int]] = {
+    "adamw": ("llamarl.trainer.optimizer:make_adamw", TWO_MOMENTS),
+    "muon": ("llamarl.trainer.muon:make_muon", TWO_MOMENTS // 2),
 }
-"""``optimizer.name`` -> what makes it, as ``optimizer.MakeOptimizer`` says. One more is a line here."""
+"""``optimizer.name`` -> what makes it, as ``optimizer.MakeOptimizer`` says, and the bytes that it
+keeps of each weight of a matrix in a layer. One more is a line here."""
 
 
 def _optimizer(name: str) -> str:
@@ -251,6 +255,12 @@ class OptimizerConfig:
         if self.options and self.name in OPTIMIZERS:
             text = f"are for an optimizer of your own, but name is {self.name!r}; got {sorted(self.options)}"
             refuse([Mistake("options", text, ("name",))])
+
+    @property
+    def moment_bytes(self) -> int:
+        """Kept of each weight of a matrix in a layer; two moments of what is nobody's built-in. Of all
+        other weights every optimizer keeps two."""
+        return OPTIMIZERS.get(self.name, ("", TWO_MOMENTS))[1]
 
     def is_matrix(self, name: str, num_dims: int) -> bool:
         """Whether Muon moves the parameter of that name: a matrix, or a stack of experts' matrices,

@@ -103,7 +103,7 @@ def _make(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **mesh: 
     Raises:
         ConfigError: A user's own cannot be imported, or does not say what it keeps of every weight.
     """
-    made = resolve(OPTIMIZERS.get(config.name, config.name))(config, weights, **mesh)
+    made = resolve(OPTIMIZERS.get(config.name, (config.name,))[0])(config, weights, **mesh)
     if not isinstance(made, Optimizer) or made.kinds.keys() != weights.keys():
         got = f"a {type(made).__name__}" if not isinstance(made, Optimizer) else f"kinds of {len(made.kinds)} weights"
         raise ConfigError.at(

@@ -138,3 +138,12 @@ def test_replicas_of_a_generator_with_shards_are_no_difference_and_without_them_
     assert [d.key for d in differences(replicas_2, changed(*base, "--generator.dp", "3"))] == ["generator.dp"]
     without = differences(shards_4, changed(*base, "--generator.dp", "4", "--generator.shards", "0"))
     assert {d.key for d in without} == {"generator.shards", "generator.dp"}
+
+
+def test_of_tables_the_keys_that_differ_are_named_and_can_be_given_back() -> None:
+    begun = to_plain(validate({"algorithm": {"name": "my.py:f", "options": {"clip": 0.2, "other": [1]}}}))
+    asked = to_plain(validate({"algorithm": {"name": "my.py:f", "options": {"clip": 0.3, "other": [1]}}}))
+    (found,) = differences(begun, asked)
+    assert (found.key, found.had, found.asked) == ("algorithm.options.clip", 0.2, 0.3)
+    told = explain([found], [], Path("runs/x"), Path("runs/x/c"), policy="--model.path M")
+    assert told.endswith("--fork runs/x-fork --algorithm.options.clip 0.3")

@@ -158,7 +158,7 @@ def test_more_micro_batches_at_once_hold_activations_and_gradients_of_each() -> 
 
 def test_muon_keeps_one_moment_of_what_lies_in_layers() -> None:
     layout = TrainerLayout(fsdp=8, micro_batch=1)
-    both, one = (trainer_memory(H100, WORK.model, layout, dataclasses.replace(DEMAND, muon=m)) for m in (False, True))
+    both, one = (trainer_memory(H100, WORK.model, layout, dataclasses.replace(DEMAND, moment_bytes=m)) for m in (8, 4))
     assert {key: both[key] - one[key] for key in both if both[key] != one[key]} == {
         "optimizer": pytest.approx(4 * (WORK.model.total_params - WORK.model.embedding_params) / 8)
     }

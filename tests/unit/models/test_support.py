@@ -377,7 +377,7 @@ def family_table() -> str:
 
 def test_the_page_has_the_table() -> None:
     assert all(("int8" in family.lacks) == ("fp8" in family.lacks) for family in FAMILIES.values())
-    assert family_table() in PAGE.read_text(), f"write it anew: python {Path(__file__).name}"
+    assert family_table() in PAGE.read_text(), f"write it anew: PYTHONPATH=tests python {Path(__file__).name}"
 
 
 if __name__ == "__main__":
