@@ -21,7 +21,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,14 +110,16 @@ def import_user(import_path: str, key: str) -> Callable[..., Any]:
         raise DataError.at(key, f"{import_path!r}: cannot import {where}: {type(error).__name__}: {error}") from error
 
 
-def check(import_path: str, key: str) -> None:
+def check(import_path: str, key: str, arguments: Sequence[str] = ()) -> None:
     """Refuse what cannot be imported, as far as the source shows: nothing is executed.
 
     Args:
         key: Of the recipe, for errors.
+        arguments: With which the function is called, by position; empty: it is not known here.
 
     Raises:
-        DataError: No such module or file, not Python, or no such name at its top level.
+        DataError: No such module or file, not Python, no such name at its top level, or a function that takes other
+            arguments.
     """
     source = source_file(import_path, key)
     if source is None:
@@ -135,6 +137,19 @@ def check(import_path: str, key: str) -> None:
     if attribute.partition(".")[0] not in names and "*" not in names and not used & _DYNAMIC:
         public = sorted(name for name in names if not name.startswith("_"))
         raise DataError.at(key, f"{import_path!r}: {where} has no {attribute!r}; it has {public[:20]}")
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and function.name == attribute and arguments:
+            if not function.decorator_list and not _takes(function.args, len(arguments)):  # a decorator may change them
+                called = f"{attribute}({', '.join(arguments)})"
+                text = f"{import_path!r} is {attribute}({ast.unparse(function.args)}), and is called as {called}"
+                raise DataError.at(key, text)
+
+
+def _takes(arguments: ast.arguments, count: int) -> bool:
+    """Whether a function takes so many arguments by position, and needs no other."""
+    named = len(arguments.posonlyargs) + len(arguments.args)
+    most = count if arguments.vararg else named
+    return named - len(arguments.defaults) <= count <= most and None not in arguments.kw_defaults
 
 
 def source_file(import_path: str, key: str) -> Path | None:

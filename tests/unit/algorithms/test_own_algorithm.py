@@ -35,6 +35,16 @@ def detached(batch, config):
 def misspelt(batch, config):
     return TokenLosses(losses=batch.policy_logprobs * config.options["wieght"], clipped=None)
 
+def lone(batch):
+    return 0
+
+def both(loss):
+    return lambda batch, config: loss(batch)
+
+@both
+def decorated(batch):
+    return 0
+
 def best_only(rewards):
     return np.where(rewards == np.nanmax(rewards), 1.0, -1.0)
 
@@ -119,3 +129,8 @@ def test_a_recipe_that_names_what_its_file_does_not_hold_is_refused_before_anyth
     config = load_config(None, ["--algorithm.name", f"{file}:tripple", "--algorithm.advantage", f"{file}:best_only"])
     (line,) = find_missing(config)
     assert line.key == "algorithm.name" and "has no 'tripple'" in line.text
+    config = load_config(None, ["--algorithm.name", f"{file}:lone", "--algorithm.advantage", f"{file}:double"])
+    loss, advantage = find_missing(config)
+    assert "is lone(batch), and is called as lone(batch, config)" in loss.text
+    assert "is double(batch, config), and is called as double(rewards)" in advantage.text
+    assert not list(find_missing(load_config(None, ["--algorithm.name", f"{file}:decorated"])))
