@@ -66,8 +66,6 @@ def run_graph(
     deadlines: DeadlineConfig | None = None,
     saving: Saving | None = None,
     observers: Sequence[Observer] = (),
-    request: Callable[[], bool] = lambda: False,
-    last_tick: Callable[[Report], int | None] = lambda report: None,
 ) -> None:
     """Run every executor of the marking's graph to its last tick, then return. The caller closes the runtime.
 
@@ -75,10 +73,7 @@ def run_graph(
         marking: Before its first tick.
         runtime: What its processes' deaths mean is its own affair: see ``controller/surviving.py``.
         load_from: Folder of the checkpoint after the tick before the first; None: there is none.
-        saving: None: nothing is saved.
-        request: Whether the user has asked, since this was last called, for the job to end, with a checkpoint.
-        last_tick: Says by a report that counts, once, with which tick the job is to end sooner than
-            planned; None: with its own.
+        saving: None: nothing is saved, and the job ends with its last tick.
 
     Raises:
         KeyboardInterrupt: They did, and everyone has saved the same tick before.
@@ -104,15 +99,14 @@ def run_graph(
     def tell(report: Report) -> None:
         for observer in observers:
             observer.on_report(report)
-        if (last := last_tick(report)) is not None:
-            saving.end_after(marking, last)
+        saving.heed(report, marking)
 
     for report in runtime.counted():
         tell(report)
     stop, by_user = "", False
     while not marking.finished:
-        if request() and not stop:
-            by_user = saving.end_early(marking)
+        if not stop and saving.heed_the_user(marking):
+            by_user = True
         saving.heed_the_clock(marking)
         for firing in marking.ready():
             runtime.fire(saving.order(firing, marking.num_ticks))

@@ -129,6 +129,7 @@ def execute(
         RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts,
         StopRequest(parts.recorder.console.stopping) as request,
     ):
+        parts.saving.asked = request.take
         run_graph(
             parts.marking,
             parts.runtime,
@@ -138,8 +139,6 @@ def execute(
             deadlines=prepared.config.deadlines,
             saving=parts.saving,
             observers=[parts],
-            request=request.take,
-            last_tick=parts.last_tick,
         )
         parts.checkpoints.close()
         if parts.early_end is not None:
@@ -198,7 +197,7 @@ class RunParts:
         self._log = self._make_log()
         real = self._make_runtime()
         self._store, self.checkpoints = self._make_checkpoints()
-        self.saving = Saving(prepared.graph, self.checkpoints)
+        self.saving = Saving(prepared.graph, self.checkpoints, self.last_tick)
         first_tick = 0 if resume_after_tick is None else resume_after_tick + 1
         self.marking = Marking(prepared.graph, first_tick=first_tick, num_ticks=config.run.num_ticks, needs=needs)
         self.runtime: Runtime = self._surviving(real) if isinstance(real, ProcessRuntime) else real

@@ -13,7 +13,7 @@ report ─┬─ files ────▶ thread: fetch from hosts with a folder of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,9 +80,19 @@ class Saving:
 
     Args:
         checkpoints: None: nothing is saved.
+        last_tick: Says by a report that counts, once, with which tick the job is to end sooner than
+            planned; None: with its own.
     """
 
-    def __init__(self, graph: Graph, checkpoints: Checkpoints | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        checkpoints: Checkpoints | None = None,
+        last_tick: Callable[[Report], int | None] = lambda report: None,
+    ) -> None:
+        self.asked: Callable[[], bool] = lambda: False
+        """Whether the user has asked, since this was last called, for the job to end, with a checkpoint."""
+        self._last_tick = last_tick
         self._graph = graph
         self._checkpoints = checkpoints
         self._missing: dict[int, set[str]] = {}
@@ -111,6 +121,15 @@ class Saving:
         """Have the next tick saved that can be, if the clock asks for one."""
         if self._checkpoints and self._checkpoints.overdue() and (cut := _next_cut(marking)) < marking.num_ticks:
             self._checkpoints.require(cut)
+
+    def heed_the_user(self, marking: Marking) -> bool:
+        """Have the job end early where the user has asked for it: then True."""
+        return self.asked() and self.end_early(marking)
+
+    def heed(self, report: Report, marking: Marking) -> None:
+        """Have the job end sooner than planned where a report that counts shows that it is to."""
+        if (last := self._last_tick(report)) is not None:
+            self.end_after(marking, last)
 
     def end_early(self, marking: Marking) -> bool:
         """Have the job end with the next tick that all can save; False if that is no sooner than its end."""
