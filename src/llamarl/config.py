@@ -575,8 +575,9 @@ def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[
             if str(path).endswith((".yaml", ".yml", ".json")):
                 own = "; a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one"
             raise ConfigError(f"recipe {error}{own}") from error
-        folder = begun_in(path) if (path.parent / _RUN_ID).exists() else path.parent
-        if folder not in (Path(), Path.cwd()):
+        of_run = (path.parent / _RUN_ID).exists()
+        folder = begun_in(path) if of_run else path.parent
+        if folder != (Path.cwd() if of_run else Path()):
             raw = with_paths_from(folder, raw)
     return _merge(_one_task_section(raw), given)
 

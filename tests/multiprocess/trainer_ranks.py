@@ -120,18 +120,19 @@ def _reference(model: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def with_reference(groups: list[Group], model: Path) -> list[Group]:
-    """Put beside every response what transformers' own forward of ``model`` says of it, at the policy's temperature."""
+def with_reference(groups: list[Group], model: Path, *, named: bool = False) -> list[Group]:
+    """Put beside every response what transformers' own forward of ``model`` says of it, at the policy's temperature;
+    where ``named``, of its likeliest tokens too."""
     reference = _reference(model)
 
     def noted(group: Group, tokens: np.ndarray) -> dict[str, np.ndarray]:
         row = torch.tensor([*group.prompt.tokens.tolist(), *tokens.tolist()])[None]
         logits = reference(input_ids=row).logits[0, len(group.prompt.tokens) - 1 : -1].float() / 0.9
         table = logits.log_softmax(-1)
-        values, named = table[:, : VOCABULARY - 2].topk(TAUGHT.teacher_top_k)
+        values, likeliest = table[:, : VOCABULARY - 2].topk(TAUGHT.teacher_top_k)
         own = table.gather(1, row[0, len(group.prompt.tokens) :, None])[:, 0]
-        top = {"top_tokens": named.int().numpy(), "top_logprobs": values.numpy()}
-        return {"reference_logprobs": own.numpy(), **top}
+        top = {"top_tokens": likeliest.int().numpy(), "top_logprobs": values.numpy()}
+        return {"reference_logprobs": own.numpy(), **(top if named else {})}
 
     return [
         dataclasses.replace(
@@ -268,7 +269,7 @@ def _taught(folder: Path, family: str, named: str, out: Path) -> list[dict[str, 
         config = ReferenceConfig(fsdp=sizes["fsdp"], tp=sizes["tp"])
         scorer = FrozenScorer(teacher, config, TAUGHT, packing, temperature=0.9, num_tokens=VOCABULARY - 2)
         return [trainer.train(scorer.score(groups), 0)]
-    return [trainer.train(with_reference(groups, teacher), 0)]
+    return [trainer.train(with_reference(groups, teacher, named=True), 0)]
 
 
 def _replay(folder: Path, family: str, named: str, out: Path) -> list[dict[str, float]]:

@@ -72,12 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.llm import open_policy
-    from llamarl.environments.factory import PRESETS
 
-    num_prompts = _WHOLE if args.prompts is None and args.data in PRESETS else args.prompts
     settings = {
         "task.name": ("--data", args.data),
-        "evaluation.num_prompts": ("--prompts", num_prompts),
+        "evaluation.num_prompts": ("--prompts", _num_prompts(args)),
         "reward_model.path": ("--best-of", args.best_of),
         "evaluation.samples_per_prompt": ("--samples", args.samples),
         "evaluation.temperature": ("--temperature", args.temperature),
@@ -119,6 +117,13 @@ def _find_missing(config: Any) -> Iterator[Mistake]:
     except ModelError as error:
         yield from error.mistakes
     yield from task_mistakes(config.task, config.run.seed)
+
+
+def _num_prompts(args: argparse.Namespace) -> int | None:
+    """As asked; of a task that brings its own test set, all of it."""
+    from llamarl.environments.factory import PRESETS
+
+    return _WHOLE if args.prompts is None and args.data in PRESETS else args.prompts
 
 
 def _evaluate(

@@ -491,6 +491,11 @@ class ExecutorConfig:
     def _mistakes(self) -> Iterator[Mistake]:
         if others := sorted(set(self.delays) - set(self.reads)):
             yield Mistake("delays", f"must name channels of reads ({', '.join(self.reads)}), got {others}", ("reads",))
+        if "executors" in self.settings:
+            yield Mistake(
+                "settings",
+                "are of the recipe's other sections: an executor's own keys stand beside settings, not in them",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -147,6 +147,8 @@ def test_relative_paths_are_the_users_own_where_the_run_was_begun_alone(
     begin(tmp_path / "run", "reward.py:score")
     begun_config(tmp_path / "run", {})
     monkeypatch.chdir(tmp_path / "theirs")
+    assert begun_config(tmp_path / "run", {}).task.reward == f"{tmp_path}/mine/reward.py:score"
+    (tmp_path / "mine" / "reward.py").unlink()  # then another of that name is not the one
     assert f"its paths are those of {tmp_path / 'mine'}, where it was begun" in refused(tmp_path / "run")
 
 
