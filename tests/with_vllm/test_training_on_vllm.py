@@ -126,8 +126,14 @@ def test_a_job_on_two_ranks_of_vllm_goes_on_when_its_engine_is_killed(tmp_path: 
         while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 3:
             time.sleep(0.2)
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-        workers = [pid for pid in pids if "VLLM::Worker_TP" in _read(pid, "cmdline")]
-        engine = int(_read(workers[0], "stat").rpartition(")")[2].split()[1])
+        parents = {
+            pid: int(_read(pid, "stat").rpartition(")")[2].split()[1])
+            for pid in pids
+            if "VLLM::Worker_TP" in _read(pid, "cmdline")
+        }
+        # of this run alone: engines of other tests, in this very process, may still have theirs
+        (engine,) = {parent for parent in parents.values() if str(tmp_path) in _read(parent, "cmdline")}
+        workers = [pid for pid, parent in parents.items() if parent == engine]
         killed.append((engine, workers))
         os.kill(engine, signal.SIGKILL)
 
