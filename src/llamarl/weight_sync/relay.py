@@ -291,9 +291,7 @@ class Slots:
         key = (handle.source_rank, handle.slot)
         known = self._places.get(key)
         if known is None or known.address != handle.address:
-            if known is not None:
-                known.close()
-                del self._places[key]
+            self._places.pop(key, None)  # not closed: an earlier version may be served from there, and it goes with that
             try:
                 left_s = clock(f"connecting to source rank {handle.source_rank}")
                 known = self._places[key] = _Place(handle.address, self._transport.open(handle.address, left_s))

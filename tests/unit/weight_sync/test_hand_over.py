@@ -125,6 +125,22 @@ def test_slot_overwritten_between_receive_and_load_is_refused() -> None:
             use()
 
 
+def test_a_version_that_is_served_outlives_its_source_also_when_the_next_comes_from_a_process_in_its_place() -> None:
+    """Under the latest weights a generator serves what the trainer's former process wrote when its stand-in's
+    first version comes, in the same slot."""
+    (former,), (receiver,) = ends()
+    served = receiver.receive((former.send(0, WeightsPayload(version=4, tensors=model(4))),), 5.0)
+    views = served.map_tensors()
+    assert views is not None
+    former.close()
+    (stand_in,), _ = ends()
+    following = receiver.receive((stand_in.send(0, WeightsPayload(version=5, tensors=model(5))),), 5.0)
+    served.check_current()
+    assert_bits_equal(views, model(4))
+    assert_bits_equal(read_all(following), model(5))
+    assert_bits_equal(read_all(served), model(4))
+
+
 def test_half_written_slot_is_refused() -> None:
     (sender,), (receiver,) = ends()
     handle = sender.send(0, WeightsPayload(version=4, tensors=model()))

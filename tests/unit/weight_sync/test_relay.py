@@ -96,6 +96,20 @@ def test_a_second_rank_of_a_host_maps_its_hosts_copy() -> None:
     assert not second.puller.slots.mirrors
 
 
+def test_a_copy_that_is_served_outlives_its_source_also_when_the_next_version_comes_from_one_in_its_place() -> None:
+    former, sink = Source(), Sink("b")
+    handle = former.publish(1)
+    with being_at(sink.where):
+        served = sink.puller.open([handle], 10.0)
+    views = served.map_tensors()
+    former.publisher.close()
+    stand_in = Source()
+    following = sink.load(stand_in.publish(2))
+    served.check_current()
+    assert views is not None and torch.equal(views["w"], former.tensors["w"])
+    assert torch.equal(following["w"], stand_in.tensors["w"])
+
+
 def test_a_host_that_takes_another_version_is_passed_over_after_a_while() -> None:
     source = Source()
     ahead, behind = Sink("b"), Sink("c")
