@@ -111,9 +111,12 @@ def run(args: argparse.Namespace) -> int:
 def _find_missing(config: Any) -> Iterator[Mistake]:
     from llamarl.environments.factory import task_mistakes
     from llamarl.models.folders import resolve_model_path
+    from llamarl.models.reward_model import check_reward_model
 
     try:
         resolve_model_path(config.model.path, weights=False)
+        if config.has_reward_model:
+            check_reward_model(config.reward_model.path)
     except ModelError as error:
         yield from error.mistakes
     yield from task_mistakes(config.task, config.run.seed)

@@ -48,9 +48,9 @@ class DemonstrationStream(PromptStream):
         """The first ``num_rows`` held-out rows; fewer if there are fewer."""
         return [self._group(prompt) for prompt in self.eval_prompts(num_rows)]
 
-    def length(self, item: TaskItem, prompt_tokens: int) -> int:
-        """Tokens of prompt and completions together."""
-        return prompt_tokens + len(self._continue(item.metadata[CONTINUATION])[0])
+    def read(self, item: TaskItem, prompt: Sequence[int]) -> Sequence[int]:
+        """Those of prompt and completions together."""
+        return [*prompt, *self._continue(item.metadata[CONTINUATION])[0]]
 
     def _group(self, prompt: Prompt) -> Group:
         metadata = dict(prompt.metadata)

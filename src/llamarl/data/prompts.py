@@ -286,9 +286,9 @@ class PromptStream:
         count = self._config.candidates
         return self._task.name, [self._place(index * count + number) for number in range(count)]
 
-    def length(self, item: TaskItem, prompt_tokens: int) -> int:
-        """Tokens of an item that count against the limit: the prompt's."""
-        return prompt_tokens
+    def read(self, item: TaskItem, prompt: Sequence[int]) -> Sequence[int]:
+        """Tokens of an item that the model is to read, and that count against the limit: the prompt's."""
+        return prompt
 
     def ask_ahead(self, index: int) -> None:
         """Have the environment, if there is one, begin prompt ``index``, so that ``get`` need not wait for it."""
@@ -331,9 +331,9 @@ class PromptStream:
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
         for place in range(num_items):
             item = self._task.item("train", place)
-            _, tokens = render_prompt(item, self._tokenizer, self._config)
-            if (length := self.length(item, len(tokens))) > self._limit:
-                long.append(f"{item.where or f'item {place}'} ({length} tokens)")
+            tokens = self.read(item, render_prompt(item, self._tokenizer, self._config)[1])
+            if len(tokens) > self._limit:
+                long.append(f"{item.where or f'item {place}'} ({len(tokens)} tokens)")
             if holds_unknown(tokens, unknown):
                 unread.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
         if unread:
@@ -400,7 +400,7 @@ class PromptStream:
             opening, tools = opened.opening, opened.tools
             shown = replace(item, question=opened.question, messages=opened.messages or None)
         text, tokens = render_prompt(shown, self._tokenizer, self._config, tools=tools)
-        if (length := self.length(item, len(tokens))) > self._limit:
+        if (length := len(self.read(item, tokens))) > self._limit:
             if self._config.too_long == "skip":
                 return None
             raise DataError(

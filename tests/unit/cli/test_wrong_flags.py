@@ -163,6 +163,8 @@ def test_wrong_flags_of_eval_are_told_by_their_own_names(capsys: pytest.CaptureF
         (["--generator.quantization", "fp8"], "'fp8', which the native engine does not have on cpu (evaluation.device"),
         (["--evaluation.device", "gpu"], "cuda:N, or several joined by commas, one a rank, got 'gpu'"),
         (["--task.options", "{ min_terms = 'two' }"], "min_terms and max_terms of steps are integers"),
+        (["--best-of", "bundled:tiny"], "holds LlamaForCausalLM, which has no score for a text"),
+        (["--best-of", "/no/such/folder"], "--best-of: no folder /no/such/folder"),
     ],
 )
 def test_eval_refuses_before_it_samples(

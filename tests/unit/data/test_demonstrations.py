@@ -125,3 +125,12 @@ def test_a_row_that_is_too_long_with_its_completion_is_refused_or_replaced(tmp_p
     kept = stream(rows, tmp_path, max_prompt_tokens=9, too_long="skip")
     assert {shown(kept.demonstration(i)) for i in range(6)} == {("1", "2~", "2~")}
     assert shown(stream(rows, tmp_path, max_prompt_tokens=10).demonstration(0))[1] == "1234567~"
+
+
+def test_a_completion_of_text_that_the_vocabulary_lacks_is_told_with_its_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "1", "completion": "2"}, {"prompt": "3", "completion": "\N{SNOWMAN}"}]
+    stream(rows, tmp_path).check_training_prompts()
+    assert "1 of 2 training prompts hold text that the model's vocabulary has no token for" in caplog.text
+    assert "rows.jsonl:2, '3', is one" in caplog.text
