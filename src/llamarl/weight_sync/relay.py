@@ -291,7 +291,8 @@ class Slots:
         key = (handle.source_rank, handle.slot)
         known = self._places.get(key)
         if known is None or known.address != handle.address:
-            self._places.pop(key, None)  # not closed: an earlier version may be served from there, and it goes with that
+            # what was open is not closed: an earlier version may be served from it, and its memory goes with that
+            self._places.pop(key, None)
             try:
                 left_s = clock(f"connecting to source rank {handle.source_rank}")
                 known = self._places[key] = _Place(handle.address, self._transport.open(handle.address, left_s))
