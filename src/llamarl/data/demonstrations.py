@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, TaskItem
@@ -48,7 +49,7 @@ class DemonstrationStream(PromptStream):
         """The first ``num_rows`` held-out rows; fewer if there are fewer."""
         return [self._group(prompt) for prompt in self.eval_prompts(num_rows)]
 
-    def read(self, item: TaskItem, prompt: Sequence[int]) -> Sequence[int]:
+    def read(self, item: TaskItem, prompt: npt.NDArray[np.int32]) -> Sequence[int]:
         """Those of prompt and completions together."""
         return [*prompt, *self._continue(item.metadata[CONTINUATION])[0]]
 

@@ -286,8 +286,8 @@ class PromptStream:
         count = self._config.candidates
         return self._task.name, [self._place(index * count + number) for number in range(count)]
 
-    def read(self, item: TaskItem, prompt: Sequence[int]) -> Sequence[int]:
-        """Tokens of an item that the model is to read, and that count against the limit: the prompt's."""
+    def read(self, item: TaskItem, prompt: npt.NDArray[np.int32]) -> Sequence[int] | npt.NDArray[np.int32]:
+        """Tokens of an item that the model is to read, and that count against the limit: the prompt's, [P]."""
         return prompt
 
     def ask_ahead(self, index: int) -> None:
