@@ -166,7 +166,6 @@ def run_llamarl(
             "evaluation.every": 0,
             "checkpoint.every": 0,
             "checkpoint.every_minutes": 0,
-            "checkpoint.at_end": "false",
             "observability.console": '"none"',
             **(settings or {}),
         }

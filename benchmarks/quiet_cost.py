@@ -144,7 +144,6 @@ def run(run_dir: Path, model: Path, restarts: int, args: argparse.Namespace) -> 
         "evaluation.every": 0,
         "checkpoint.every": 0,
         "checkpoint.every_minutes": 0,
-        "checkpoint.at_end": "false",
         "observability.console": '"none"',
         "recovery.max_restarts": restarts,
     }

@@ -10,7 +10,12 @@ from made_responses import made_response
 from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from llamarl.config import validate
+from llamarl.models.exported import ExportFacts
+from llamarl.trainer.checkpoint_export import export_checkpoint, write_critic
+from llamarl.trainer.critic import Critic
 from llamarl.trainer.policy import TokenScores
+from llamarl.trainer.step import Trainer
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 VOCABULARY = 61
@@ -50,6 +55,28 @@ def write_model(
                 parameter.normal_(0.0, 0.5 if wide else 0.15)
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def export(
+    trainer: Trainer | Critic, base: Path, out: Path, *, served: str = "float32", adapter: bool = False
+) -> ExportFacts | None:
+    """What a run on ``base`` leaves at its end: every rank saves its part beside ``out``, rank 0 writes that of them."""
+    checkpoint = out.with_name(f"checkpoint_of_{out.name}")
+    trainer.save(checkpoint / trainer.role / "state")
+    if trainer.layout.rank:
+        return None
+    lora = {} if trainer.lora is None else dataclasses.asdict(trainer.lora)
+    config = validate(
+        {
+            "model": {"path": str(base)},
+            "generator": {"engine": {"dtype": served}},
+            "trainer": {"dtype": str(trainer.dtype).removeprefix("torch."), "threads": torch.get_num_threads()},
+            "lora": lora,
+        }
+    )
+    if isinstance(trainer, Critic):
+        return write_critic(checkpoint, config, out)
+    return export_checkpoint(checkpoint, config, out, adapter=adapter)
 
 
 def token_scores(logprobs: torch.Tensor) -> TokenScores:

@@ -396,12 +396,12 @@ def _patience_checks(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(key, text, ("algorithm.name",))
     elif not evaluation.every:
         yield Mistake(key, "counts evaluations, but evaluation.every is 0: set that", ("evaluation.every",))
-    elif not checkpoint.at_end or evaluation.every % (checkpoint.every or 1):
+    elif evaluation.every % (checkpoint.every or 1):
         yield Mistake(
             key,
-            f"makes the run's model of the best evaluation's checkpoint, but checkpoint.every is {checkpoint.every} and "
-            f"checkpoint.at_end {checkpoint.at_end}, so that not every evaluation has one: leave both out",
-            ("checkpoint.every", "checkpoint.at_end", "evaluation.every"),
+            f"makes the run's model of the best evaluation's checkpoint, but checkpoint.every is {checkpoint.every}, so that "
+            f"not every evaluation has one: leave it out",
+            ("checkpoint.every", "evaluation.every"),
         )
 
 

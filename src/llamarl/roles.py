@@ -111,11 +111,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A folder of the run that a role writes at the last tick, beside checkpoints."""
+    """A folder of the run that is made of a role's part of a checkpoint, at the run's end."""
 
     folder: str
     writer: str
-    """Import path of what writes it again from a checkpoint; called as ``writer(checkpoint, config, folder)``."""
+    """Import path; called as ``writer(checkpoint, config, folder)``."""
     wanted: Callable[[JobConfig], bool] = lambda config: True
 
 

@@ -48,7 +48,6 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoint.every_minutes": 0.0001,
     "checkpoint.every": 1,
     "checkpoint.keep": 5,
-    "checkpoint.at_end": "false",
     "checkpoint.max_failed": 9,
     "checkpoint.reshard": "true",
     "checkpoint.other_platform": "true",

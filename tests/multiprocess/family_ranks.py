@@ -5,13 +5,14 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_models import tiny_model
 
-from llamarl.models.parallel import gather_parameters, local_tensor, make_layout, parameter_shards
+from llamarl.models.parallel import ParameterShard, local_tensor, make_layout, parameter_shards
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
 
@@ -24,6 +25,21 @@ NUM_TARGETS = 9
 def sequences() -> list[TrainingSequence]:
     rows = [[3 + (11 * i + 17 * n) % 90 for i in range(n + NUM_TARGETS)] for n in PROMPTS]
     return [TrainingSequence.to_score(row[:n], row[n:], group=n) for row, n in zip(rows, PROMPTS, strict=True)]
+
+
+def _together(parts: dict[str, torch.Tensor], shards: dict[str, ParameterShard], world: int) -> dict[str, torch.Tensor]:
+    """Whole tensors of the parts that all ranks hold."""
+    held: list[Any] = [parts]
+    boxes: list[Any] = [{name: shard.box for name, shard in shards.items()}]
+    if world > 1:
+        held, boxes = [None] * world, [None] * world
+        dist.all_gather_object(held, parts)
+        dist.all_gather_object(boxes, {name: shard.box for name, shard in shards.items()})
+    found = {name: torch.full(shard.shape, torch.nan) for name, shard in shards.items()}
+    for own, places in zip(held, boxes, strict=True):
+        for name, part in own.items():
+            found[name][tuple(slice(*bounds) for bounds in places[name])] = part
+    return found
 
 
 def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
@@ -49,7 +65,7 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             name: torch.zeros_like(local_tensor(p.detach())) if p.grad is None else local_tensor(p.grad)
             for name, p in parameters.items()
         }
-        found = dict(gather_parameters(parts, shards, layout))
+        found = _together(parts, shards, world)
         if rank == 0:
             save_file(
                 {**{name: value.contiguous() for name, value in found.items()}, "logprobs": logprobs.detach()},

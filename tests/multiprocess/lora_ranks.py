@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from trainer_ranks import LENGTHS_DIFFER, NUM_TICKS, join_mesh, share
-from training_fixtures import make_groups
+from training_fixtures import export, make_groups
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
@@ -74,12 +74,12 @@ def main(rank: int, world: int, folder: Path, cases: list[str]) -> None:
             metrics.append(trainer.train(share(groups, trainer.layout.fsdp, trainer.layout.fsdp_rank), tick))
         (out / f"{rank}.json").write_text(json.dumps(metrics))
         _keep(trainer, out, "adapter")
-        trainer.export_adapter(out / "adapter")
-        trainer.export(out / "model_of_adapter")
+        export(trainer, folder / family, out / "adapter", adapter=True)
+        export(trainer, folder / family, out / "model_of_adapter")
         trainer.save(out / "final")
         merged = make_trainer(folder, family, named, "merged", dtype)
         merged.load(out / "final")
         _keep(merged, out, "merged")
-        merged.export(out / "model")
+        export(merged, folder / family, out / "model")
     if world > 1:
         dist.destroy_process_group()

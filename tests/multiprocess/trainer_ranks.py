@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import join_group
 from safetensors.torch import save_file
-from training_fixtures import VOCABULARY, make_groups, with_experts
+from training_fixtures import VOCABULARY, export, make_groups, with_experts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -151,7 +151,7 @@ def _train(folder: Path, family: str, named: str, out: Path, rank: int) -> None:
     trainer.save(out / "state")
     metrics.append(train(trainer, folder, family, NUM_TICKS - 1))
     _keep(trainer, out, "through", metrics)
-    trainer.export(out / "model")
+    export(trainer, folder / family, out / "model")
     again = make_trainer(folder, family, named)
     again.load(out / "state")
     assert train(again, folder, family, NUM_TICKS - 1) == metrics[-1]
@@ -188,7 +188,7 @@ def _critic(folder: Path, family: str, named: str, out: Path) -> dict[str, Any]:
             [r.prompt_index, r.sample_index, r.values[r.loss_mask].tolist()]
             for g in valued for r in g.responses if r.values is not None
         ]  # fmt: skip
-    critic.export(out / "critic")
+    export(critic, folder / family, out / "critic")
     return {"metrics": metrics, "values": values}
 
 

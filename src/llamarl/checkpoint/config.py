@@ -15,7 +15,8 @@ __all__ = ["CheckpointConfig", "why_no_storage"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    """Checkpoints of the whole job, in ``RUN/checkpoints``."""
+    """Checkpoints of the whole job, in ``RUN/checkpoints``. The last is taken after the last tick: of it
+    ``RUN/model`` is written, and with it the run can be prolonged."""
 
     every_minutes: Annotated[NonNegativeFloat, NO_BITS] = 10.0
     """Minutes from one checkpoint to the next, by the clock, while the job is up; 0 takes none by
@@ -33,9 +34,6 @@ class CheckpointConfig:
     gone; each is told of, and the run goes on to the next one that is due. One more ends it, since
     what it has done since the last good one is at stake. 0: the first ends it."""
 
-    at_end: Annotated[bool, NO_BITS] = True
-    """Also take one after the last tick, so that the run can be prolonged."""
-
     reshard: Annotated[bool, NO_BITS] = False
     """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp`` or ``threads`` than its
     checkpoint: to rounding, no longer bit for bit."""
@@ -49,9 +47,7 @@ class CheckpointConfig:
 
         With ``every = 10`` that is after ticks 9, 19, 29 ..: after 10, 20, 30 updates of the policy.
         """
-        if tick == num_ticks - 1 and self.at_end:
-            return True
-        return self.every > 0 and (tick + 1) % self.every == 0
+        return tick == num_ticks - 1 or (self.every > 0 and (tick + 1) % self.every == 0)
 
 
 _STORAGES = {"file": "", "memory": "", "s3": "s3fs", "gs": "gcsfs"}

@@ -29,7 +29,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -420,32 +420,3 @@ class RunIdentity:
         change = self.change()
         if change:
             raise RunFolderLost(f"the run's folder {self.path} {change}: nothing more is written")
-
-    def replace_folder(self, name: str, write: Callable[[Path], object], *, writes: bool) -> tuple[Path, ...]:
-        """A folder of the run, such as its model: the old one, if any, stays until the new one is
-        whole. All ranks call it.
-
-        Args:
-            write: Fills the folder that it is given.
-            writes: Whether this rank is the one that writes; it alone tidies, as another would
-                remove what it has begun.
-
-        Returns:
-            The files of the folder, on the disk; none for a rank that does not write.
-
-        Raises:
-            RunFolderLost: The run's folder is gone, or another one.
-            CheckpointError: The disk is full or not writable.
-        """
-        folder, partial = self.path / name, self.path / f"{name}.partial"
-        self.check()
-        if writes:
-            shutil.rmtree(partial, ignore_errors=True)
-        with saving(partial):
-            write(partial)
-            self.check()
-            if writes:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.replace(partial, folder)
-                sync_folder(self.path)
-        return tuple(files_below(folder)) if writes else ()

@@ -200,7 +200,7 @@ class JobFiles:
             spec = replace(plan.spec, factory=with_paths(plan.spec.factory, moved))
             if isinstance(spec.config, RunConfig):
                 spec = replace(spec, config=validate(with_paths(to_plain(spec.config), moved)))
-            plan = replace(plan, spec=spec, paths={there: path for path, there in moved.items()})
+            plan = replace(plan, spec=spec)
         if host.why_apart:
             plan = replace(plan, run_dir=host.folder, controller_dir=self._run_dir)
         return plan

@@ -74,10 +74,7 @@ def checkpoint_plan(config: RunConfig, num_bytes: float, *, num_held: int = 0, f
         moments.append(f"every {checkpoint.every_minutes:g} min")
     if checkpoint.every:
         moments.append(f"every {checkpoint.every} ticks" if checkpoint.every > 1 else "every tick")
-    if checkpoint.at_end:
-        moments.append("at the end")
-    if not moments:
-        return "none: a run that is stopped cannot be gone on with (checkpoint.every_minutes, every, at_end)"
+    moments.append("at the end")
     size = f"about {format_bytes(num_bytes)} each"
     # An old one goes when a newer one is there.
     wanted = max(1, checkpoint.keep + 1 - num_held) if checkpoint.keep else 1
@@ -106,8 +103,8 @@ def resume_command(run_dir: Path) -> str:
 
 
 def reached_policy(run_dir: Path) -> str:
-    """What a new run sets to begin with the policy of a run that has a checkpoint. Only its last
-    tick writes ``RUN/model``."""
+    """What a new run sets to begin with the policy of a run that has a checkpoint. Only its end
+    writes ``RUN/model``."""
     if (run_dir / "model" / "config.json").is_file():
         return f"model.path = {run_dir / 'model'}"
     return f"model.path = DIR (first: {shlex.join(['llamarl', 'export', str(run_dir), '--out', 'DIR'])})"

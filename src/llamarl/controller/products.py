@@ -1,63 +1,64 @@
-"""What a run leaves besides checkpoints (RUN/model, RUN/adapter, RUN/critic): its last tick writes them.
+"""What a run leaves besides checkpoints: RUN/model, RUN/adapter, RUN/critic.
 
-They are proved file for file, and written again from the last checkpoint where they are not whole.
-Where the held-out loss decides which version they are (``evaluation.patience``), they are written
-from that version's checkpoint alone, after the last tick.
+    last tick ─▶ its checkpoint, proved ─▶ a writer (``roles.Product``), in the controller ─▶ RUN/model
+
+They are written from a checkpoint alone: of the last tick, or of the version with the lowest held-out loss where that
+decides (``evaluation.patience``). So the way is one for a run that ends, for a resume that finds them not whole, file for
+file, and for ``llamarl export``, whatever ranks on whatever hosts the trainer had.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from llamarl.checkpoint.storage import CheckpointStore, saving
+from llamarl.checkpoint.storage import saving
+from llamarl.checkpoint.written import sync_folder
 from llamarl.config import RunConfig
+from llamarl.controller.run_folder import RunFolder
 from llamarl.import_path import resolve
 from llamarl.models.exported import why_incomplete
-from llamarl.roles import ROLES, present_roles
+from llamarl.roles import Product, Role, present_roles
 
-__all__ = ["incomplete_products", "rewrite_product", "write_products"]
+__all__ = ["incomplete_products", "write_products"]
 
 
 def incomplete_products(run_dir: Path, config: RunConfig) -> Mapping[str, str]:
-    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` writes at its end. Reads every byte."""
-    found = {name: _why_not_whole(run_dir / name) for name in _wanted(config)}
+    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` leaves. Reads every byte."""
+    found = {product.folder: _why_not_whole(run_dir / product.folder) for _, product in _wanted(config)}
     return {name: why for name, why in found.items() if why}
 
 
-def write_products(run_dir: Path, config: RunConfig, tick: int | None) -> None:
-    """Write all of them from one checkpoint.
+def write_products(run: RunFolder, checkpoint: Path, config: RunConfig, names: Collection[str] | None = None) -> None:
+    """Write them from a checkpoint; what was there of each stays until the new one is whole. A class of the user's own
+    in the place of a role may keep a state of another kind, of which nothing is made.
 
     Args:
-        tick: Of the checkpoint; None: the newest.
-
-    Raises:
-        CheckpointError: It is not there, or the disk is full.
-    """
-    checkpoint = CheckpointStore(run_dir / "checkpoints", config.checkpoint).load(tick)
-    for name in _wanted(config):
-        rewrite_product(run_dir, name, checkpoint.path, config)
-
-
-def _wanted(config: RunConfig) -> list[str]:
-    return [p.folder for role in present_roles(config) for p in role.products if p.wanted(config)]
-
-
-def rewrite_product(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
-    """Write one of them from the checkpoint of the last tick; what was there stays until the new one is whole.
+        checkpoint: Its folder, proved.
+        names: Folders to write; None: all.
 
     Raises:
         CheckpointError: The disk is full, or the state cannot be read.
+        RunFolderLost: The run's folder is gone, or another one.
     """
-    writers = {product.folder: product.writer for role in ROLES.values() for product in role.products}
-    folder, partial = run_dir / name, run_dir / f"{name}.partial"
-    _remove(partial)
-    with saving(partial):
-        resolve(writers[name])(checkpoint, config, partial)
-        _remove(folder)
-        os.replace(partial, folder)
+    for role, product in _wanted(config):
+        if (names is not None and product.folder not in names) or not (checkpoint / role.name / "state").is_dir():
+            continue
+        folder, partial = run.path / product.folder, run.path / f"{product.folder}.partial"
+        run.check()
+        _remove(partial)
+        with saving(partial):
+            resolve(product.writer)(checkpoint, config, partial)
+            run.check()
+            _remove(folder)
+            os.replace(partial, folder)
+            sync_folder(run.path)
+
+
+def _wanted(config: RunConfig) -> list[tuple[Role, Product]]:
+    return [(role, one) for role in present_roles(config) for one in role.products if one.wanted(config)]
 
 
 def _why_not_whole(folder: Path) -> str | None:

@@ -23,7 +23,7 @@ from llamarl.controller.prepare import (
     describe_plan,
     prepare,
 )
-from llamarl.controller.products import incomplete_products, rewrite_product
+from llamarl.controller.products import incomplete_products, write_products
 from llamarl.controller.run import execute, mirror_of, num_rows, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.settings import RESHARDABLE, differences, explain
@@ -98,12 +98,12 @@ def resume_run(config: RunConfig) -> None:
             source = _product_source(run_dir, prepared.config, store, checkpoint) if incomplete else checkpoint.path
             for folder_name, why in incomplete.items():
                 print(f"{run_dir / folder_name}: {why}; it is written again from {source}", file=sys.stderr)
-                rewrite_product(run_dir, folder_name, source, prepared.local)
+            write_products(folder, source, prepared.local, incomplete)
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
             if missing := incomplete_products(run_dir, prepared.config):
                 raise ConfigError(
-                    f"--run.num_ticks {prepared.config.run.num_ticks}: {run_dir} has passed that tick, and the last tick is "
-                    f"which writes {', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any "
+                    f"--run.num_ticks {prepared.config.run.num_ticks}: {run_dir} has passed that tick, and a run's end "
+                    f"writes {', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any "
                     f"checkpoint by llamarl export"
                 )
             print(

@@ -141,8 +141,7 @@ def execute(
             observers=[parts],
         )
         parts.checkpoints.close()
-        if parts.early_end is not None:
-            write_products(folder.path, prepared.local, parts.early_end.best)
+        write_products(folder, parts.final_checkpoint(), prepared.local)
     raise_if_nothing_trained(parts.recorder.summary())
 
 
@@ -227,6 +226,14 @@ class RunParts:
             shorter = dataclasses.replace(config, run=dataclasses.replace(config.run, num_ticks=last + 1))
             save_settings(dataclasses.replace(self._prepared, config=shorter), self._folder.path)
         return last
+
+    def final_checkpoint(self) -> Path:
+        """Of a run that has come to its end: the one of which its model is made."""
+        if self.early_end is not None:
+            return self._store.load(self.early_end.best).path
+        newest = self.checkpoints.finished()
+        assert newest is not None, "a checkpoint is taken after the last tick"
+        return newest[1]
 
     def _make_early_end(self) -> EarlyEnd | None:
         """None where nothing ends the run early; else with the losses of the rows before this process's first."""

@@ -53,7 +53,7 @@ _KEY_BYTES = 32
 _LOOKED_AT_S = 0.2
 """Longest time for which somebody who only asks whether a folder is held may seem to hold it."""
 _EXPORTS = tuple(product.folder for role in ROLES.values() for product in role.products)
-"""Folders that are replaced as a whole, under their names, when the last tick is done."""
+"""Folders that are replaced as a whole, under their names, at the run's end."""
 _TRACES = ("metrics.jsonl", "checkpoints", *_EXPORTS)
 """What a run leaves once an executor has finished a tick; empty ones do not count."""
 

@@ -6,7 +6,7 @@ report ────────▶ Saving.note: every executor has passed the ti
 
 ``Saving`` decides, and is pure. ``RunCheckpoints`` is what it asks in a run on disk; a run on a virtual clock has its own.
 
-report ─┬─ files ────▶ thread: fetch from hosts with a folder of their own, prove ──────────────▶ RUN/rollouts, RUN/model ..
+report ─┬─ files ────▶ thread: fetch from hosts with a folder of their own, prove ──────────────▶ RUN/rollouts, RUN/trained
         └─ on_saved ─▶ thread: fetch, CheckpointStore.finish: every file that a rank wrote is there ▶ RUN/checkpoints/tick_N
 """
 

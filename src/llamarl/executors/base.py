@@ -77,9 +77,6 @@ class ExecutorContext:
     """Channels that leave it: each wants a payload in ``StepResult.outputs``."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """``[executors.NAME.options]`` of the recipe."""
-    paths: Mapping[str, str] = field(default_factory=dict)
-    """Models, data and code that lie elsewhere on this host: path here -> on the controller's
-    machine, which is the one to write down."""
     incarnation: int = 0
     """A number that no earlier processes of this executor had in this run; one of these may still be at work."""
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.channels.base import ChannelKind
-from llamarl.checkpoint.storage import RunIdentity
 from llamarl.data.prompts import with_answer
 from llamarl.errors import ConfigError
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
@@ -90,11 +89,9 @@ class ReferenceExecutor(Stateless, BaseExecutor):
 
 
 class CriticExecutor(BaseExecutor):
-    """Owns the value model. Its own weights never leave it but in checkpoints and, at the end, in ``RUN/critic``."""
+    """Owns the value model. Its own weights never leave it but in checkpoints."""
 
     def setup(self) -> None:
-        if self.context.run_dir is not None:
-            self._folder = RunIdentity.of(self.context.run_dir)
         self.critic = Critic(
             self.config.critic.path or self.config.model.path,
             self.config.critic,
@@ -109,15 +106,11 @@ class CriticExecutor(BaseExecutor):
         started = time.monotonic()
         groups, metrics = self.critic.step(self.items_of(inputs), tick)
         finished = time.monotonic()
-        files: tuple[Path, ...] = ()
-        if tick == self.config.run.num_ticks - 1 and self.context.run_dir is not None:
-            files = self._folder.replace_folder("critic", self.critic.export, writes=self.context.rank == 0)
         layout = self.critic.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
         return StepResult(
             outputs=self.outputs_of(groups if layout.is_data_leader else []),
             metrics=own_metrics(metrics) if self.context.rank else metrics,  # they are over all ranks already
             spans=(("critic", started, finished),),
-            files=files,
         )
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:

@@ -187,9 +187,6 @@ class TrainerExecutor(BaseExecutor):
             self._waits.append(("write trained tokens", trained, time.monotonic()))
         version = self.trainer.policy_version
         self._remember(version)
-        whole = tick == self.config.run.num_ticks - 1 and not self._stop
-        if whole and self.context.run_dir is not None and not self.config.evaluation.patience:
-            files.extend(self._export_all())
         if self._lease is not None:
             self._wait_for_readers()  # a tick without an update has not waited for them
             self._lease.give_back()
@@ -303,22 +300,6 @@ class TrainerExecutor(BaseExecutor):
         for old in [v for v in self._edge_versions if v < version - self._kept]:
             del self._edge_versions[old]
         self._saves = {tick for tick in self._saves if tick >= version}
-
-    def _export_all(self) -> tuple[Path, ...]:
-        """The last version as the recipe wants it: adapters, a whole model, or both. The files that this rank wrote."""
-        trainer, served = self.trainer, self.config.generator.served_dtype
-        writes = self.context.rank == 0
-        written: tuple[Path, ...] = ()
-        if self.config.lora.rank:
-            base = self.context.paths.get(self.config.model.path, "")
-            written += self._folder.replace_folder(
-                "adapter", lambda folder: trainer.export_adapter(folder, served_dtype=served, base=base), writes=writes
-            )
-        if self.config.lora.rank and not self.config.lora.export_merged:
-            return written
-        return written + self._folder.replace_folder(
-            "model", lambda folder: trainer.export(folder, served_dtype=served), writes=writes
-        )
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:
         """All ranks write into one folder beside their own, on a thread. Once it is done,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -61,7 +61,6 @@ __all__ = [
     "ParameterShard",
     "apply_fully_shard",
     "apply_tensor_parallel",
-    "gather_parameters",
     "holds_first",
     "local_tensor",
     "make_layout",
@@ -504,40 +503,6 @@ def holds_first(cut: Cut, layout: ParallelLayout) -> bool:
 
 
 @torch.no_grad()
-def gather_parameters(
-    tensors: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], layout: ParallelLayout
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters one after another, on rank 0 and on the CPU; other ranks send and get nothing.
-
-    Every rank must iterate to the end. No rank holds more than one whole parameter at a time.
-
-    Args:
-        tensors: This rank's parts, all of one dtype; those of other stages are absent.
-        shards: Of every parameter, in the order in which they are wanted.
-    """
-    for name, shard in shards.items():
-        if layout.num_ranks == 1:
-            yield name, tensors[name].detach().cpu()
-            continue
-        boxes = [shard_box(shard.shape, shard.cuts, layout, rank, shard.stages) for rank in range(layout.num_ranks)]
-        holders = {box: rank for rank, box in reversed(list(enumerate(boxes)))}  # the first rank of each part
-        senders = {rank: box for box, rank in holders.items() if all(start < stop for start, stop in box)}
-        if layout.rank != 0:
-            if layout.rank in senders:
-                dist.send(tensors[name].detach().contiguous(), dst=0)
-            continue
-        some = next(iter(tensors.values()))  # all have one dtype and device
-        whole = torch.empty(shard.shape, dtype=some.dtype)
-        for rank, box in sorted(senders.items()):
-            if rank == 0:
-                part = tensors[name].detach()
-            else:
-                part = some.new_empty([stop - start for start, stop in box])
-                dist.recv(part, src=rank)
-            whole[tuple(slice(start, stop) for start, stop in box)] = part.cpu()
-        yield name, whole
-
-
 def _group_of_same_part(layout: ParallelLayout, parts: int) -> dist.ProcessGroup:
     """The ranks that hold the same of ``parts`` parts as this one."""
     ranks = dist.get_process_group_ranks(layout.group("tp"))

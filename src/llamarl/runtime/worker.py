@@ -97,8 +97,6 @@ class WorkerPlan:
     controller_dir: Path | None = None
     """The run's folder as the controller sees it, where this rank's ``run_dir`` is another: what an
     order places below it is meant below ``run_dir``."""
-    paths: Mapping[str, str] = field(default_factory=dict)
-    """See ``ExecutorContext``."""
     network: Network | None = None
     """Where its process is among the hosts of the job; None: the whole job is on one machine."""
     journal: bool = False
@@ -313,7 +311,6 @@ class Worker:
             reads=tuple(channel for channel in plan.channels if channel.sink == spec.name),
             writes=tuple(channel for channel in plan.channels if channel.source == spec.name),
             options=spec.options,
-            paths=plan.paths,
             incarnation=plan.incarnation,
         )
         _take_device(context.device)

@@ -1,19 +1,20 @@
-"""A Hugging Face folder from a checkpoint, after the fact: by tick, in any precision, on one
-process without an optimizer.
+"""A Hugging Face folder from a checkpoint: RUN/model at a run's end, and later by tick, in any precision; in one process
+without an optimizer.
 
     RUN/checkpoints/tick_N/trainer/state ─▶ weights, a gigabyte at a time ─▶ (+ base, where adapters were trained) ─▶ OUT
 
-What any layout of ranks wrote is read by its global coordinates, so nothing is put together in memory.
+What any layout of ranks wrote is read by its global coordinates, so nothing is put together in memory, and ranks need no
+way of their own to bring whole weights to one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from llamarl.config import RunConfig
 from llamarl.errors import CheckpointError
@@ -21,9 +22,10 @@ from llamarl.models.adapters import adapter_shapes, merged, whole_shards, write_
 from llamarl.models.attention import PACKED_ATTENTION
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import load_model
 from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import resolve_precision
-from llamarl.models.sharded_loading import make_skeleton, stored_weights
+from llamarl.models.sharded_loading import make_skeleton, read_parts, where_stored
 from llamarl.models.value import value_skeleton
 from llamarl.trainer.sharded_state import read_state
 from llamarl.trainer.storage import export_folder, plan_files
@@ -41,7 +43,7 @@ def export_checkpoint(
     export_dtype: str | None = None,
     adapter: bool = False,
 ) -> ExportFacts:
-    """Write the policy of a checkpoint as the run's last tick would have written it.
+    """Write the policy of a checkpoint as a Hugging Face folder, adapters merged.
 
     Args:
         checkpoint: ``RUN/checkpoints/tick_N``, proved.
@@ -70,13 +72,8 @@ def export_checkpoint(
         write_export(out, facts)
         return facts
     dtype: torch.dtype = getattr(torch, export_dtype or served)
-    with ExitStack() as stack:
-        base_weight = stack.enter_context(stored_weights(config.model.path, shapes))
-
-        weights = _stored(state, shapes)
-        if lora.rank:
-            weights = _merged(config, shapes, dict(_stored(state, trained)), base_weight)
-        export_folder(out, model, weights, shapes, source=config.model.path, dtype=dtype)
+    weights = _merged(config, model, dict(_stored(state, trained))) if lora.rank else _stored(state, shapes)
+    export_folder(out, model, weights, shapes, source=config.model.path, dtype=dtype)
     facts = ExportFacts(policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served)
     write_export(out, facts)
     return facts
@@ -88,12 +85,15 @@ def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts
 
 
 def write_critic(checkpoint: Path, config: RunConfig, out: Path) -> None:
-    """Write the value model of a checkpoint as the run's last tick would have written it: in float32.
+    """Write the value model of a checkpoint as a folder that ``AutoModelForTokenClassification`` loads.
+
+    In float32, of its own weights: fewer bits would round what it has learned away.
 
     Raises:
         CheckpointError: The critic's state cannot be read.
     """
-    state, path = checkpoint / "critic" / "state", config.critic.path or config.model.path
+    state, config = checkpoint / "critic" / "state", resolve_precision(config)
+    path = config.critic.path or config.model.path
     model = value_skeleton(path, attention=PACKED_ATTENTION)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     version = _count(state, shapes, "ticks_done")
@@ -123,18 +123,24 @@ def _stored(state: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tupl
             yield name, tensors.pop(f"weight/{name}")
 
 
-def _merged(
-    config: RunConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    adapters: Mapping[str, Tensor],
-    base_weight: Callable[[str], Tensor],
-) -> Iterator[tuple[str, Tensor]]:
-    """Base weights with their adapters, as generators were given them."""
-    lora = config.lora
-    held = torch.float32  # the trainer's base, where it is that which is handed over
-    if lora.hand_over == "merged":
-        held = getattr(torch, config.trainer.dtype)
-    for name in shapes:
-        base = base_weight(name)
-        base = base.to(held) if held != torch.float32 else base
-        yield from merged({name: base}, adapters, scaling=lora.alpha / lora.rank)
+def _merged(config: RunConfig, model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Base weights with their adapters, as generators were given them: one at a time, however the folder divides them.
+
+    Args:
+        model: The architecture.
+    """
+    path, lora = config.model.path, config.lora
+    # the trainer's base, where it is that which is handed over
+    held = getattr(torch, config.trainer.dtype) if lora.hand_over == "merged" else torch.float32
+    parts = where_stored(path, model)
+    whole = load_model(path, dtype=held) if parts is None else None  # nobody can say what lies where
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.trainer.threads or threads)  # the product's bits may depend on them
+    try:
+        for name, parameter in (model if whole is None else whole).named_parameters():
+            base = parameter if parts is None else nn.Parameter(torch.empty(parameter.shape, dtype=held))
+            if parts is not None:
+                read_parts(path, {name: base}, _whole({name: tuple(base.shape)}), parts)
+            yield from merged({name: base.detach()}, adapters, scaling=lora.alpha / lora.rank)
+    finally:
+        torch.set_num_threads(threads)

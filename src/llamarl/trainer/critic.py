@@ -72,7 +72,7 @@ class Critic(ShardedModel[ValueModel]):
         attention, share_prompts = row_attention(trainer, device, model_path)
         dtype = torch_dtype(trainer.dtype, device=device, model=model_path)
         built = build_value_model(model_path, layout, dtype=dtype, attention=attention, device=torch.device(device))
-        super().__init__(built, layout, self.optimizer, model_path=model_path, device=torch.device(device), dtype=dtype)
+        super().__init__(built, layout, self.optimizer, device=torch.device(device), dtype=dtype)
         max_tokens = trainer.microbatch_tokens
         self.computes = Computes(built.module, layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
@@ -156,15 +156,6 @@ class Critic(ShardedModel[ValueModel]):
     def _sum(self, values: Sequence[float]) -> list[float]:
         """Each value added up over the data-parallel ranks."""
         return self.layout.sum_over_data(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
-
-    def export(self, folder: Path) -> None:
-        """Write a folder that ``AutoModelForTokenClassification`` loads. All ranks call it; rank 0 writes.
-
-        In float32, of its own weights: fewer bits would round what it has learned away.
-        """
-        self.write_model(
-            folder, dtype=torch.float32, served_dtype=str(self.dtype).removeprefix("torch."), version=self.ticks_done
-        )
 
 
 def value_loss(estimates: Tensor, returns: Tensor, earlier: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:

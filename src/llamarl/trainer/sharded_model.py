@@ -21,25 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.errors import CheckpointError, TrainingDiverged
-from llamarl.models.adapters import base_name, base_parameters, merged, with_whole_factors, write_adapter_folder
-from llamarl.models.exported import ExportFacts, write_export
-from llamarl.models.folders import resolve_model_path
+from llamarl.models.adapters import base_name, base_parameters, merged, with_whole_factors
 from llamarl.models.parallel import (
     ParallelLayout,
     ParameterShard,
-    gather_parameters,
     local_tensor,
     new_group,
     parameter_shards,
     shards_of_all_stages,
 )
-from llamarl.models.sharded_loading import stored_weights
 from llamarl.trainer.building import Built, Module
 from llamarl.trainer.config import LoraConfig, OptimizerConfig
 from llamarl.trainer.optimizer import MasterWeights, TiedStages
 from llamarl.trainer.parking import Parking
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state
-from llamarl.trainer.storage import export_folder
 
 __all__ = ["ShardedModel"]
 
@@ -58,7 +53,6 @@ class ShardedModel(Generic[Module]):
         layout: ParallelLayout,
         optimizer: OptimizerConfig,
         *,
-        model_path: str | Path,
         device: torch.device,
         dtype: torch.dtype,
         offload: bool = False,
@@ -66,14 +60,13 @@ class ShardedModel(Generic[Module]):
     ) -> None:
         """
         Args:
-            model_path: Hugging Face folder of version 0.
             dtype: That the module computes in; master weights are float32.
             offload: Keep master weights and moments in host memory.
             lora: What made the adapters, where these alone are trained.
         """
         self.module: Module = built.module
         self.layout = layout
-        self.model_path, self.device, self.dtype, self.lora = model_path, device, dtype, lora
+        self.device, self.dtype, self.lora = device, dtype, lora
         # Checkpoints are written beside the training, so their collectives need a group of their own.
         self._save_group = new_group(backend="gloo") if layout.num_ranks > 1 else None
         parameters = self.module.parameters_by_name()
@@ -91,17 +84,16 @@ class ShardedModel(Generic[Module]):
             shards=self._shards,
         )
         self.parking = Parking(device)
-        self._base_shards: dict[str, ParameterShard] = {}
-        """The same of the model that adapters are added to."""
-        if lora is not None:
+        self._sync_shards = self._shards
+        """The same of what is handed over."""
+        if lora is not None and lora.hand_over == "merged":
             cuts = {base_name(name): cut for name, cut in built.cuts.items()}
             frozen = parameter_shards(base_parameters(self.module.model), cuts, layout, "float32")
-            self._base_shards = shards_of_all_stages(frozen, built.base_names, layout)
+            self._sync_shards = shards_of_all_stages(frozen, built.base_names, layout)
         self.num_skipped_in_a_row = 0
         self.before_update: Callable[[], None] = lambda: None
         """Called before the weights change: who reads them on another thread is waited for here."""
         self._handed_over: dict[str, Tensor] = {}  # while parked: merged copies in host memory
-        self._sync_shards = self._base_shards if lora is not None and lora.hand_over == "merged" else self._shards
 
     def park(self) -> int:
         """Move this rank's parameters, master weights and moments out of the device, and give back
@@ -173,15 +165,11 @@ class ShardedModel(Generic[Module]):
     def _merge(self) -> Iterator[tuple[str, Tensor]]:
         """One by one; where the weights lie now."""
         where = self.parking.where
-        frozen = {name: where(local_tensor(p.detach())) for name, p in base_parameters(self.module.model).items()}
-        return self._merged_into(frozen)
-
-    def _merged_into(self, base: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of a base model with its adapters."""
         assert self.lora is not None
-        own = {name: self.parking.where(tensor.detach()) for name, tensor in self.weights.tensors.items()}
+        frozen = {name: where(local_tensor(p.detach())) for name, p in base_parameters(self.module.model).items()}
+        own = {name: where(tensor.detach()) for name, tensor in self.weights.tensors.items()}
         adapters = with_whole_factors(own, self._shards, self.layout, device=self.device)
-        return merged(base, adapters, scaling=self.lora.alpha / self.lora.rank)
+        return merged(frozen, adapters, scaling=self.lora.alpha / self.lora.rank)
 
     def sync_layout(self) -> dict[str, ParameterShard]:
         """Global shape, dtype and this rank's slice of every parameter that is handed over: an
@@ -246,63 +234,6 @@ class ShardedModel(Generic[Module]):
             if kind not in kinds and _is_here(self.sync_layout()[name], self.layout):
                 extra[kind][name] = tensor
         return extra
-
-    def write_adapters(self, folder: Path, *, served_dtype: str, version: int, base: str = "") -> None:
-        """Write the adapters as a folder that ``peft`` loads. All ranks call it; rank 0 writes.
-
-        Args:
-            served_dtype: Precision in which whoever serves the model computes.
-            version: Of the weights.
-            base: Where its reader finds the model that they are for; empty: where this process has it.
-        """
-        assert self.lora is not None, "no adapters are trained"
-        own = {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
-        adapters = dict(gather_parameters(own, self._shards, self.layout))
-        if self.layout.rank != 0:
-            return
-        write_adapter_folder(
-            Path(folder), adapters, rank=self.lora.rank, alpha=self.lora.alpha, targets=self.lora.targets,
-            base=base or str(resolve_model_path(self.model_path).resolve()),
-        )  # fmt: skip
-        facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served_dtype)
-        write_export(Path(folder), facts)
-
-    def write_model(self, folder: Path, *, dtype: torch.dtype, served_dtype: str, version: int) -> ExportFacts | None:
-        """Write the weights as a Hugging Face folder, adapters merged. All ranks call it; rank 0 writes, file by file.
-
-        Args:
-            served_dtype: Precision in which whoever serves the model computes.
-            version: Of the weights.
-
-        Returns:
-            What was written; None on other ranks than 0.
-        """
-        tensors = self._exported()
-        shards = self._shards if self.lora is None else self._base_shards
-        if self.layout.rank != 0:
-            for _ in gather_parameters(tensors, shards, self.layout):  # send this rank's parts
-                raise AssertionError("only rank 0 receives whole parameters")
-            return None
-        weights = gather_parameters(tensors, shards, self.layout)
-        shapes = {name: shard.shape for name, shard in shards.items()}
-        export_folder(Path(folder), self.module.model, weights, shapes, source=self.model_path, dtype=dtype)
-        facts = ExportFacts(policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served_dtype)
-        write_export(Path(folder), facts)
-        return facts
-
-    def _exported(self) -> dict[str, Tensor]:
-        """This rank's part of the weights, adapters merged as generators have them."""
-        if self.lora is None:
-            return self.parameters_for_sync()
-        if self.lora.hand_over == "merged" or self.dtype == torch.float32:
-            return self._merged()
-        # generators merge into the model as it is stored; here it has been rounded to compute with
-        base = {}
-        with stored_weights(self.model_path, base_parameters(self.module.model)) as stored:
-            for name in base_parameters(self.module.model):
-                where = tuple(slice(start, stop) for start, stop in self._base_shards[name].box)
-                base[name] = stored(name)[where].to(self.device)
-        return dict(self._merged_into(base))
 
 
 def _is_here(shard: ParameterShard, layout: ParallelLayout) -> bool:

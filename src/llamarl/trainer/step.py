@@ -28,7 +28,6 @@ from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.determinism import derive_seed
 from llamarl.models.adapters import with_targets
-from llamarl.models.exported import ExportFacts
 from llamarl.models.precision import torch_dtype
 from llamarl.observability.ledger import scored_tokens
 from llamarl.progress import watch
@@ -131,7 +130,6 @@ class Trainer(ShardedModel[Policy]):
             built,
             layout,
             optimizer,
-            model_path=model_path,
             device=torch.device(device),
             dtype=dtype,
             offload=config.offload_optimizer,
@@ -337,21 +335,3 @@ class Trainer(ShardedModel[Policy]):
         if self.layout.fsdp == 1:
             return values
         return self.layout.sum_over_data(torch.from_numpy(values).to(self.device)).cpu().numpy()
-
-    def export_adapter(self, folder: Path, *, served_dtype: str = "float32", base: str = "") -> None:
-        """Write the adapters as a folder that ``peft`` loads; the generator computes in
-        ``served_dtype``. For ``base`` see ``write_adapters``."""
-        self.write_adapters(folder, served_dtype=served_dtype, version=self.policy_version, base=base)
-
-    def export(self, folder: Path, *, served_dtype: str = "float32") -> ExportFacts | None:
-        """Write the current version as a Hugging Face folder, adapters merged. All ranks call it;
-        rank 0 writes, file by file.
-
-        Args:
-            served_dtype: Precision in which the generator computes.
-
-        Returns:
-            What was written; None on other ranks than 0.
-        """
-        dtype = getattr(torch, served_dtype)
-        return self.write_model(folder, dtype=dtype, served_dtype=served_dtype, version=self.policy_version)

@@ -352,11 +352,11 @@ def test_canonical_json_refuses_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "at_end", "due"),
-    [(0, True, [9]), (0, False, []), (4, True, [3, 7, 9]), (4, False, [3, 7]), (5, True, [4, 9])],
+    ("every", "due"),
+    [(0, [9]), (4, [3, 7, 9]), (5, [4, 9])],
 )
-def test_checkpoints_are_due_after_each_full_count_of_ticks_and_at_the_end(every: int, at_end: bool, due: list) -> None:
-    config = CheckpointConfig(every=every, at_end=at_end)
+def test_checkpoints_are_due_after_each_full_count_of_ticks_and_at_the_end(every: int, due: list) -> None:
+    config = CheckpointConfig(every=every)
     assert [tick for tick in range(10) if config.is_due(tick, 10)] == due
 
 

@@ -63,8 +63,8 @@ def test_the_plan_says_when_how_many_and_how_much() -> None:
     assert "only" in checkpoint_plan(config, 1e9, num_held=5, free_bytes=0.9e9)
     all_kept = load_config(None, ["--checkpoint.keep", "0"])
     assert checkpoint_plan(all_kept, 1e9, free_bytes=0.9e9).endswith("each; the disk has only 900.00 MB left")
-    none = load_config(None, ["--checkpoint.every_minutes", "0", "--checkpoint.at_end", "false"])
-    assert checkpoint_plan(none, 1e9).startswith("none: ")
+    last = load_config(None, ["--checkpoint.every_minutes", "0"])
+    assert checkpoint_plan(last, 1e9).startswith("at the end; ")
 
 
 def test_a_checkpoint_of_float32_weights_takes_sixteen_bytes_a_parameter_at_staleness_one() -> None:

@@ -6,9 +6,9 @@ import dataclasses
 import os
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import pytest
 import tomli_w
@@ -18,6 +18,8 @@ from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller import prepare, resume, run
 from llamarl.controller.begun import begun_config, refuse_code_of_a_run
+from llamarl.controller.products import write_products
+from llamarl.controller.run_folder import RunFolder
 from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
@@ -114,12 +116,13 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
     asked = config(run_dir)
     asked = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
 
-    def rewrite_product(run_dir: Path, name: str, checkpoint: Path, config: RunConfig) -> None:
-        (run_dir / name).mkdir()
-        (run_dir / name / "config.json").write_text("{}")
-        write_export(run_dir / name, ExportFacts(policy_version=5, dtype="float32", served_dtype="float32"))
+    def written(run: RunFolder, checkpoint: Path, config: RunConfig, names: Collection[str]) -> None:
+        for name in names:
+            (run.path / name).mkdir()
+            (run.path / name / "config.json").write_text("{}")
+            write_export(run.path / name, ExportFacts(policy_version=5, dtype="float32", served_dtype="float32"))
 
-    monkeypatch.setattr(resume, "rewrite_product", rewrite_product)
+    monkeypatch.setattr(resume, "write_products", written)
     if num_ticks == 4:  # the checkpoint is of later weights than the run's last
         with pytest.raises(ConfigError, match="writes model: give at least 6"):
             resume.resume_run(asked)
@@ -130,7 +133,7 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
         resume.resume_run(asked)
         assert "written again" not in capsys.readouterr().err
         (run_dir / "model" / "config.json").write_text("[]")
-        monkeypatch.setattr(resume, "rewrite_product", lambda *_: None)
+        monkeypatch.setattr(resume, "write_products", lambda *_: None)
         with pytest.raises(ConfigError, match="writes model"):
             resume.resume_run(asked)
         assert "config.json was altered" in capsys.readouterr().err
@@ -164,6 +167,11 @@ def test_what_the_last_tick_leaves_follows_from_the_configuration(
     tmp_path: Path, overrides: tuple[str, ...], wanted: set[str]
 ) -> None:
     assert resume.incomplete_products(tmp_path, load_config(None, overrides)) == dict.fromkeys(wanted, "it is missing")
+
+
+def test_a_trainer_of_ones_own_that_keeps_another_state_leaves_no_model(tmp_path: Path) -> None:
+    (tmp_path / "tick_000004" / "trainer" / "rank_0").mkdir(parents=True)
+    write_products(cast("RunFolder", None), tmp_path / "tick_000004", load_config(None, ()))
 
 
 def test_what_several_checks_find_is_told_at_once() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_fixtures import make_groups, with_reference, write_model
+from training_fixtures import export, make_groups, with_reference, write_model
 from transformers import AutoModelForTokenClassification
 
 from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.config import ModelConfig, RunConfig
 from llamarl.errors import TrainingDiverged
-from llamarl.trainer.checkpoint_export import write_critic
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.types import Group, Score
@@ -137,7 +135,7 @@ def test_the_exported_folder_loads_in_transformers_and_as_a_critic(model_folder:
     critic = _critic(model_folder)
     for k in range(2):
         critic.step(make_groups(seed=k), k)
-    critic.export(tmp_path / "critic")
+    export(critic, model_folder, tmp_path / "critic")
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
     assert model.config.num_labels == 1
     for name, parameter in model.named_parameters():
@@ -148,18 +146,6 @@ def test_the_exported_folder_loads_in_transformers_and_as_a_critic(model_folder:
         _values(again.step(make_groups(seed=5), 0)[0]), _values(critic.step(make_groups(seed=5), 2)[0]), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
-
-
-def test_a_checkpoint_gives_the_folder_that_its_tick_exported(model_folder: Path, tmp_path: Path) -> None:
-    critic = _critic(model_folder, dtype="bfloat16")
-    critic.step(make_groups(), 0)
-    critic.export(tmp_path / "exported")
-    critic.save(tmp_path / "critic" / "state")
-    config = RunConfig(model=ModelConfig(path=str(model_folder)), trainer=TrainerConfig(dtype="bfloat16"))
-    write_critic(tmp_path, config, tmp_path / "again")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
-    assert "model.safetensors" in files
-    assert files == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_a_series_of_them_stops_the_run(model_folder: Path) -> None:

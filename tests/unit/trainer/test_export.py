@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_fixtures import make_groups, write_model
+from training_fixtures import export, make_groups, write_model
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.config import AlgorithmConfig
@@ -46,7 +46,7 @@ def trained(folder: Path, *, lr: float = 1e-5, **settings: str) -> Trainer:
 @pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
 def test_the_exported_weights_are_those_that_were_served_bit_for_bit(base: Path, served: str, tmp_path: Path) -> None:
     trainer = trained(base)
-    facts = trainer.export(tmp_path / "out", served_dtype=served)
+    facts = export(trainer, base, tmp_path / "out", served=served)
     dtype = getattr(torch, served)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # in the precision that its config.json names
     masters = trainer.parameters_for_sync()
@@ -70,7 +70,7 @@ def test_float32_keeps_the_masters_though_bfloat16_was_served(base: Path, tmp_pa
 
 def test_the_critic_keeps_what_it_learned_from_a_bfloat16_base(base: Path, tmp_path: Path) -> None:
     critic = Critic(base, CriticConfig(), AlgorithmConfig(), TrainerConfig(), OptimizerConfig(), device="cpu")
-    critic.export(tmp_path / "critic")
+    export(critic, base, tmp_path / "critic")
     stored = load_file(tmp_path / "critic" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     assert why_incomplete(tmp_path / "critic") is None
@@ -93,7 +93,7 @@ def test_every_precision_that_a_config_names_is_that_of_the_file() -> None:
 def test_exported_files_have_the_mode_that_the_umask_leaves(base: Path, umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        trained(base).export(tmp_path / "out")
+        export(trained(base), base, tmp_path / "out")
     finally:
         os.umask(before)
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
@@ -121,7 +121,7 @@ def test_only_files_of_known_names_go_with_the_model(base: Path, tmp_path: Path)
         (folder / name).write_text(f"{name} of the base")
     for name in ("notes.txt", ".env", "train.py", "optimizer.pt"):
         (folder / name).write_text("private")
-    trained(folder).export(tmp_path / "out")
+    export(trained(folder), folder, tmp_path / "out")
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "LICENSE", "chat_template.jinja", "config.json", "generation_config.json", EXPORT_FILE, "model.safetensors",
         "tokenizer.json",
@@ -163,7 +163,7 @@ def test_a_link_that_leads_out_of_the_model_is_refused_and_one_into_the_hubs_cac
 
 def test_a_torn_or_altered_export_is_told_from_a_whole_one(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    trained(base).export(out)
+    export(trained(base), base, out)
     assert why_incomplete(out) is None
     (out / "note.txt").write_text("a file more does no harm")
     assert why_incomplete(out) is None
@@ -187,20 +187,6 @@ def test_a_torn_or_altered_export_is_told_from_a_whole_one(base: Path, tmp_path:
 
 
 # -- from a checkpoint ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("served", ["float32", "bfloat16"])
-def test_a_checkpoint_exports_the_folder_that_its_tick_would_have_written(
-    base: Path, served: str, tmp_path: Path
-) -> None:
-    config = validate({"model": {"path": str(base)}, "generator": {"engine": {"dtype": served}}})
-    trainer = trained(base, lr=1e-3)
-    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
-    live = trainer.export(tmp_path / "live", served_dtype=served)
-    later = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later")
-    assert later == live and later.dtype == served
-    assert why_incomplete(tmp_path / "later") is None
-    assert (tmp_path / "live" / EXPORT_FILE).read_bytes() == (tmp_path / "later" / EXPORT_FILE).read_bytes()
 
 
 def test_a_process_that_trains_nothing_exports_a_checkpoint(base: Path, tmp_path: Path) -> None:

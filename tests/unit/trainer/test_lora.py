@@ -2,21 +2,22 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_fixtures import make_groups, write_model
+from safetensors.torch import load_file, save_file
+from training_fixtures import export, make_groups, write_model
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import validate
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.adapters import AdapterReceiver, add_adapters, merge_adapter, read_adapter_folder
-from llamarl.models.exported import EXPORT_FILE
 from llamarl.models.loading import load_model
-from llamarl.trainer.checkpoint_export import export_checkpoint
+from llamarl.models.sharded_loading import make_skeleton, where_stored
 from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
@@ -98,7 +99,7 @@ def test_both_ways_of_hand_over_give_the_generator_what_the_trainer_computes(
 ) -> None:
     trainer = trained(model_folder)
     merged = trainer.parameters_for_sync()
-    trainer.export(tmp_path / "model")
+    export(trainer, model_folder, tmp_path / "model")
     served = make(tmp_path / "model", LoraConfig())
     assert all(torch.equal(tensor, merged[name]) for name, tensor in served.parameters_for_sync().items())
     torch.testing.assert_close(logprobs(trainer), logprobs(served), rtol=0, atol=1e-5)
@@ -117,8 +118,8 @@ def test_both_ways_of_hand_over_give_the_generator_what_the_trainer_computes(
 
 def test_the_adapter_folder_loads_in_peft(model_folder: Path, tmp_path: Path) -> None:
     trainer = trained(model_folder)
-    trainer.export_adapter(tmp_path / "adapter")
-    trainer.export(tmp_path / "merged")
+    export(trainer, model_folder, tmp_path / "adapter", adapter=True)
+    export(trainer, model_folder, tmp_path / "merged")
     ids = torch.arange(3, 20)[None]
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "adapter")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -159,8 +160,8 @@ def test_the_output_layer_takes_no_adapter(tmp_path: Path) -> None:
 def test_an_engine_of_fewer_bits_is_given_the_merged_weights_rounded_once(model_folder: Path, tmp_path: Path) -> None:
     """Whichever way they travel: merged in float32 on top of the model as it is stored, then rounded."""
     trainer = trained(model_folder, dataclasses.replace(LORA, hand_over="adapter"))
-    trainer.export(tmp_path / "model")
-    trainer.export_adapter(tmp_path / "adapter")
+    export(trainer, model_folder, tmp_path / "model")
+    export(trainer, model_folder, tmp_path / "adapter", adapter=True)
     expected = dict(load_model(tmp_path / "model", dtype=torch.bfloat16).named_parameters())
     rounded = {n: p.detach() for n, p in load_model(model_folder, dtype=torch.bfloat16).named_parameters()}
     handed_over = {name: tensor.clone() for name, tensor in rounded.items()}
@@ -227,32 +228,48 @@ def test_an_adapter_that_peft_wrote_is_read_and_what_is_more_than_two_factors_is
 
 @pytest.mark.parametrize("hand_over", ["merged", "adapter"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_exports_the_folder_that_the_trainer_would_have_written(
+def test_a_run_leaves_what_its_generators_were_given_last(
     model_folder: Path, hand_over: str, dtype: str, tmp_path: Path
 ) -> None:
+    """Whether the trainer merges, into the base as it computes with it, or generators do, into the base as it is stored."""
     lora = dataclasses.replace(LORA, hand_over=hand_over)  # type: ignore[arg-type]
-    config = validate(
-        {
-            "model": {"path": str(model_folder)},
-            "trainer": {"dtype": dtype},
-            "lora": {"rank": 4, "alpha": 8.0, "hand_over": hand_over, "targets": list(LAYERS)},
-        }
-    )
     trainer = Trainer(
-        model_folder, config.trainer, OptimizerConfig(lr=1e-2), AlgorithmConfig(), temperature=0.9, lora=lora
+        model_folder,
+        TrainerConfig(dtype=dtype),
+        OptimizerConfig(lr=1e-2),
+        AlgorithmConfig(),
+        temperature=0.9,
+        lora=lora,
     )
     trainer.train(make_groups(), 0)
-    trainer.save(tmp_path / "checkpoint" / "trainer" / "state")
-    trainer.export(tmp_path / "live")
-    trainer.export_adapter(tmp_path / "live_adapter")
-    facts = export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later")
-    assert (
-        facts is not None
-        and f'"policy_version": {facts.policy_version}' in (tmp_path / "live" / EXPORT_FILE).read_text()
+    given = trainer.parameters_for_sync()
+    if hand_over == "adapter":
+        engine = {n: p.detach() for n, p in load_model(model_folder, dtype=torch.float32).named_parameters()}
+        receiver = AdapterReceiver(
+            engine, rank=LORA.rank, alpha=LORA.alpha, targets=LORA.targets, model_path=model_folder
+        )
+        for name, tensor in given.items():
+            receiver.tensors[name].copy_(tensor)
+        receiver.merge()
+        given = engine
+    facts = export(trainer, model_folder, tmp_path / "model")
+    left = load_file(tmp_path / "model" / "model.safetensors")
+    assert facts is not None and facts.policy_version == 1 and left.keys() == given.keys()
+    assert all(torch.equal(left[name], tensor) for name, tensor in given.items())
+
+
+def test_a_base_that_cannot_be_read_in_parts_is_merged_too(model_folder: Path, tmp_path: Path) -> None:
+    trainer = trained(model_folder)
+    base = tmp_path / "prefixed"
+    shutil.copytree(model_folder, base)
+    tensors = load_file(base / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): t for name, t in tensors.items()}, base / "model.safetensors", {"format": "pt"}
     )
-    export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "later_adapter", adapter=True)
-    for live, later in (("live", "later"), ("live_adapter", "later_adapter")):
-        assert (tmp_path / live / EXPORT_FILE).read_bytes() == (tmp_path / later / EXPORT_FILE).read_bytes()
+    assert where_stored(base, make_skeleton(base, attention="llamarl_packed")) is None
+    export(trainer, base, tmp_path / "model")
+    left = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(left[name], tensor) for name, tensor in trainer.parameters_for_sync().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
