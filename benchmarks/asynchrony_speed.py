@@ -130,7 +130,6 @@ def timed(recipe: str, run: Path, model: Path, settings: dict[str, Any], args: a
         "evaluation.every": 0,
         "checkpoint.every": 0,
         "checkpoint.every_minutes": 0,
-        "checkpoint.at_end": "false",
         "observability.console": '"none"',
         **settings,
     }
