@@ -18,11 +18,10 @@ from llamarl.errors import ModelError
 from llamarl.models.adapters import write_adapter_folder
 from llamarl.models.exported import EXPORT_FILE, why_incomplete
 from llamarl.models.folders import companion_files
-from llamarl.trainer.checkpoint_export import export_checkpoint
+from llamarl.trainer.checkpoint_export import _with_dtype, export_checkpoint
 from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.step import Trainer
-from llamarl.trainer.storage import _with_dtype
 
 
 @pytest.fixture(scope="module")
