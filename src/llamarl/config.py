@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from llamarl.algorithms.config import PRESETS, AlgorithmConfig
 from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
-from llamarl.controller.config import DeadlineConfig, HostsConfig, RecoveryConfig, ScheduleConfig
+from llamarl.controller.config import DeadlineConfig, HostsConfig, RecoveryConfig, ScheduleConfig, split_cluster
 from llamarl.data.config import DataConfig
 from llamarl.engine.config import EngineConfig
 from llamarl.environments.config import TaskSection
@@ -182,6 +182,7 @@ class RunConfig:
             "optimizer.name": self.optimizer.name,
             "generator.engine.name": self.generator.engine.name,
             "schedule.transport": self.schedule.transport,
+            "hosts.cluster": split_cluster(self.hosts.cluster)[0],
             **{f"task.rewards.{part.part}": part.function for part in self.task.rewards},
             **{f"task.mixture.{label}.name": t.name for label, t in self.task.tasks.items() if t.by_import_path},
             **{f"task.mixture.{label}.environment": task.own_environment for label, task in self.task.tasks.items()},

@@ -121,8 +121,8 @@ def test_what_needs_no_model_imports_no_torch_and_who_has_no_mirror_no_storage()
     assert done.returncode == 0, done.stderr
 
 
-def test_ray_is_imported_by_the_rooms_of_a_cluster_alone_and_by_nobody_on_one_machine() -> None:
-    rooms = ("runtime/ray/", "files/over_ray.py", "cli/")
+def test_ray_is_imported_by_the_room_of_ray_alone_and_by_nobody_on_one_machine() -> None:
+    rooms = ("runtime/hosts/ray.py", "cli/")
     imports = re.compile(r"^\s*(import ray\b|from ray[ .])", re.MULTILINE)
     found = {str(path.relative_to(ROOT)) for path in MODULES if imports.search(path.read_text())}
     assert [name for name in sorted(found) if not name.startswith(rooms)] == []

@@ -179,9 +179,10 @@ def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if given.get("cluster") and not given["cluster"].startswith("ray://"):  # which the configuration refuses
-        from llamarl.runtime.ray.cluster import check_access
+        from llamarl.runtime.hosts.cluster import find_cluster
 
-        check_access(given["cluster"])  # a wrong token is told before imports that take seconds
+        kind, address = find_cluster(given["cluster"])
+        kind.check_access(address)  # a wrong token is told before imports that take seconds
     if "cluster" in given:  # another cluster: what the recipe puts on nodes of its own is forgotten
         tables = ", ".join(f"{json.dumps(name)} = {json.dumps(names)}" for name, names in given["on"].items())
         return [f"--hosts.cluster={json.dumps(given['cluster'])}", f"--hosts.on={{{tables}}}"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.strict import NO_BITS, STRICT, ListOf, refuse, why_no_name
+from llamarl.strict import NO_BITS, STRICT, ListOf, is_import_path, refuse, why_no_name
 
 __all__ = [
+    "CLUSTERS",
     "DeadlineConfig",
     "HERE",
     "HostsConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "hosts_named",
     "is_address",
     "parse_ports",
+    "split_cluster",
 ]
 
 
@@ -113,20 +115,24 @@ class RecoveryConfig:
 
 HERE = "here"
 """Names the controller's node among hosts."""
+CLUSTERS: Mapping[str, str] = {"ray": "llamarl.runtime.hosts.ray:RayCluster"}
+"""The kinds that are built in -> import paths of their :class:`llamarl.runtime.hosts.cluster.Cluster`.
+One more is a row here."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HostsConfig:
-    """Nodes of a Ray cluster. Where ranks are changes no bit: thread counts, processors and versions do."""
+    """Nodes of a cluster. Where ranks are changes no bit: thread counts, processors and versions do."""
 
     cluster: Annotated[str, NO_BITS] = ""
     """Ray cluster that the job runs on, from one of its nodes: "auto" is the one that this machine
     is a node of, "HOST:PORT" names its head. Empty: this machine alone, and nothing listens. On the
-    command line: --cluster auto."""
+    command line: --cluster auto. Of another kind "KIND://ADDRESS" or "KIND", where that may be your own
+    as path/to/file.py:Name or package.module:Name, a ``llamarl.runtime.hosts.cluster.Cluster``."""
 
     on: Annotated[dict[str, ListOf[str]], NO_BITS] = Field(default_factory=dict)
-    """Executor -> its nodes, by the names or addresses that Ray gives them, or by their places in
+    """Executor -> its nodes, by the names or addresses that the cluster gives them, or by their places in
     the list that --dry-run prints ("0", "2-3"); "here" is the controller's node. Ranks fill a node
     before the next. One that is not named goes where fewest ranks are. On the command line: --on
     generator=a,b."""
@@ -152,13 +158,16 @@ class HostsConfig:
         return bool(self.cluster)
 
     def _mistakes(self) -> Iterator[Mistake]:
+        kind, _ = split_cluster(self.cluster)
         if self.cluster.startswith("ray://"):
             yield Mistake(
                 "cluster",
                 "is an address of Ray Client, over which this process would be on no node: ranks could not reach it. Start the job on "
                 "a node: ray job submit --address http://HEAD:8265 --working-dir . -- llamarl train RECIPE --cluster auto",
             )
-        elif self.cluster and self.cluster != "auto" and not is_address(self.cluster):
+        elif why := why_no_name(kind, CLUSTERS, "my_cluster.py:Name"):
+            yield Mistake("cluster", f": the kind {why}")
+        elif kind == "ray" and self.cluster not in ("", "auto") and not is_address(self.cluster):
             yield Mistake("cluster", f"must be auto or HOST:PORT, such as 10.0.0.1:6379, got {self.cluster!r}")
         if self.on and not self.wanted:
             yield Mistake("on", "puts executors on hosts, but there is no cluster: add --cluster auto", ("cluster",))
@@ -172,6 +181,13 @@ class HostsConfig:
 def is_address(text: str) -> bool:
     """True for HOST:PORT."""
     return _ADDRESS.fullmatch(text) is not None
+
+
+def split_cluster(cluster: str) -> tuple[str, str]:
+    """Kind and address of what ``hosts.cluster`` says: an address alone is Ray's."""
+    kind, apart, address = cluster.partition("://")
+    own = is_import_path(kind) and not is_address(kind)
+    return (kind, address) if apart or own else ("ray", cluster)
 
 
 def host_settings(cluster: str | None, on: Sequence[str] = ()) -> dict[str, Any]:

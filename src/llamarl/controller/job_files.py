@@ -25,14 +25,14 @@ from llamarl.config import RunConfig, to_plain, validate
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
+from llamarl.files.file_client import FileClient
 from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, on_all_hosts, records_of
-from llamarl.files.over_ray import FileClient
 from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
 from llamarl.runtime.worker import RankReport, WorkerPlan
 
 if TYPE_CHECKING:
-    from llamarl.runtime.ray.cluster import Cluster
+    from llamarl.runtime.hosts.cluster import Cluster
 
 __all__ = ["JobFiles", "folder_answers"]
 
@@ -116,7 +116,9 @@ class JobFiles:
             agent = self._cluster.agent(number)
         except ConnectionError as error:
             raise TransferError(str(error)) from error
-        host = _Host(number, FileClient(name, agent, stall_s=_STALL_S), self._run_id, why_apart)
+        host = _Host(
+            number, FileClient(name, functools.partial(agent, "files"), stall_s=_STALL_S), self._run_id, why_apart
+        )
         if why_apart:
             handle = host.open_run()
             folder = FarFolder(host.client, handle, host.folder)

@@ -1,5 +1,5 @@
 """The hosts of one job, which are nodes of a cluster: given ranks, and told to the ranks as the
-network that they are on. Which kind of cluster is said in ``open_hosts`` alone.
+network that they are on. The kind of cluster is ``hosts.cluster``'s (``controller/config.py:CLUSTERS``).
 
 [hosts] ─▶ Cluster: nodes and what they are ─▶ which node each rank gets ─▶ their cores and GPUs taken ─▶ launcher, networks
 
@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamarl.config import RunConfig
 from llamarl.controller.config import HERE, hosts_named, parse_ports
@@ -35,16 +34,14 @@ from llamarl.runtime.host_placement import (
     what_changed,
     why_no_room,
 )
+from llamarl.runtime.hosts.cluster import Cluster, find_cluster
+from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.placement import ColocatedGroup, Placement, place, share_of, stand_in
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
 from llamarl.transports.network import Network, join
 from llamarl.transports.run_key import KEY_BYTES
-
-if TYPE_CHECKING:
-    from llamarl.runtime.ray.cluster import Cluster
-    from llamarl.runtime.ray.launcher import RayLauncher
 
 __all__ = ["JobHosts", "open_hosts"]
 
@@ -62,8 +59,6 @@ class JobHosts:
     :class:`llamarl.runtime.processes.Places` of its ranks."""
 
     cluster: Cluster
-    make_launcher: type[RayLauncher]
-    """Of ranks on its nodes."""
     config: RunConfig
     named: Sequence[str]
     """All hosts of the job, as the user calls them; those that are in ``absent`` take no part."""
@@ -78,7 +73,7 @@ class JobHosts:
     """Versions and processors of the machines that hold ranks, once :meth:`place` has been called."""
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Host -> cores and GPUs that are ours there."""
-    launcher: RayLauncher | None = None
+    launcher: HostLauncher | None = None
     """Once :meth:`runtime` has been called."""
     machines: Sequence[Machine] = ()
     """The hosts, once :meth:`place` has been called."""
@@ -100,10 +95,7 @@ class JobHosts:
             ConfigError: It cannot be done; every mistake is named.
         """
         config, named = self.config, list(self.named)
-        hosts = [
-            Machine(node.name, one.cores, one.cuda_devices, one.facts)
-            for node, one in zip(self.cluster.nodes, self.cluster.inventories, strict=True)
-        ]
+        hosts = self.cluster.nodes
         on = {executor: self._given(executor) for executor in config.hosts.on}
         there = {named.index(host.name): host for host in hosts}
         together = colocated.sharing if colocated is not None else ()
@@ -205,7 +197,7 @@ class JobHosts:
 
     def network(self, host: int) -> Network:
         """A process on one of the hosts."""
-        one = self.cluster.inventories[host]
+        one = self.cluster.nodes[host]
         return Network(space=one.space, address=one.address, key=self.run_key, ports=one.ports, tls=one.tls)
 
     def open_files(
@@ -235,7 +227,7 @@ class JobHosts:
         """What a dry run says of the cluster, for people: security, health, how payloads travel
         between each pair of hosts that have ranks, whose folder is shared."""
         used = sorted({host for ranks in self.where.values() for host in ranks})
-        space = [one.space for one in self.cluster.inventories]
+        space = [one.space for one in self.cluster.nodes]
         pairs = [(f"{self.names([a])} and {self.names([b])}", space[a] == space[b]) for a, b in combinations(used, 2)]
         lines = {
             "cluster": self.cluster.lines(),
@@ -267,7 +259,7 @@ class JobHosts:
         """
         assert self.placement is not None, "placed before its ranks run"
         on_lost = files.lose if files is not None else lambda host: None
-        self.launcher = launcher = self.make_launcher(self.cluster, self.where, on_lost, specs=self.placement.executors)
+        self.launcher = launcher = HostLauncher(self.cluster, self.where, on_lost, specs=self.placement.executors)
         self.files = files
         return ProcessRuntime(
             collective_timeout_s=self.config.deadlines.collective_s,
@@ -378,11 +370,9 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
     Raises:
         ConfigError: There is no such cluster, it refuses us, or a node cannot say what it is.
     """
-    from llamarl.runtime.ray.cluster import connect
-    from llamarl.runtime.ray.launcher import RayLauncher
-
     ports = parse_ports(config.hosts.port_range) if config.hosts.port_range else (0, 0)
-    cluster = connect(config.hosts.cluster, ports)
+    kind, address = find_cluster(config.hosts.cluster)
+    cluster = kind.connect(address, ports)
     known = {word for node in cluster.nodes for word in (node.name, node.address)} | {HERE}
     had = {word for words in begun.hosts.on.values() for word in words} if begun is not None else set()
     absent = {
@@ -392,7 +382,7 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
         for name in sorted(had - known)
         if not name.isdecimal()
     }
-    hosts = JobHosts(cluster, RayLauncher, config, [*(node.name for node in cluster.nodes), *absent], absent)
+    hosts = JobHosts(cluster, config, [*(node.name for node in cluster.nodes), *absent], absent)
     atexit.register(hosts.close)
     join(hosts.network(cluster.here))
     return hosts

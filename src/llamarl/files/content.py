@@ -19,7 +19,7 @@ from typing import Any
 from llamarl.checkpoint.snapshot import FileRecord, checksum_file
 from llamarl.checkpoint.written import files_below
 from llamarl.errors import FileError
-from llamarl.files.over_ray import FileClient
+from llamarl.files.file_client import FileClient
 from llamarl.reading import user_path
 
 __all__ = ["Content", "content_of", "paths_in", "provide", "same_there", "with_paths"]

@@ -21,8 +21,8 @@ from pathlib import Path
 from llamarl.checkpoint.snapshot import FileRecord, checksum_file
 from llamarl.checkpoint.written import writer_name
 from llamarl.errors import CheckpointError, TransferError
+from llamarl.files.file_client import FileClient
 from llamarl.files.host_files import FarFile
-from llamarl.files.over_ray import FileClient
 from llamarl.files.safe_folder import SafeFolder
 
 __all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "on_all_hosts", "records_of", "where_to_put"]

@@ -1,5 +1,5 @@
 """The processes of ranks on one machine as those see them who start them: the controller
-(:mod:`llamarl.runtime.local`), and the agent on a node of a cluster (:mod:`llamarl.runtime.ray.host_agent`).
+(:mod:`llamarl.runtime.local`), and the agent on a node of a cluster (:mod:`llamarl.runtime.hosts.agent`).
 
 ``PlainChild`` is a new Python that imports everything anew. The other kind is a fork of
 :mod:`llamarl.runtime.fork_server`, which has imported it. Both are a guard (llamarl/process_tree.py),

@@ -9,7 +9,7 @@
 
 An executor's exception travels as a value (``RankFailure``). All are frames (llamarl/frames.py) on
 bytes in order: a socket pair (:mod:`llamarl.runtime.local`), or what the agent of the rank's host
-carries (:mod:`llamarl.runtime.ray.launcher`).
+carries (:mod:`llamarl.runtime.hosts.launcher`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 All links live on one thread with an asyncio loop. What happens arrives on one queue as an
 ``Answer`` or a ``RankFailure``: a reply, an exception in an executor, the death of a process,
 whichever comes first. How a rank is started and spoken to is its launcher's business:
-:mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.ray` on others. What a rank says
+:mod:`llamarl.runtime.local` on this machine, :mod:`llamarl.runtime.hosts` on others. What a rank says
 of times is on its own machine's clock, and is read on the controller's the moment it arrives.
 """
 

@@ -57,7 +57,7 @@ def places(
     cluster: Any = SimpleNamespace(
         told_s=told_s / 2, take=lambda more, within_s: "".join((full or {}).get(host, "") for host in more)
     )
-    unchecked: Any = {"launcher": launcher, "files": files, "make_launcher": None}
+    unchecked: Any = {"launcher": launcher, "files": files}
     return Hosts(
         cluster,
         config=load_config(None),

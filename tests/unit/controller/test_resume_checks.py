@@ -265,6 +265,7 @@ CODE = {
     "task.name", "task.environment", "task.reward", "task.rewards.*.function",
     "task.mixture.*.name", "task.mixture.*.environment", "task.mixture.*.reward", "task.mixture.*.rewards.*.function",
     "algorithm.name", "algorithm.advantage", "optimizer.name", "generator.engine.name", "schedule.transport",
+    "hosts.cluster",
     "observability.sinks.*", "executors.*.factory", "executors.*.settings.*",
 }  # fmt: skip
 """Keys that may hold an import path: each is to be in ``RunConfig.named_code``."""

@@ -13,12 +13,12 @@ from llamarl.controller.config import parse_ports
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
+from llamarl.runtime.hosts.agent import _meeting_port
+from llamarl.runtime.hosts.hosted_rank import HostedRank
+from llamarl.runtime.hosts.launcher import Ping, imported_on, seconds_ahead
+from llamarl.runtime.hosts.node import interface_of
+from llamarl.runtime.hosts.ray import RayCluster, _free, health_of, one_line, this_node
 from llamarl.runtime.ranks import on_our_clock
-from llamarl.runtime.ray.cluster import _free, check_access, one_line
-from llamarl.runtime.ray.host_agent import _meeting_port
-from llamarl.runtime.ray.hosted_rank import HostedRank
-from llamarl.runtime.ray.inventory import health_of, interface_of, take_inventory
-from llamarl.runtime.ray.launcher import Ping, imported_on, seconds_ahead
 from llamarl.runtime.worker import RankFailure, RankReport
 from llamarl.transports.network import this_space
 
@@ -33,16 +33,11 @@ def test_what_ray_raises_is_told_by_its_cause_in_a_line() -> None:
     assert one_line(RuntimeError()) == "Ray: RuntimeError"
 
 
-def test_an_old_ray_and_an_address_without_a_port_are_told_before_anything_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_old_ray_is_told_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.59.3")
     with pytest.raises(ConfigError, match="needs Ray 2.60, and here is 2.59.3: pip install"):
-        check_access("10.0.0.1:1")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.60.0rc1")
-    with pytest.raises(ConfigError, match="must be auto or HOST:PORT"):
-        check_access("10.0.0.1")
+        RayCluster.check_access("10.0.0.1:1")
 
 
 def test_what_of_a_cluster_is_free_is_told_in_cores_and_gpus() -> None:
@@ -86,7 +81,7 @@ def test_a_job_ends_at_once_though_nobody_takes_what_its_rank_says(monkeypatch: 
         with theirs:
             return ours, PlainChild(subprocess.Popen(["yes"], stdin=theirs.fileno(), stdout=stdout, stderr=stderr))
 
-    monkeypatch.setattr("llamarl.runtime.ray.hosted_rank.start_rank", start)
+    monkeypatch.setattr("llamarl.runtime.hosts.hosted_rank.start_rank", start)
 
     async def job() -> float:
         said = asyncio.Event()
@@ -154,7 +149,8 @@ def test_a_fork_server_imports_what_all_its_hosts_ranks_of_that_many_threads_nee
 def test_a_node_says_what_ray_was_told_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    taken = take_inventory("127.0.0.1", 4, 2, (7, 9))
+    told = {"name": "n", "address": "127.0.0.1", "cores": 4, "cuda_devices": 2, "node_id": "f", "is_head": True}
+    taken = this_node({**told, "ports": (7, 9)})
     assert (taken.cores, taken.cuda_devices, taken.ports, taken.tls, taken.token) == (4, 2, (7, 9), None, False)
     assert (taken.space, taken.interface) == (this_space(), interface_of("127.0.0.1"))
     assert health_of(taken.health) == (15.0, 65.0), "Ray's defaults: five questions, 3 s apart, 10 s each"
@@ -164,6 +160,6 @@ def test_a_node_says_what_ray_was_told_there(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(f"RAY_TLS_{name}", f"/tls/{name}")
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    taken = take_inventory("127.0.0.1", 4, 0)
+    taken = this_node(told)
     assert health_of(taken.health) == (2.4, 8.4) and taken.token
     assert taken.tls is not None and str(taken.tls.private_key) == "/tls/SERVER_KEY"

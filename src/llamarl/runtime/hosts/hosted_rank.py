@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -53,7 +52,7 @@ class HostedRank:
 
     Args:
         number: By which the controller calls it.
-        control: This end of the socket to the rank.
+        reader, writer: This end of the socket to the rank.
         pipes: Read ends of what it prints.
         send: Takes what goes to the controller.
     """
@@ -78,7 +77,8 @@ class HostedRank:
         pipes = {word: os.pipe() for word in (Word.OUTPUT, Word.ERRORS)}
         try:
             ends = {"stdout": pipes[Word.OUTPUT][1], "stderr": pipes[Word.ERRORS][1]}
-            started = await start_rank(server, label, environment, **ends)
+            control, child = await start_rank(server, label, environment, **ends)
+            connection = await asyncio.open_unix_connection(sock=control)
         except BaseException:
             for read, _ in pipes.values():
                 os.close(read)
@@ -86,33 +86,29 @@ class HostedRank:
         finally:
             for _, write in pipes.values():
                 os.close(write)
-        return cls(number, *started, {word: read for word, (read, _) in pipes.items()}, send)
+        return cls(number, *connection, child, {word: read for word, (read, _) in pipes.items()}, send)
 
     def __init__(
         self,
         number: int,
-        control: socket.socket,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
         child: Child,
         pipes: Mapping[Word, int],
         send: Callable[[Word, int, Any], object],
     ) -> None:
         self.number = number
-        self._control, self._child, self._send = control, child, send
+        self._writer, self._child, self._send = writer, child, send
         self.pid = child.pid
         self._taking = {word: asyncio.Event() for word in pipes}
         self._ahead = dict.fromkeys(pipes, 0)
-        self._writer: asyncio.StreamWriter | None = None
-        self._early: list[bytes] = []
         pumps = [asyncio.ensure_future(self._pump(word, read)) for word, read in pipes.items()]
-        self.over = asyncio.ensure_future(self._live(pumps))
+        self.over = asyncio.ensure_future(self._live(reader, pumps))
         """Done when the process has ended and all that it said is handed on."""
 
     def write(self, data: bytes) -> None:
         """Bytes for the rank's socket."""
-        if self._writer is None:
-            self._early.append(data)
-        else:
-            self._writer.write(data)
+        self._writer.write(data)
 
     def taken(self, word: Word, nbytes: int) -> None:
         """The controller has handed on so much of the output."""
@@ -134,10 +130,7 @@ class HostedRank:
         with contextlib.suppress(OSError):
             self._child.signal(signal.SIGKILL if at_once else signal.SIGTERM)
 
-    async def _live(self, pumps: Sequence[asyncio.Future[None]]) -> None:
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._control)
-        for data in self._early:
-            self._writer.write(data)
+    async def _live(self, reader: asyncio.StreamReader, pumps: Sequence[asyncio.Future[None]]) -> None:
         relaying = asyncio.create_task(self._relay(reader))
         code = await self._child.code()
         await asyncio.wait({relaying}, timeout=_DRAIN_S)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,15 @@ class FileClient:
 
     Args:
         host: As the user calls it, for messages.
-        agent: On it, an actor of Ray with a method ``files``.
+        ask: Calls a method of the :class:`llamarl.files.host_files.HostFiles` there: its result, what
+            went wrong, and whether that is a file that is missing. Raises ``ConnectionError`` when its
+            agent is gone.
         stall_s: Longest wait for one answer.
     """
 
-    def __init__(self, host: str, agent: Any, *, stall_s: float) -> None:
+    def __init__(self, host: str, ask: Callable[..., Future[tuple[Any, str, bool]]], *, stall_s: float) -> None:
         self.host = host
-        self._agent, self._stall_s = agent, stall_s
+        self._ask_host, self._stall_s = ask, stall_s
 
     def open_run(self, run_id: str) -> tuple[str, Path]:
         """Make the host a run folder of its own: its handle, and its path there."""
@@ -133,18 +136,14 @@ class FileClient:
         self._stall_s = min(self._stall_s, _HURRY_S)
 
     def _ask(self, path: str, method: str, *arguments: Any) -> Any:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError
-
         began_s = time.monotonic()
         try:
-            result, trouble, missing = ray.get(self._agent.files.remote(method, *arguments), timeout=self._stall_s)
-        except GetTimeoutError as error:
+            result, trouble, missing = self._ask_host(method, *arguments).result(self._stall_s)
+        except TimeoutError as error:
             waited_s = time.monotonic() - began_s
             raise self._named(TransferError(f"no answer for {waited_s:.0f} s"), path) from error
-        except (RayError, ConnectionError) as error:
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise self._named(TransferError(f"its agent is gone ({text})"), path) from error
+        except ConnectionError as error:
+            raise self._named(TransferError(f"its agent is gone ({error})"), path) from error
         if trouble:
             raise self._named(TransferError(trouble, missing=missing), path)
         return result

@@ -65,7 +65,7 @@ def test_a_piece_that_changes_on_the_way_is_refused_by_host_and_file(host: FarHo
         data, checksum, size = values[0]
         return ((b"X" + data[1:], checksum, size),)
 
-    client.on_the_way = damage
+    host.on_the_way = damage
     with pytest.raises(TransferError, match="host b: a: its bytes changed on the way"):
         client.send(tmp_path / "source", record("a"), run)
         client.fetch(run, "a", SafeFolder(tmp_path), record("a"))

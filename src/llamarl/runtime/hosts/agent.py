@@ -1,12 +1,12 @@
-"""The Ray actor that a job has on each node where it has ranks: forks them, carries their bytes, keeps their files.
+"""What a job has on each node where it has ranks: forks them, carries their bytes, keeps their files.
 
     controller ── start, obey([BYTES | TAKEN | KILL ...]) ─▶ HostAgent ── fork server ─▶ guard ─▶ rank
                ◀─ receive() = [BYTES | OUTPUT | ENDED ...] ──
                ◀─▶ files(method, ...)                        HostFiles: folder of the run, models and data by content
 
-It is in the bundle of the job's placement group that holds the node's cores and GPUs; ranks are its
-children, and not counted again. With it every rank ends, whatever ends it: the kernel tells their
-guards (runtime/rank_process.py), and these end all that ranks started.
+A cluster starts it in a process of its own (``Cluster.agent``). Ranks are its children: with it
+every rank ends, whatever ends it, as the kernel tells their guards (runtime/rank_process.py), and
+these end all that ranks started.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
 from llamarl.runtime.children import Stores
 from llamarl.runtime.fork_server import ForkServer
-from llamarl.runtime.ray.hosted_rank import HostedRank, Say, Word
-from llamarl.runtime.ray.inventory import Inventory
+from llamarl.runtime.hosts.hosted_rank import HostedRank, Say, Word
+from llamarl.runtime.hosts.node import Node
 
 __all__ = ["HostAgent"]
 
@@ -37,16 +37,14 @@ class HostAgent:
     """See the module. All methods run on one event loop, which is also the parent of the ranks.
 
     Args:
-        inventory: Of this node.
+        node: That it is on.
     """
 
-    def __init__(self, inventory: Inventory) -> None:
-        self._inventory = inventory
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._ranks: dict[int, HostedRank] = {}
-        self._servers: dict[frozenset[tuple[str, str]], tuple[ForkServer, frozenset[str]]] = {}
-        """Environment of ranks -> who forks those that may be forks, and what it has imported."""
-        self._earlier_servers: list[ForkServer] = []
-        """Who have imported less; ranks of theirs may be at work."""
+        self._servers: dict[tuple[frozenset[str], frozenset[tuple[str, str]]], ForkServer] = {}
+        """What is imported, environment -> who forks ranks that may be forks."""
         self._said: list[Say] = []
         self._news: asyncio.Event | None = None
         self._stores = Stores()
@@ -105,7 +103,7 @@ class HostAgent:
         """
         if not apart:
             return self._stores.new(name), ""
-        address, ports = self._inventory.address, self._inventory.ports
+        address, ports = self._node.address, self._node.ports
         try:
             port = _meeting_port(address, ports, self._promised)
         except OSError as error:
@@ -136,9 +134,9 @@ class HostAgent:
             for rank in self._ranks.values():
                 if at_once and not rank.over.done():
                     rank.kill(at_once=True)
-        for server in [*self._earlier_servers, *(server for server, _ in self._servers.values())]:
+        for server in self._servers.values():
             server.kill()
-        self._earlier_servers, self._servers = [], {}
+        self._servers = {}
         self._stores.close()
 
     def _say(self, word: Word, number: int, content: Any) -> None:
@@ -151,19 +149,15 @@ class HostAgent:
         they may not be forks."""
         if not modules:
             return None
-        key, wanted = frozenset(environment.items()), frozenset(modules)
-        server, imported = self._servers.get(key, (None, frozenset()))
-        if server is None or not wanted <= imported:
-            if server is not None:
-                self._earlier_servers.append(server)
-            server, imported = ForkServer(sorted(wanted | imported), environment), wanted | imported
-            self._servers[key] = server, imported
-        return server
+        key = frozenset(modules), frozenset(environment.items())
+        if key not in self._servers:
+            self._servers[key] = ForkServer(sorted(modules), environment)
+        return self._servers[key]
 
     def _environment(self, order: Mapping[str, Any]) -> dict[str, str]:
         listens = LOOPBACK
         if order["apart"]:  # what the user of this node has set comes first
-            listens = {name: os.environ.get(name, self._inventory.interface) for name in LOOPBACK}
+            listens = {name: os.environ.get(name, self._node.interface) for name in LOOPBACK}
         folders = [*order["folders"], *(path or os.getcwd() for path in sys.path)]
         return {
             **os.environ,

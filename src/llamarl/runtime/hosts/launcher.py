@@ -1,9 +1,9 @@
-"""Ranks on the nodes of a Ray cluster as the controller's io thread sees them: links whose bytes go
+"""Ranks on the nodes of a cluster as the controller's io thread sees them: links whose bytes go
 through the agents of their nodes.
 
-A death counts when the verdict is there. Ray raises an error 1 to 2 s before it knows that a node
-is gone; who believes that error starts the next rank on a dead node. So until the cluster says that
-the node is gone, or a task on it shows that it lives, its ranks are neither dead nor alive.
+A death counts when the verdict is there (``Cluster.lose``). An agent's end is seen before anybody
+knows whether its node is gone; who starts the next rank on that word alone starts it on a dead node.
+Until then its ranks are neither dead nor alive.
 
 Clocks of nodes are read here by pings, of which the quickest is the one to believe. They run apart
 by some tens of microseconds a second, so that is measured again each minute::
@@ -28,12 +28,12 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import Killed, cause_of_death
 from llamarl.runtime.commands import Link
 from llamarl.runtime.fork_server import shares_imports
+from llamarl.runtime.hosts.cluster import Agent, Cluster, end_ranks
+from llamarl.runtime.hosts.hosted_rank import Say, Word
 from llamarl.runtime.output import OutputReader
-from llamarl.runtime.ray.cluster import Cluster
-from llamarl.runtime.ray.hosted_rank import Say, Word
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["EVERY_S", "PINGS", "Ping", "RayLauncher", "RayLink", "imported_on", "seconds_ahead"]
+__all__ = ["EVERY_S", "PINGS", "Ping", "HostLauncher", "HostLink", "imported_on", "seconds_ahead"]
 
 PINGS = 5
 EVERY_S = 60.0
@@ -54,7 +54,6 @@ def seconds_ahead(pings: Sequence[Ping]) -> float:
     return best.there_s - (best.sent_s + best.received_s) / 2
 
 
-_LOOK_S = 0.1
 _END_S = 6.0
 _STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
 
@@ -74,7 +73,9 @@ class _Node:
     def __init__(self, cluster: Cluster, number: int, on_end: Callable[[str, bool], None]) -> None:
         self.name = cluster.nodes[number].name
         self.ahead_s = 0.0
-        self.links: dict[int, RayLink] = {}
+        self.agent: Agent | None = None
+        """Once it has been opened."""
+        self.links: dict[int, HostLink] = {}
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cluster, self._number, self._on_end = cluster, number, on_end
         self._orders: asyncio.Queue[Say] = asyncio.Queue()
@@ -90,7 +91,7 @@ class _Node:
             self.agent = await asyncio.to_thread(self._cluster.agent, self._number)
         except ConnectionError as error:
             self.ended.set_result(str(error))
-            self._on_end(str(error), await self._is_gone())
+            self._on_end(str(error), await self._cluster.lose(self._number))
             raise NodeLost(str(error)) from error
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
         await self._measure()
@@ -106,26 +107,25 @@ class _Node:
         Raises:
             NodeLost: The node is gone, or its agent is.
         """
-        from ray.exceptions import RayError
-
         if self.ended.done():
             raise NodeLost(self.ended.result())
         try:
-            return await getattr(self.agent, method).remote(*arguments)
-        except RayError as error:
+            return await self._ask(method, *arguments)
+        except ConnectionError as error:
             raise NodeLost(await asyncio.shield(self.ended)) from error
 
-    async def _receive(self) -> None:
-        from ray.exceptions import RayError
+    def _ask(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        assert self.agent is not None, "opened before it is asked"
+        return asyncio.wrap_future(self.agent(method, *arguments))
 
+    async def _receive(self) -> None:
         try:
             while True:
-                for word, number, content in await self.agent.receive.remote():
+                for word, number, content in await self._ask("receive"):
                     self.links[number].take(word, content)
-        except RayError as error:
-            told = f"Ray: {type(error).__name__}"
-        gone = await self._is_gone()
-        await asyncio.to_thread(self._cluster.forget, self._number)
+        except ConnectionError as error:
+            told = str(error)
+        gone = await self._cluster.lose(self._number)
         what = (
             f"node {self.name} is gone" if gone else f"the agent on node {self.name} has ended, and its ranks with it"
         )
@@ -135,29 +135,12 @@ class _Node:
         self._on_end(self.ended.result(), gone)
 
     async def _send(self) -> None:
-        from ray.exceptions import RayError
-
-        with contextlib.suppress(RayError):  # told by who receives
+        with contextlib.suppress(ConnectionError):  # told by who receives
             while True:
                 orders = [await self._orders.get()]
                 while not self._orders.empty():
                     orders.append(self._orders.get_nowait())
-                await self.agent.obey.remote(orders)
-
-    async def _is_gone(self) -> bool:
-        """The verdict: the cluster has declared the node dead, or a task on it shows within that time that it lives."""
-        until = time.monotonic() + self._cluster.told_s
-        sign: asyncio.Future[None] = asyncio.wrap_future(self._cluster.submit(self._number, _live).future())
-        while await asyncio.to_thread(self._cluster.alive, self._number):
-            await asyncio.wait({sign}, timeout=_LOOK_S)
-            if sign.done() and sign.exception() is None:
-                return False
-            if time.monotonic() > until:
-                break
-            if sign.done():
-                await asyncio.sleep(_LOOK_S)
-        sign.cancel()
-        return True
+                await self._ask("obey", orders)
 
     async def _measure(self) -> None:
         pings = []
@@ -174,11 +157,7 @@ class _Node:
                 await self._measure()
 
 
-def _live() -> None:
-    """Run on a node, as a sign that it lives."""
-
-
-class RayLink(Link):
+class HostLink(Link):
     """The :class:`llamarl.runtime.commands.Link` to a rank that an agent holds."""
 
     def __init__(self, node: _Node, number: int, label: str, output: OutputReader) -> None:
@@ -246,7 +225,7 @@ class RayLink(Link):
 class _Printer:
     """Writes one stream of a rank into the pipe that the output reader reads, as fast as that does."""
 
-    def __init__(self, link: RayLink, word: Word, fd: int) -> None:
+    def __init__(self, link: HostLink, word: Word, fd: int) -> None:
         self._link, self._word, self._fd = link, word, fd
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
         os.set_blocking(fd, False)
@@ -288,7 +267,7 @@ def imported_on(
     return sorted({one.factory.rpartition(":")[0] for one in (spec, *there) if shares_imports(one)})
 
 
-class RayLauncher:
+class HostLauncher:
     """Implements :class:`llamarl.runtime.ranks.Launcher` on the nodes of a cluster.
 
     Args:
@@ -316,7 +295,7 @@ class RayLauncher:
 
     async def start(
         self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
-    ) -> tuple[list[RayLink], str]:
+    ) -> tuple[list[HostLink], str]:
         self._loop = asyncio.get_running_loop()
         spec = plans[0].spec
         on = self._where[spec.name]
@@ -330,7 +309,7 @@ class RayLauncher:
                 raise OSError(f"node {nodes[on[0]].name}: the ranks of {spec.name!r} cannot meet there: {why_not}")
         links = []
         for number, label in zip(on, labels, strict=True):
-            link = RayLink(nodes[number], next(self._numbers), label, output)
+            link = HostLink(nodes[number], next(self._numbers), label, output)
             nodes[number].links[link.number] = link
             links.append(link)
         order = {"folders": _own_folders(), "environment": dict(environment(spec.threads)), "apart": apart}
@@ -359,7 +338,7 @@ class RayLauncher:
     def close(self) -> None:
         """Have the agents end all ranks; they stay, for the files that lie there."""
         self._closing = True
-        self._cluster.end_ranks(_END_S)
+        end_ranks([node.agent for node in self._nodes.values() if node.agent is not None], _END_S)
 
     def _node(self, number: int) -> asyncio.Task[_Node]:
         """One for all executors; another when its agent has ended."""

@@ -1,6 +1,6 @@
 """The Ray cluster of one job: joined as its driver, its nodes asked what they are, their cores and GPUs taken.
 
-    why_refused (ray status, a process of its own) ─▶ connect (ray.init) ─▶ nodes, inventories (a task a node)
+    why_refused (ray status, a process of its own) ─▶ connect (ray.init) ─▶ nodes (a task on each tells)
     take: one placement group for all nodes of a layout ─▶ a HostAgent in each bundle ─▶ close: agents, groups, connection
 
 Ray starts and reports; it never does anything again (``max_restarts = 0``). Its public interface alone is used.
@@ -8,6 +8,7 @@ Ray starts and reports; it never does anything again (``max_restarts = 0``). Its
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib.metadata
@@ -20,56 +21,59 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from llamarl.controller.config import HERE, is_address
+from llamarl.controller.config import HERE
 from llamarl.errors import ConfigError, TransferError
 from llamarl.plural import plural
-from llamarl.runtime.ray.inventory import Inventory, health_of, take_inventory
+from llamarl.runtime.hosts.cluster import Agent, Cluster, end_ranks
+from llamarl.runtime.hosts.node import Node, facts_of_this_node
+from llamarl.transports.network import TlsFiles
 
-__all__ = ["Cluster", "Node", "check_access", "connect", "one_line", "why_refused"]
+__all__ = ["RayCluster", "RayNode", "health_of", "one_line", "this_node", "why_refused"]
 
 _ASK_S = 15.0
 """For the head to answer at all; that a token is wrong it says in less than one."""
 _INVENTORY_S = 60.0
 _AGENT_S = 60.0
 _END_S = 8.0
+_LOOK_S = 0.1
 _RAY = (2, 60)
 """The oldest that pyproject.toml takes."""
 _HEAD = "node:__internal_head__"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Node:
-    """Of a cluster, alive when the job began."""
+_HEALTH = {"initial_delay_ms": 5000, "period_ms": 3000, "timeout_ms": 10000, "failure_threshold": 5}
+"""Ray's defaults of ``RAY_health_check_*``, as the head asks nodes for signs of life."""
 
-    name: str
-    """As Ray calls it (``ray start --node-name``), by itself its address."""
-    address: str
+
+@dataclass(frozen=True, kw_only=True)
+class RayNode(Node):
+    """A node with how its Ray is set up; ``name`` is that of ``ray start --node-name``, by itself its address."""
+
     node_id: str
-    cores: int
-    gpus: int
-    is_head: bool = False
+    is_head: bool
+    token: bool
+    """Whether its Ray asks for a token."""
+    health: Mapping[str, int]
+    """Its ``RAY_health_check_*`` without the beginning, milliseconds and a count; those of the head decide."""
 
 
-class Cluster:
-    """See the module. Any thread."""
+class RayCluster(Cluster):
+    """Agents are actors, each in the bundle of the job's placement group that holds its node's cores
+    and GPUs: ranks are not counted again."""
 
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        inventories: Sequence[Inventory],
-        here: int,
-        left_out: Mapping[str, str] | None = None,
-    ) -> None:
-        self.nodes, self.inventories = tuple(nodes), tuple(inventories)
-        self.left_out = left_out or {}
-        """Nodes that can take no part -> why."""
-        self.here = here
-        """The node that this process is on."""
-        self._agents: dict[int, Any] = {}
+    nodes: Sequence[RayNode]
+
+    def __init__(self, nodes: Sequence[RayNode], here: int, left_out: Mapping[str, str]) -> None:
+        self.nodes, self.here, self.left_out = tuple(nodes), here, left_out
+        self._head = next((node for node in nodes if node.is_head), nodes[0])
+        self.told_s = health_of(self._head.health)[1]
+        self._actors: dict[int, Any] = {}
         self._groups: list[Any] = []
         self._bundles: dict[int, tuple[Any, int]] = {}
         """Node -> placement group, and which of its bundles is there."""
@@ -77,25 +81,48 @@ class Cluster:
         self._lock = threading.RLock()
         self._closed = False
 
-    @property
-    def told_s(self) -> float:
-        """How long it may take until the cluster knows that a node is gone to which the cable was cut."""
-        return health_of(self._head.health)[1]
+    @staticmethod
+    @functools.cache
+    def check_access(address: str) -> None:
+        """Ray is installed, something answers, and the token is the cluster's; asked once in a process."""
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("--cluster needs Ray: pip install 'llamarl[cluster]', on every node")
+        have = importlib.metadata.version("ray")
+        if tuple(int(digits) for digits in re.findall("[0-9]+", have)[:2]) < _RAY:
+            raise ConfigError(
+                f"--cluster needs Ray {_RAY[0]}.{_RAY[1]}, and here is {have}: pip install 'llamarl[cluster]', on every node"
+            )
+        if refusal := why_refused(address):
+            raise ConfigError(f"--cluster {address}: {refusal}")
 
-    @property
-    def _head(self) -> Inventory:
-        return next(
-            (own for node, own in zip(self.nodes, self.inventories, strict=True) if node.is_head), self.inventories[0]
-        )
+    @staticmethod
+    def connect(address: str, ports: tuple[int, int]) -> RayCluster:
+        """Join it as its driver. ``address`` is ``auto`` or ``HOST:PORT``."""
+        RayCluster.check_access(address)
+        import ray
+        from ray.exceptions import RayError
+
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with contextlib.redirect_stderr(open(os.devnull, "w", encoding="utf-8")):
+                ray.init(address, log_to_driver=False, configure_logging=False)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"--cluster {address}: {one_line(error)}") from error
+        finally:
+            signal.signal(signal.SIGTERM, before)  # ours ends a run in order
+        try:
+            return _with_nodes(ports)
+        except BaseException:
+            ray.shutdown()
+            raise
 
     def lines(self) -> list[str]:
-        """What a dry run says of it: who may use it, what can be read on the way, how soon a death is known."""
         import ray
 
         head = self._head
         ended_s, cut_s = health_of(head.health)
         return [
-            f"nodes: {', '.join(f'{n.name} ({n.cores} cores, {n.gpus} GPUs)' for n in self.nodes)}; the controller is on "
+            f"nodes: {', '.join(f'{n.name} ({n.cores} cores, {n.cuda_devices} GPUs)' for n in self.nodes)}; the controller is on "
             f"{self.nodes[self.here].name}",
             *(f"left out: {name}, {why}" for name, why in self.left_out.items()),
             _free(ray.cluster_resources(), ray.available_resources()),
@@ -109,44 +136,17 @@ class Cluster:
             f"({', '.join(f'RAY_health_check_{name}={value}' for name, value in head.health.items())} on the head)",
         ]
 
-    def alive(self, number: int) -> bool:
-        """Whether the cluster counts the node among those that live."""
-        import ray
-
-        return any(node["Alive"] and node["NodeID"] == self.nodes[number].node_id for node in ray.nodes())
-
-    def submit(self, number: int, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Have a function of ours called on a node, once; a Ray reference to its result."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        pinned = NodeAffinitySchedulingStrategy(self.nodes[number].node_id, soft=False)
-        return ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned).remote(*arguments)
-
     def call(self, number: int, within_s: float, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of a function of ours on a node.
-
-        Raises:
-            TransferError: It does not come.
-        """
         import ray
         from ray.exceptions import RayError
 
         try:
-            result: T = ray.get(self.submit(number, work, *arguments), timeout=within_s)
+            result: T = ray.get(_submit(self.nodes[number].node_id, work, *arguments), timeout=within_s)
         except RayError as error:
             raise TransferError(f"node {self.nodes[number].name}: {one_line(error)}") from error
         return result
 
     def take(self, shares: Mapping[int, tuple[int, int]], within_s: float) -> str:
-        """Take cores and GPUs of nodes, of all or of none.
-
-        Args:
-            shares: Node -> cores, GPUs.
-
-        Returns:
-            Why it could not be had, in words; empty: it is ours.
-        """
         from ray.util.placement_group import placement_group, remove_placement_group
 
         with self._lock:
@@ -170,38 +170,38 @@ class Cluster:
         return ""
 
     def gpus(self, number: int) -> Sequence[str]:
-        """What Ray calls the GPUs of a node that are ours, in the order of our own device numbers."""
         return tuple(self._gpus.get(number, ()))
 
-    def agent(self, number: int) -> Any:
-        """The agent on a node of which something was taken; started when it is first asked for.
-
-        Raises:
-            ConnectionError: It does not start.
-        """
+    def agent(self, number: int) -> Agent:
         with self._lock:
-            if number not in self._agents:
-                self._agents[number] = self._start(number)
-            return self._agents[number]
+            if number not in self._actors:
+                self._actors[number] = self._start(number)
+            return functools.partial(_ask, self._actors[number])
 
-    def forget(self, number: int) -> None:
-        """The agent of a node is to end, if it has not: whoever asks for one there gets another."""
+    async def lose(self, number: int) -> bool:
+        """Ray raises an error of an actor 1 to 2 s before it knows that the node is gone. So the cluster
+        must have declared the node dead, or a task on it shows that it lives."""
+        node_id, until = self.nodes[number].node_id, time.monotonic() + self.told_s
+        sign: asyncio.Future[None] = asyncio.wrap_future(_submit(node_id, _live).future())
+        gone = False
+        while not (gone := not await asyncio.to_thread(_is_alive, node_id) or time.monotonic() > until):
+            await asyncio.wait({sign}, timeout=_LOOK_S)
+            if sign.done() and sign.exception() is None:
+                break
+            if sign.done():
+                await asyncio.sleep(_LOOK_S)
+        sign.cancel()
+        await asyncio.to_thread(self._end_agent, number)
+        return gone
+
+    def _end_agent(self, number: int) -> None:
         import ray
 
         with self._lock:
-            if (agent := self._agents.pop(number, None)) is not None:
-                ray.kill(agent)
-
-    def end_ranks(self, within_s: float) -> None:
-        """Have every agent end the ranks that it holds."""
-        import ray
-
-        with self._lock:
-            if ending := [agent.end.remote() for agent in self._agents.values()]:
-                ray.wait(ending, num_returns=len(ending), timeout=within_s)
+            if (actor := self._actors.pop(number, None)) is not None:
+                ray.kill(actor)
 
     def close(self) -> None:
-        """End all agents with what they started, give back what was taken, leave the cluster. Idempotent."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -209,9 +209,9 @@ class Cluster:
             if self._closed:
                 return
             self._closed = True
-            self.end_ranks(_END_S)
-            for agent in self._agents.values():
-                ray.kill(agent)
+            end_ranks([functools.partial(_ask, actor) for actor in self._actors.values()], _END_S)
+            for actor in self._actors.values():
+                ray.kill(actor)
             for group in self._groups:
                 remove_placement_group(group)
         ray.shutdown()
@@ -221,7 +221,7 @@ class Cluster:
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from llamarl.runtime.ray.host_agent import HostAgent
+        from llamarl.runtime.hosts.agent import HostAgent
 
         group, place = self._bundles[number]
         resources = group.bundle_specs[place]
@@ -231,7 +231,7 @@ class Cluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
-        ).remote(self.inventories[number])
+        ).remote(self.nodes[number])
         try:
             ray.get(agent.now_s.remote(), timeout=_AGENT_S)
         except RayError as error:
@@ -242,36 +242,41 @@ class Cluster:
         return agent
 
 
-def connect(address: str, ports: tuple[int, int] = (0, 0)) -> Cluster:
-    """Join a cluster as the driver of one job, and ask all its nodes what they are.
+def _ask(actor: Any, method: str, *arguments: Any) -> Future[Any]:
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()  # whoever waits may stop waiting; the answer comes all the same
 
-    Args:
-        address: ``auto`` or ``HOST:PORT``.
-        ports: On which processes of the job may listen; (0, 0): any.
+    def take(found: Future[Any]) -> None:
+        try:
+            answer.set_result(found.result())
+        except Exception as error:
+            answer.set_exception(ConnectionError(f"Ray: {type(error).__name__}"))
 
-    Raises:
-        ConfigError: As :func:`check_access`, or a node cannot say what it is.
-    """
-    check_access(address)
+    getattr(actor, method).remote(*arguments).future().add_done_callback(take)
+    return answer
+
+
+def _submit(node_id: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Have a function of ours called on a node, once; a Ray reference to its result."""
     import ray
-    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with contextlib.redirect_stderr(open(os.devnull, "w", encoding="utf-8")):
-            ray.init(address, log_to_driver=False, configure_logging=False)
-    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"--cluster {address}: {one_line(error)}") from error
-    finally:
-        signal.signal(signal.SIGTERM, before)  # ours ends a run in order
-    try:
-        return _with_inventories(ports)
-    except BaseException:
-        ray.shutdown()
-        raise
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=pinned).remote(*arguments)
 
 
-def _with_inventories(ports: tuple[int, int]) -> Cluster:
+def _is_alive(node_id: str) -> bool:
+    """Whether the cluster counts the node among those that live."""
+    import ray
+
+    return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
+
+
+def _live() -> None:
+    """Run on a node, as a sign that it lives."""
+
+
+def _with_nodes(ports: tuple[int, int]) -> RayCluster:
     import ray
     from ray.exceptions import RayError
 
@@ -279,51 +284,64 @@ def _with_inventories(ports: tuple[int, int]) -> Cluster:
     from llamarl.runtime.host_placement import Machine, unlike
 
     here_id = ray.get_runtime_context().get_node_id()
-    nodes = sorted((_node(node) for node in ray.nodes() if node["Alive"]), key=lambda node: _natural(node.name))
-    cluster = Cluster(nodes, (), 0)
-    asked = [cluster.submit(n, take_inventory, one.address, one.cores, one.gpus, ports) for n, one in enumerate(nodes)]
+    alive = sorted(
+        (_as_ray_tells(node) for node in ray.nodes() if node["Alive"]), key=lambda one: _natural(one["name"])
+    )
+    asked = [_submit(one["node_id"], this_node, {**one, "ports": ports}) for one in alive]
     until = time.monotonic() + _INVENTORY_S
-    told: dict[str, Inventory] = {}
+    nodes: list[RayNode] = []
     left_out: dict[str, str] = {}
     here = Machine(HERE, 0, 0, platform_facts())
-    for node, answer in zip(nodes, asked, strict=True):
+    for one, answer in zip(alive, asked, strict=True):
         try:
-            told[node.node_id] = inventory = ray.get(answer, timeout=max(0.1, until - time.monotonic()))
+            node: RayNode = ray.get(answer, timeout=max(0.1, until - time.monotonic()))
         except (RayError, ImportError) as error:
-            left_out[node.name] = f"which does not say what it is, as one without llamarl: {one_line(error)}"
+            left_out[one["name"]] = f"which does not say what it is, as one without llamarl: {one_line(error)}"
             continue
-        if differs := unlike([here, Machine(node.name, 0, 0, inventory.facts)], allow=True):
+        if differs := unlike([here, node], allow=True):
             left_out[node.name] = f"where software differs: {'; '.join(differs)}"
-            del told[node.node_id]
-    taking_part = [node for node in nodes if node.node_id in told]
-    own = [number for number, node in enumerate(taking_part) if node.node_id == here_id]
+        else:
+            nodes.append(node)
+    own = [number for number, node in enumerate(nodes) if node.node_id == here_id]
     if not own:
-        name = next(node.name for node in nodes if node.node_id == here_id)
+        name = next(one["name"] for one in alive if one["node_id"] == here_id)
         raise ConfigError(
             f"the node of this process cannot take part: {name}, {left_out[name]}. Start Ray there with the Python of this llamarl"
         )
-    return Cluster(taking_part, [told[node.node_id] for node in taking_part], own[0], left_out)
+    return RayCluster(nodes, own[0], left_out)
 
 
-@functools.cache
-def check_access(address: str) -> None:
-    """See that the cluster at an address takes orders of this user; asked once in a process, early:
-    nothing large is imported.
+def this_node(told: Mapping[str, Any]) -> RayNode:
+    """This node.
 
-    Raises:
-        ConfigError: Ray is not installed, nothing answers, or the token is not the cluster's.
+    Args:
+        told: Fields that Ray knows, and ``ports``.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--cluster needs Ray: pip install 'llamarl[cluster]', on every node")
-    have = importlib.metadata.version("ray")
-    if tuple(int(digits) for digits in re.findall("[0-9]+", have)[:2]) < _RAY:
-        raise ConfigError(
-            f"--cluster needs Ray {_RAY[0]}.{_RAY[1]}, and here is {have}: pip install 'llamarl[cluster]', on every node"
-        )
-    if address != "auto" and not is_address(address):
-        raise ConfigError(f"--cluster {address}: must be auto or HOST:PORT, such as 10.0.0.1:6379")
-    if refusal := why_refused(address):
-        raise ConfigError(f"--cluster {address}: {refusal}")
+    return RayNode(
+        **told,
+        **facts_of_this_node(told["address"]),
+        tls=_tls_files(os.environ),
+        token=os.environ.get("RAY_AUTH_MODE", "").lower() == "token",
+        health={name: int(os.environ.get(f"RAY_health_check_{name}", default)) for name, default in _HEALTH.items()},
+    )
+
+
+def health_of(health: Mapping[str, int]) -> tuple[float, float]:
+    """Seconds after which the cluster knows of a node that has ended, and of one to which the cable
+    is cut: in the first case each question is refused at once, in the second each waits its whole
+    time."""
+    count, period_s, timeout_s = (health[name] for name in ("failure_threshold", "period_ms", "timeout_ms"))
+    return count * period_s / 1000, count * (period_s + timeout_s) / 1000
+
+
+def _tls_files(environment: Mapping[str, str]) -> TlsFiles | None:
+    """Those of Ray's own links, which ours use too."""
+    if environment.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    certificate, private_key, authority = (
+        Path(environment.get(f"RAY_TLS_{name}", "")) for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT")
+    )
+    return TlsFiles(certificate=certificate, private_key=private_key, authority=authority)
 
 
 def why_refused(address: str) -> str:
@@ -363,16 +381,16 @@ def one_line(error: BaseException) -> str:
     return f"Ray: {(named[-1:] or lines[:1] or [type(error).__name__])[0][:300]}"
 
 
-def _node(found: Mapping[str, Any]) -> Node:
+def _as_ray_tells(found: Mapping[str, Any]) -> dict[str, Any]:
     resources = found["Resources"]
-    return Node(
-        name=str(found["NodeName"] or found["NodeManagerAddress"]),
-        address=str(found["NodeManagerAddress"]),
-        node_id=str(found["NodeID"]),
-        cores=int(resources.get("CPU", 0)),
-        gpus=int(resources.get("GPU", 0)),
-        is_head=_HEAD in resources,
-    )
+    return {
+        "name": str(found["NodeName"] or found["NodeManagerAddress"]),
+        "address": str(found["NodeManagerAddress"]),
+        "node_id": str(found["NodeID"]),
+        "cores": int(resources.get("CPU", 0)),
+        "cuda_devices": int(resources.get("GPU", 0)),
+        "is_head": _HEAD in resources,
+    }
 
 
 def _cores_and_gpus(cores: float, gpus: float) -> str:
