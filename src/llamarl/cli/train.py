@@ -178,9 +178,11 @@ def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
         given = host_settings(args.cluster, args.on)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if given.get("cluster") and not given["cluster"].startswith("ray://"):  # which the configuration refuses
+    if given.get("cluster"):
+        from llamarl.config import validate
         from llamarl.runtime.hosts.cluster import find_cluster
 
+        validate({"hosts": {"cluster": given["cluster"]}})
         kind, address = find_cluster(given["cluster"])
         kind.check_access(address)  # a wrong token is told before imports that take seconds
     if "cluster" in given:  # another cluster: what the recipe puts on nodes of its own is forgotten

@@ -116,9 +116,8 @@ class JobFiles:
             agent = self._cluster.agent(number)
         except ConnectionError as error:
             raise TransferError(str(error)) from error
-        host = _Host(
-            number, FileClient(name, functools.partial(agent, "files"), stall_s=_STALL_S), self._run_id, why_apart
-        )
+        client = FileClient(name, functools.partial(agent, "files"), stall_s=_STALL_S)
+        host = _Host(number, client, self._run_id, why_apart)
         if why_apart:
             handle = host.open_run()
             folder = FarFolder(host.client, handle, host.folder)

@@ -259,7 +259,7 @@ class JobHosts:
         """
         assert self.placement is not None, "placed before its ranks run"
         on_lost = files.lose if files is not None else lambda host: None
-        self.launcher = launcher = HostLauncher(self.cluster, self.where, on_lost, specs=self.placement.executors)
+        self.launcher = launcher = HostLauncher(self.cluster, self.where, on_lost, self.placement.executors)
         self.files = files
         return ProcessRuntime(
             collective_timeout_s=self.config.deadlines.collective_s,

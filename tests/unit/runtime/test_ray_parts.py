@@ -15,7 +15,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
 from llamarl.runtime.hosts.agent import _meeting_port
 from llamarl.runtime.hosts.hosted_rank import HostedRank
-from llamarl.runtime.hosts.launcher import Ping, imported_on, seconds_ahead
+from llamarl.runtime.hosts.launcher import imported_on, seconds_ahead
 from llamarl.runtime.hosts.node import interface_of
 from llamarl.runtime.hosts.ray import RayCluster, _free, health_of, one_line, this_node
 from llamarl.runtime.ranks import on_our_clock
@@ -52,8 +52,7 @@ def test_ports_are_one_or_a_range() -> None:
 
 
 def test_the_quickest_of_several_pings_is_believed() -> None:
-    slow = Ping(sent_s=10.0, there_s=1012.9, received_s=13.0)
-    quick = Ping(sent_s=20.0, there_s=1020.5, received_s=20.5)
+    slow, quick = (10.0, 1012.9, 13.0), (20.0, 1020.5, 20.5)
     assert seconds_ahead([slow, quick]) == 1000.25
 
 

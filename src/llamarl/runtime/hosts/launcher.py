@@ -20,7 +20,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from llamarl.determinism import environment
@@ -33,27 +32,10 @@ from llamarl.runtime.hosts.hosted_rank import Say, Word
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.worker import WorkerPlan
 
-__all__ = ["EVERY_S", "PINGS", "Ping", "HostLauncher", "HostLink", "imported_on", "seconds_ahead"]
+__all__ = ["HostLauncher", "HostLink", "imported_on", "seconds_ahead"]
 
-PINGS = 5
-EVERY_S = 60.0
-
-
-@dataclass(frozen=True)
-class Ping:
-    """One question for the time and its answer, in seconds."""
-
-    sent_s: float
-    there_s: float
-    received_s: float
-
-
-def seconds_ahead(pings: Sequence[Ping]) -> float:
-    """A host's ``time.monotonic`` less the controller's, from the quickest of ``pings``; at least one."""
-    best = min(pings, key=lambda ping: ping.received_s - ping.sent_s)
-    return best.there_s - (best.sent_s + best.received_s) / 2
-
-
+_PINGS = 5
+_EVERY_S = 60.0
 _END_S = 6.0
 _STREAMS = {Word.OUTPUT: "stdout", Word.ERRORS: "stderr"}
 
@@ -144,17 +126,24 @@ class _Node:
 
     async def _measure(self) -> None:
         pings = []
-        for _ in range(PINGS):
+        for _ in range(_PINGS):
             sent_s = time.monotonic()
             there_s = float(await self.ask("now_s"))
-            pings.append(Ping(sent_s, there_s, time.monotonic()))
+            pings.append((sent_s, there_s, time.monotonic()))
         self.ahead_s = seconds_ahead(pings)
 
     async def _measure_again(self) -> None:
         with contextlib.suppress(NodeLost):  # told where it is seen
             while True:
-                await asyncio.sleep(EVERY_S)
+                await asyncio.sleep(_EVERY_S)
                 await self._measure()
+
+
+def seconds_ahead(pings: Sequence[tuple[float, float, float]]) -> float:
+    """A host's ``time.monotonic`` less the controller's, from the quickest of ``pings``, at least one:
+    when it was sent, the time there, when it was received."""
+    sent_s, there_s, received_s = min(pings, key=lambda ping: ping[2] - ping[0])
+    return there_s - (sent_s + received_s) / 2
 
 
 class HostLink(Link):
@@ -280,14 +269,12 @@ class HostLauncher:
         self,
         cluster: Cluster,
         where: Mapping[str, Sequence[int]],
-        on_lost: Callable[[int], None] = lambda node: None,
-        *,
-        specs: Sequence[ExecutorSpec] = (),
+        on_lost: Callable[[int], None],
+        specs: Sequence[ExecutorSpec],
     ) -> None:
         self._cluster, self._where, self._on_lost, self._specs = cluster, where, on_lost, specs
         self.lost: set[int] = set()
         """Nodes that are gone. They stay so, whatever becomes of them."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._numbers = itertools.count(1)
         self._opening: dict[int, asyncio.Task[_Node]] = {}
@@ -296,7 +283,6 @@ class HostLauncher:
     async def start(
         self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
     ) -> tuple[list[HostLink], str]:
-        self._loop = asyncio.get_running_loop()
         spec = plans[0].spec
         on = self._where[spec.name]
         used = list(dict.fromkeys(on))
