@@ -29,8 +29,14 @@ def demonstration_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """Split a record into what is shown and what is learned.
 
     Raises:
-        DataError: No conversation and no completion, no turn of the assistant, or an empty one; names ``where``.
+        DataError: No conversation and no completion, no turn of the assistant, or an empty one, or with tools; names
+            ``where``.
     """
+    if record.get("tools"):
+        raise DataError(
+            f"{where}: its conversation was held with tools, which fine-tuning does not show: describe them in a system "
+            "message, or leave the field 'tools' out"
+        )
     if isinstance(record.get("prompt"), list):
         record = {**record, "messages": [*record["prompt"], *_as_messages(record.get("completion"), where)]}
     if "messages" in record:

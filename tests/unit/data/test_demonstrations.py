@@ -110,6 +110,7 @@ def test_what_follows_the_last_word_of_the_assistant_is_left_out(tmp_path: Path)
         ({"messages": [*TALK[:2], TALK[1]]}, "two turns of the assistant follow each other"),
         ({"prompt": TALK[:1], "completion": 3}, "'completion' must be text or messages"),
         ({"messages": []}, "expected a list of"),
+        ({"messages": TALK, "tools": [{"name": "look"}]}, "was held with tools, which fine-tuning does not show"),
     ],
 )
 def test_a_row_from_which_nothing_can_be_learned_is_named(row: dict[str, Any], said: str) -> None:
