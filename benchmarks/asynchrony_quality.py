@@ -85,10 +85,10 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", help="only these of the studies' arms")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs (strings)"
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs: JSON, else a string"
     )
     args = parser.parse_args()
-    fixed: Settings = {key: json.dumps(value) for key, value in (word.split("=", 1) for word in args.set)}
+    fixed: Settings = {key: as_word(value) for key, value in (word.split("=", 1) for word in args.set)}
     curves: dict[str, dict[str, list[dict[int, float]]]] = {}
     for study in args.studies:
         arms = {arm: settings for arm, settings in STUDIES[study].items() if arm in (args.arms or STUDIES[study])}
@@ -113,6 +113,15 @@ def main() -> None:
     write_report(args.json, {"final": final, "curves": curves}, claims)
     if args.picture:
         draw(curves, Path(args.picture))
+
+
+def as_word(value: str) -> str:
+    """A setting as the command line takes it: numbers and the like as they are, text in quotes."""
+    try:
+        json.loads(value)
+    except json.JSONDecodeError:
+        return json.dumps(value)
+    return value
 
 
 def last(curve: dict[int, float]) -> float:

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="GSM8K's training questions, JSON lines")
     parser.add_argument("--held-out", type=Path, required=True, help="its test questions")
     parser.add_argument("--runs", type=Path, default=Path("runs/reverse_text"))
-    parser.add_argument("--sft-steps", type=int, default=60)
+    parser.add_argument("--sft-steps", type=int, default=80)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr", default="3e-6", help="of RL")
@@ -59,7 +59,7 @@ def main() -> None:
     rows(args.runs / "rl.jsonl", train[half:], lambda text: {"question": text, "answer": text[::-1]})
     rows(args.runs / "held_out.jsonl", held_out, lambda text: {"question": text, "answer": text[::-1]})
     tuned = args.runs / "sft" / "model"
-    words = settings({"run.num_ticks": args.sft_steps, "optimizer.lr": 5e-5, "data.system_prompt": json.dumps(SYSTEM)})
+    words = settings({"run.num_ticks": args.sft_steps, "optimizer.lr": 3e-4, "data.system_prompt": json.dumps(SYSTEM)})
     run_once(args.runs / "sft", ["sft", args.model, str(args.runs / "sft.jsonl"), *words])
     results: dict[str, Any] = {"held_out": len(held_out), "published": PUBLISHED, "curves": {}}
     for seed in args.seeds:
