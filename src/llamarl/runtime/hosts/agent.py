@@ -46,7 +46,7 @@ class HostAgent:
         self._servers: dict[tuple[frozenset[str], frozenset[tuple[str, str]]], ForkServer] = {}
         """What is imported, environment -> who forks ranks that may be forks."""
         self._said: list[Say] = []
-        self._news: asyncio.Event | None = None
+        self._news = asyncio.Event()
         self._stores = Stores()
         self._promised: set[int] = set()
         """Ports of meeting places: a rank listens there only once it has started."""
@@ -58,7 +58,6 @@ class HostAgent:
 
     async def receive(self) -> list[Say]:
         """What ranks have said since it was last asked; waits until there is something."""
-        self._news = self._news or asyncio.Event()
         while not self._said:
             self._news.clear()
             await self._news.wait()
@@ -74,8 +73,8 @@ class HostAgent:
             match word:
                 case Word.BYTES:
                     rank.write(content)
-                case Word.TAKEN_OUTPUT | Word.TAKEN_ERRORS:
-                    rank.taken(Word.OUTPUT if word is Word.TAKEN_OUTPUT else Word.ERRORS, content)
+                case Word.TAKEN:
+                    rank.taken(*content)
                 case Word.KILL:
                     rank.kill(at_once=content)
 
@@ -141,8 +140,7 @@ class HostAgent:
 
     def _say(self, word: Word, number: int, content: Any) -> None:
         self._said.append((word, number, content))
-        if self._news is not None:
-            self._news.set()
+        self._news.set()
 
     def _server(self, modules: Collection[str], environment: Mapping[str, str]) -> ForkServer | None:
         """Who forks ranks with this environment, once it has imported these modules; None where

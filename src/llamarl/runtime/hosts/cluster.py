@@ -93,8 +93,9 @@ class Cluster(Protocol):
         ...
 
     def agent(self, number: int) -> Agent:
-        """The agent on a node of which something was taken; started when it is first asked for. Its
-        loop's thread is the parent of ranks, which end with it; it ends when this process does.
+        """The agent on a node of which something was taken: ``HostAgent(node)`` on the event loop of a
+        process there, started when it is first asked for. That process is the parent of ranks, which
+        end with it; it ends when the controller's does.
 
         Raises:
             ConnectionError: It does not start.

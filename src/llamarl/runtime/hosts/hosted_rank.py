@@ -33,18 +33,16 @@ class Word(IntEnum):
     """From the agent: bytes of stdout; none: its end."""
     ERRORS = 2
     """The same of stderr."""
-    TAKEN_OUTPUT = 3
-    """To the agent: so many bytes of stdout have been handed on; more may come."""
-    TAKEN_ERRORS = 4
-    """The same of stderr."""
-    KILL = 5
+    TAKEN = 3
+    """To the agent: of which of both so many bytes have been handed on; more may come."""
+    KILL = 4
     """To the agent: end the process; ``at_once`` without asking its guard."""
-    ENDED = 6
+    ENDED = 5
     """From the agent: how the process ended, as ``subprocess`` tells it."""
 
 
 Say = tuple[Word, int, Any]
-"""Word, the rank's number, and the bytes, count, ``at_once`` or exit code."""
+"""Word, the rank's number, and the bytes, (word, count), ``at_once`` or exit code."""
 
 
 class HostedRank:

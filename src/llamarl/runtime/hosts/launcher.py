@@ -205,7 +205,7 @@ class HostLink(Link):
 
     def taken(self, word: Word, nbytes: int) -> None:
         """So much of its output has been handed on."""
-        self._node.send(Word.TAKEN_OUTPUT if word is Word.OUTPUT else Word.TAKEN_ERRORS, self.number, nbytes)
+        self._node.send(Word.TAKEN, self.number, (word, nbytes))
 
     def _write(self, data: bytes) -> None:
         self._node.send(Word.BYTES, self.number, data)
