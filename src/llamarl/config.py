@@ -556,10 +556,11 @@ def load_config(recipe: Path | str | None, overrides: Overrides = (), checks: Se
 
 
 def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[str, Any]:
-    """What a recipe and ``--a.b value`` overrides set, as nested plain values; nothing is filled in, nothing validated.
+    """What a recipe and ``--a.b value`` overrides set, as nested plain values; nothing is filled in.
 
     Raises:
-        ConfigError: There is no such file, it is not TOML, or an override is not of the form ``--section.key value``.
+        ConfigError: There is no such file, it is not TOML, it is a run's own and of another version of llamarl, or an
+            override is not of the form ``--section.key value``.
     """
     given = overrides if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     raw: dict[str, Any] = {}
@@ -576,11 +577,22 @@ def read_settings(recipe: Path | str | None, overrides: Overrides = ()) -> dict[
             if str(path).endswith((".yaml", ".yml", ".json")):
                 own = "; a recipe is TOML, lines of key = value below [section]: llamarl recipes tiny prints one"
             raise ConfigError(f"recipe {error}{own}") from error
-        of_run = (path.parent / _RUN_ID).exists()
+        if of_run := (path.parent / _RUN_ID).exists():
+            _refuse_of_another_version(raw, path)
         folder = begun_in(path) if of_run else path.parent
         if folder != (Path.cwd() if of_run else Path()):
             raw = with_paths_from(folder, raw)
     return _merge(_one_task_section(raw), given)
+
+
+def _refuse_of_another_version(raw: Mapping[str, Any], path: Path) -> None:
+    _, mistakes = _reader().read(_one_task_section(raw), ())
+    unknown = [one for one in mistakes if not any(f"{one.key}.".startswith(f"{key}.") for key in known_keys())]
+    if unknown:
+        raise ConfigError(
+            f"{list_mistakes(unknown, str(path))}\nAnother version of llamarl wrote that file, or somebody has changed it. "
+            "Use the version that wrote it; or, where CHANGELOG.md says that a key is gone, remove its line there."
+        )
 
 
 def begun_in(path: Path) -> Path:

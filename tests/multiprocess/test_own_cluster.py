@@ -21,10 +21,10 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, DataError
 from llamarl.runtime.base import Report
 from llamarl.runtime.hosts.agent import HostAgent
-from llamarl.runtime.hosts.cluster import Agent, Cluster, end_ranks
+from llamarl.runtime.hosts.cluster import Agent, Cluster, end_ranks, find_cluster
 from llamarl.runtime.hosts.node import Node, facts_of_this_node
 from llamarl.runtime.tick_log import TickLog
 
@@ -166,3 +166,24 @@ def test_a_job_on_a_cluster_that_a_recipe_names_by_import_path_goes_on_without_a
 def test_a_kind_that_there_is_not_is_told_by_its_key() -> None:
     with pytest.raises(ConfigError, match="hosts.cluster: the kind 'rai' is unknown; did you mean 'ray'"):
         load_config(None, {"hosts.cluster": "rai://10.0.0.1:6379"})
+
+
+class Half(Cluster):
+    """One that forgets most of what it owes, and may: ``check_access``."""
+
+    connect = Threads.connect
+    take = Threads.take
+
+
+def half() -> None:
+    """No class at all."""
+
+
+def test_a_class_that_owes_something_is_told_what_before_it_is_asked_for_anything() -> None:
+    with pytest.raises(
+        DataError, match=r"hosts.cluster .*:Half' is no cluster, as it lacks lines, call, gpus, agent, lose, close:"
+    ):
+        find_cluster(f"{__name__}:Half")
+    with pytest.raises(DataError, match="it lacks connect, .* check_access:"):
+        find_cluster(f"{__name__}:half")
+    assert find_cluster(f"{__name__}:Threads://a,b") == (Threads, "a,b")

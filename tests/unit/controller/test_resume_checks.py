@@ -74,6 +74,18 @@ def test_a_run_whose_set_up_failed_can_be_started_again_with_another_setting(
     assert load_config(tmp_path / "run" / "config.toml").optimizer.lr == 0.5
 
 
+def test_a_run_of_a_version_that_had_other_keys_is_told_from_a_slip_in_a_recipe(
+    tmp_path: Path, executed: list[dict[str, Any]]
+) -> None:
+    run.start_run(config(tmp_path / "run"))
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace("[checkpoint]\n", "[checkpoint]\nat_end = true\n"))
+    with pytest.raises(ConfigError, match=r"1 mistake in .*config.toml:\n  - checkpoint.at_end: .*\nAnother version"):
+        begun_config(tmp_path / "run", {})
+    with pytest.raises(ConfigError, match="remove its line there"):
+        load_config(file)
+
+
 def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

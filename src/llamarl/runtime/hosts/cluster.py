@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 from llamarl.controller.config import CLUSTERS, split_cluster
+from llamarl.errors import DataError
 from llamarl.import_path import import_user
 from llamarl.runtime.hosts.node import Node
 
@@ -122,8 +123,17 @@ def find_cluster(cluster: str) -> tuple[type[Cluster], str]:
     """Class and address of what ``hosts.cluster`` says.
 
     Raises:
-        DataError: A kind of the user's own cannot be imported.
+        DataError: A kind of the user's own cannot be imported, or lacks what :class:`Cluster` asks of it.
     """
     kind, address = split_cluster(cluster)
     found: Any = import_user(CLUSTERS.get(kind, kind), "hosts.cluster")
+    owed = {name: function for name, function in vars(Cluster).items() if not name.startswith("_")}
+    del owed["check_access"]  # what a class inherits of it does for one that cannot tell early
+    lacking = [name for name, function in owed.items() if getattr(found, name, function) is function]
+    lacking += [] if hasattr(found, "check_access") else ["check_access"]
+    if lacking:
+        raise DataError.at(
+            "hosts.cluster",
+            f"{kind!r} is no cluster, as it lacks {', '.join(lacking)}: {__name__}.Cluster says what each does",
+        )
     return found, address
