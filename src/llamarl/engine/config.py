@@ -116,7 +116,8 @@ class EngineConfig:
     attention: Literal["auto", "flex"] = "auto"
     """Kernel of decoded tokens. "auto" copies a step's keys and values out of their blocks first;
     "flex" reads them where they lie, by a kernel of torch's that is compiled on a GPU, where it has
-    not run yet, and is slow elsewhere. Prompts are computed as ever."""
+    not run yet, and is slow elsewhere; there the layers around it are compiled too, for each number of
+    sequences as it first comes, which takes minutes. Prompts are computed as ever."""
 
     cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
     """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.engine.compiled_layers import compile_layers, compiles_layers
 from llamarl.engine.config import CPU_CACHE_BYTES, EngineConfig
 from llamarl.engine.cuda_graphs import (
     Buckets,
@@ -106,6 +107,7 @@ class ModelRunner:
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         self._flex = config.attention == "flex"
         padded = self._pads_decodes(config)
+        self._compiled = padded and compiles_layers(config.attention, self.device, quantization, self.ranks.size)
         self._size_cache(config, scratch=padded)
         self._cache = torch.empty(0)
         self._keys: list[Tensor] = []
@@ -136,6 +138,11 @@ class ModelRunner:
     def _size_cache(self, config: EngineConfig, *, scratch: bool) -> None:
         """Which layers and heads this rank caches, and how many blocks; with ``scratch`` the last one is nobody's."""
         self.block_size = config.block_size_on(self.device.type)
+        if self._flex and self.device.type == "cuda" and self.block_size % 16:
+            raise ConfigError(
+                'engine.attention = "flex" reads blocks of a multiple of 16 tokens on a GPU, but engine.block_size is '
+                f"{self.block_size}"
+            )
         self.cache_bytes = config.kv_cache_bytes or _open_cache_bytes(self.device)
         num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
         of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
@@ -185,6 +192,8 @@ class ModelRunner:
             forget=forget,
         )
         decoder.served_from(self._addresses())
+        if self._compiled:
+            compile_layers(self.model, len(buckets.rows))
         return decoder
 
     def _addresses(self) -> tuple[int, ...]:
@@ -216,7 +225,10 @@ class ModelRunner:
             self._cache = zero_pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
         else:
             self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._keys[:], self._values[:] = self._cache[0].unbind(0), self._cache[1].unbind(0)
+        keys, values = self._cache[0].unbind(0), self._cache[1].unbind(0)
+        if self._compiled:  # the same memory as storages of their own: what shares one is copied before it is written
+            keys, values = (tuple(map(torch.from_dlpack, layers)) for layers in (keys, values))
+        self._keys[:], self._values[:] = keys, values
 
     @property
     def parked(self) -> bool:
@@ -419,7 +431,7 @@ class ModelRunner:
 
     def _decode_padded(self, inputs: DecodeInputs) -> Tensor:
         decode = DecodeBatch(0, inputs.tables, inputs.lengths, inputs.bucket.width * self.block_size)
-        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._flex)
+        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._flex, compiled=self._compiled)
         return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
 
     def _cut_decodes(self, decoding: list[Chunk]) -> list[_Cut]:

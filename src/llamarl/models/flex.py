@@ -15,6 +15,7 @@ Shape legend as in :mod:`llamarl.models.paged_attention`; a *block* is of ``BLOC
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -121,14 +122,18 @@ def flex_decode(
     """
     num_blocks, size, KV, D = keys.shape
     k, v = (x.view(1, num_blocks * size, KV, D).transpose(1, 2) for x in (keys, values))
-    out = _kernel(query.device.type)(
+    inside = torch.compiler.is_compiling()  # a layer that is compiled as a whole, this call with it
+    heads = query.shape[1] // KV
+    out = (_call() if inside else _kernel(query.device.type))(
         query[:, :, None],
         k,
         v,
-        score_mod=_soft_cap(softcap),
+        score_mod=_capping(softcap) if inside else _soft_cap(softcap),
         block_mask=mask,
         scale=scale,
-        enable_gqa=query.shape[1] != KV,
+        enable_gqa=heads != 1,
+        # a tile of what one block of keys and the heads of one query have, or torch refuses the blocks as too small
+        kernel_options={"BLOCK_M": max(16, 1 << (heads - 1).bit_length()), "BLOCK_N": math.gcd(size, 64)},
     )
     return out[:, :, 0]
 
@@ -177,7 +182,7 @@ def page_mask(tables: Tensor, lengths: Tensor, num_blocks: int, size: int, windo
     used = (lengths - 1) // size + 1 - skipped
     at = (skipped[:, None] + torch.arange(width, device=tables.device)).clamp(max=width - 1)
     pages = tables.gather(1, at)
-    begin, end = pages[:, 0], pages.gather(1, (used - 1)[:, None])[:, 0]
+    begin, end = pages[:, 0].contiguous(), pages.gather(1, (used - 1)[:, None])[:, 0]
     begin_offset, end_offset = first % size, (lengths - 1) % size
 
     def may_see(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -205,18 +210,26 @@ def page_mask(tables: Tensor, lengths: Tensor, num_blocks: int, size: int, windo
     )
 
 
-@functools.cache
-def _soft_cap(softcap: float | None) -> Callable[..., Tensor] | None:
+def _capping(softcap: float | None) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
     return lambda score, b, h, q, kv: torch.tanh(score / softcap) * softcap
 
 
+_soft_cap = functools.cache(_capping)
+
+
+def _call() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention as call  # seconds, where nobody asks for it
+
+    return call
+
+
 @functools.cache
 def _kernel(device: str) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention as call
-
-    kernel: Any = torch.compile(call, dynamic=True) if device == "cuda" else call
+    call = _call()
+    # "deterministic": no timing decides in which order a kernel adds, and with it the bits
+    kernel: Any = torch.compile(call, dynamic=True, options={"deterministic": True}) if device == "cuda" else call
     return lambda query, key, value, **how: (
         _by_all_scores(query, key, value, **how) if _needs_gradient(device, query) else kernel(query, key, value, **how)
     )

@@ -18,7 +18,7 @@ Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,7 +31,16 @@ from torch import Tensor
 from llamarl.models.attention import fused_attention, register_attention, repeated_heads, softcapped_attention
 from llamarl.models.flex import flex_decode, page_mask
 
-__all__ = ["DecodeBatch", "PagedBatch", "PrefillChunk", "paged_attention", "paged_step", "prefill_attention"]
+__all__ = [
+    "DecodeBatch",
+    "LayerInPlace",
+    "PagedBatch",
+    "PrefillChunk",
+    "current_step",
+    "paged_attention",
+    "paged_step",
+    "prefill_attention",
+]
 
 
 @dataclass(slots=True)
@@ -123,6 +132,27 @@ def most_rows(keys: int, scores: int) -> int:
     return max(1, (math.isqrt((keys - 1) ** 2 + 4 * scores) - (keys - 1)) // 2)
 
 
+class LayerInPlace(NamedTuple):
+    """What one layer's attention must know of a step of decodes alone that read their blocks in place."""
+
+    keys: Tensor
+    """[num_blocks, block_size, KV, D]."""
+    values: Tensor
+    slots: Tensor
+    masks: dict[int | None, Any]
+    """Of ``page_mask``, by window."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """See :func:`paged_attention`."""
+        KV, D = key.shape[1], key.shape[3]
+        self.keys.view(-1, KV, D).index_copy_(0, self.slots, key[0].transpose(0, 1))
+        self.values.view(-1, KV, D).index_copy_(0, self.slots, value[0].transpose(0, 1))
+        mask = self.masks[window]
+        return flex_decode(query[0].transpose(0, 1), self.keys, self.values, mask, scale=scale, softcap=softcap)[None]
+
+
 @dataclass(slots=True)
 class PagedBatch:
     """What ``llamarl_paged`` must know of a step."""
@@ -138,6 +168,15 @@ class PagedBatch:
     """Whether decodes read their blocks in place."""
     first_layer: int = 0
     """To which ``keys[0]`` belongs: layers keep their numbers where a pipeline stage holds some of them."""
+    compiled: bool = False
+    """Whether layers that can be compiled are: for one batch of decodes that reads its blocks in place."""
+
+    def in_place(self, layer: int, windows: Sequence[int | None]) -> LayerInPlace:
+        """Of layer ``layer``, whose attention has one of these windows."""
+        (decode,), keys = self.decodes, self.keys[layer]
+        within = {w: w if w is not None and w < decode.num_slots else None for w in windows}
+        masks = {w: decode.pages(inside, *keys.shape[:2]) for w, inside in within.items()}
+        return LayerInPlace(keys, self.values[layer], self.slots, masks)
 
 
 _MOST_SCORES = 1 << 25
@@ -155,6 +194,11 @@ def paged_step(batch: PagedBatch) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def current_step() -> PagedBatch | None:
+    """The batch of the step that is computed."""
+    return _current.get()
 
 
 def paged_attention(
@@ -177,6 +221,8 @@ def paged_attention(
     Returns:
         [1, T, H, D].
     """
+    if isinstance(packing, LayerInPlace):
+        return packing.attend(query, key, value, scale=scale, window=window, softcap=softcap)
     paged_batch = _current.get()
     if paged_batch is None:
         raise ValueError("llamarl_paged runs inside the engine only; load with attention='sdpa' otherwise")

@@ -9,6 +9,7 @@ from torch import Tensor
 from training_fixtures import make_groups, write_model
 
 from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.models import flex
 from llamarl.models.attention import PackedSequences, Segment, attending
 from llamarl.models.flex import BLOCK, flex_attention, flex_decode, page_mask, visible_blocks
 from llamarl.trainer.config import OptimizerConfig, TrainerConfig
@@ -119,6 +120,26 @@ def test_decoding_reads_blocks_where_they_lie(window: int | None, softcap: float
         slots = [(table[p // size], p % size) for p in range(first, length)]
         k, v = (torch.stack([x[block, offset] for block, offset in slots]) for x in (exact_k, exact_v))
         torch.testing.assert_close(out[i].double(), _attend(query[i], k, v, 0.3, softcap), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "H", "KV", "tile"),
+    [(16, 8, 2, (16, 16)), (128, 4, 4, (16, 64)), (48, 14, 2, (16, 16)), (32, 40, 2, (32, 32))],
+)
+def test_a_tile_of_the_kernel_lies_in_one_block_and_holds_the_heads_that_share_it(
+    size: int, H: int, KV: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's compiler asks; its own choice, 64 keys or more, is no part of a block of 16."""
+    asked: dict[str, int] = {}
+
+    def kernel(query: torch.Tensor, *_: torch.Tensor, kernel_options: dict[str, int], **__: object) -> torch.Tensor:
+        asked.update(kernel_options)
+        return query
+
+    monkeypatch.setattr(flex, "_kernel", lambda device: kernel)
+    cache = torch.zeros(3, size, KV, 8)
+    flex_decode(torch.zeros(1, H, 8), cache, cache, None, scale=1.0, softcap=None)
+    assert (asked["BLOCK_M"], asked["BLOCK_N"]) == tile and size % tile[1] == 0 and BLOCK % tile[0] == 0
 
 
 def test_a_step_names_the_blocks_in_sight_alone() -> None:

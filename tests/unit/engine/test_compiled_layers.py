@@ -1,0 +1,222 @@
+"""Decoder layers as one compiled function, by torch's compiler for this CPU: what it makes of them, and that nothing changes.
+
+A kernel is what is left of the compiler's graph after fusion: a group of loops that a GPU runs as one, a product, or
+attention. (Of the C++ made here several share a function, so functions are fewer.)
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from engine_runs import make_sequences
+from tiny_models import FAMILIES, SPARSE, tiny_model
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from llamarl.engine import compiled_layers, linears, model_runner
+from llamarl.engine.compiled_layers import compiles_layers
+from llamarl.engine.config import EngineConfig
+from llamarl.engine.engine import NativeEngine
+from llamarl.engine.model_runner import ModelRunner
+from llamarl.engine.scheduler import Chunk
+from llamarl.engine.sequence import Sequence
+from llamarl.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on a CPU")
+
+_ALTERNATING = {"qwen2", "gemma3_text", "smollm3", "olmo3", "cohere2", "exaone4"}
+COMPILED = {
+    family: 1 + (family in _ALTERNATING)
+    for family in FAMILIES
+    if family not in (*SPARSE, "gemma2", "stablelm", "nemotron")  # the last two hand nothing on to their attention
+}
+"""Family -> kinds of layers: with and without a window, or rotation."""
+BLOCKS, SIZE = 16, 16  # as many blocks as a table is wide: torch's kernel for CPUs wants no fewer there
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What g++ makes of torch's headers: once, not for each test."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(autouse=True)
+def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch, headers: Path) -> Iterator[None]:
+    """With the library's products, and nothing found compiled by other tests."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(headers))
+    monkeypatch.setattr(model_runner, "compiles_layers", lambda attention, *_: attention == "flex")
+    monkeypatch.setattr(linears, "_packs", lambda dtype: False)
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers become one graph each, whose operators run one by one: seconds less."""
+    monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend="eager", options=None))
+
+
+def make_runner(family: str, folder: Path, attention: Literal["auto", "flex"] = "flex") -> ModelRunner:
+    wide = {"head_dim": 16} if family in ("llama", "qwen3") else {}  # the least of torch's kernel
+    tiny_model(family, "eager", **wide).save_pretrained(folder)
+    config = EngineConfig(
+        block_size=SIZE,
+        kv_cache_bytes=2 * 3 * BLOCKS * SIZE * 2 * 16 * 4,
+        dtype="float32",
+        cuda_graphs="padded",
+        attention=attention,
+    )
+    runner = ModelRunner(folder, config, device="cpu", quantization="none")
+    runner._cache.normal_(generator=torch.Generator().manual_seed(1))
+    return runner
+
+
+def decodes(count: int) -> list[Chunk]:
+    """At positions 20, 26, ... of sequences with three blocks each."""
+    starts = [20 + 6 * i for i in range(count)]
+    return [Chunk([7 + i], n, [3 * i, 3 * i + 1, 3 * i + 2], decode=True) for i, n in enumerate(starts)]
+
+
+@torch.inference_mode()
+def computed(runner: ModelRunner, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a step, and the cache after it; the runner's own is as before."""
+    before = runner._cache.clone()
+    assert runner.padded_decoder is not None
+    logits = runner.padded_decoder.run(decodes(count))
+    assert logits is not None
+    after = runner._cache.clone()
+    runner._cache.copy_(before)
+    return logits.clone(), after
+
+
+def kernels_of(step: Callable[[], Any]) -> tuple[list[int], str]:
+    """Of each function that is compiled in ``step`` how many kernels it has; and their code."""
+    found: list[int] = []
+
+    def count(nodes: list[Any]) -> list[Any]:
+        found.append(sum("Nop" not in type(node).__name__ for node in nodes))
+        return nodes
+
+    # as on a GPU: two halves that are joined are computed where they are used
+    with torch._inductor.config.patch(_post_fusion_custom_pass=count, force_pointwise_cat=True):
+        _, codes = run_and_get_code(step)
+    return found, "\n".join(codes)
+
+
+def graphs() -> int:
+    """That torch has made since they were last counted."""
+    return int(counters.pop("stats", Counter())["unique_graphs"])
+
+
+def assert_equal_steps(runner: ModelRunner, plain: ModelRunner, count: int) -> None:
+    for one, other in zip(computed(runner, count), computed(plain, count), strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_compiled_layer_is_thirteen_kernels_and_computes_what_it_did(family: str, tmp_path: Path) -> None:
+    """Norm, product, rotated queries, rotated keys into the cache, values into it, attention, its heads beside each other,
+    product, norm, product, activation, product, sum."""
+    runner, plain = make_runner(family, tmp_path), make_runner(family, tmp_path, "auto")
+    (kernels,), code = kernels_of(lambda: computed(runner, 4))  # one function for all layers
+    assert kernels <= 13
+    assert f"empty_strided_cpu(({BLOCKS * SIZE}, " not in code  # no copy of a layer's keys or values
+    assert_equal_steps(runner, plain, 4)
+    before = computed(runner, 4)[0]
+    graphs()
+    for changed in (runner, plain):
+        with torch.no_grad():
+            for parameter in changed.parameters_for_sync().values():
+                parameter.mul_(1.25)
+        changed.weights_updated()
+    assert_equal_steps(runner, plain, 4)  # weights are read where they lie: nothing was folded into the code
+    assert (computed(runner, 4)[0] - before).abs().max() > 0.1 and graphs() == 0
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("gemma2", 2),
+        *(pytest.param(family, kinds, marks=pytest.mark.long) for family, kinds in COMPILED.items()),
+    ],
+)
+def test_a_kind_of_layer_is_compiled_once_for_each_number_of_rows(family: str, kinds: int, tmp_path: Path) -> None:
+    runner, plain = make_runner(family, tmp_path), make_runner(family, tmp_path, "auto")
+    made = []
+    for count in (4, 3, 4, 1):
+        assert_equal_steps(runner, plain, count)
+        made.append(graphs())
+    assert made == [kinds, kinds, 0, kinds]
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_an_engine_whose_layers_are_compiled_draws_the_tokens_of_one_whose_are_not(tmp_path: Path) -> None:
+    """Prompts, windows, soft caps and a version that arrives in between."""
+    tiny_model("gemma2", "eager").save_pretrained(tmp_path)
+
+    def drawn(attention: Literal["auto", "flex"]) -> list[Sequence]:
+        config = EngineConfig(
+            block_size=16, max_sequences=16, max_batch_tokens=64, kv_cache_bytes=1 << 20, cuda_graphs="padded",
+            attention=attention,
+        )  # fmt: skip
+        engine, sequences = NativeEngine(tmp_path, config, eos_token_ids=()), make_sequences(temperature=1.0)
+        for sequence in sequences:
+            sequence.params = replace(sequence.params, max_new_tokens=8)
+        engine.add(sequences)
+        for _ in range(6):
+            engine.step()
+        with torch.no_grad():
+            for parameter in engine.parameters_for_sync().values():
+                parameter.mul_(1.01)
+        engine.weights_updated(1)
+        while engine.has_work:
+            engine.step()
+        return sequences
+
+    compiled, plain = drawn("flex"), drawn("auto")
+    assert 0 < graphs() <= 2 * 8  # kinds of layers, numbers of rows
+    assert [s.tokens for s in compiled] == [s.tokens for s in plain]
+    for one, other in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+
+
+def test_a_layer_that_torch_cannot_take_whole_ends_the_step_with_the_settings_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No piece of it goes uncompiled unsaid."""
+    monkeypatch.setattr(LlamaRMSNorm, "forward", torch.compiler.disable(LlamaRMSNorm.forward))
+    with pytest.raises(ConfigError, match='engine.attention is "flex".*LlamaDecoderLayer.*"auto" needs none'):
+        computed(make_runner("llama", tmp_path), 2)
+
+
+def test_a_gpu_is_refused_blocks_that_its_kernel_cannot_read(tmp_path: Path) -> None:
+    runner = make_runner("llama", tmp_path)
+    runner.device = torch.device("cuda")
+    with pytest.raises(ConfigError, match="a multiple of 16 tokens on a GPU, but engine.block_size is 24"):
+        runner._size_cache(EngineConfig(attention="flex", block_size=24), scratch=True)
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "quantization", "num_ranks", "compiled"),
+    [
+        ("flex", "cuda", "none", 1, True),
+        ("auto", "cuda", "none", 1, False),
+        ("flex", "cpu", "none", 1, False),
+        ("flex", "cuda", "fp8", 1, False),
+        ("flex", "cuda", "none", 2, False),
+    ],
+)
+def test_layers_are_compiled_on_a_gpu_where_blocks_are_read_in_place(
+    attention: str, device: str, quantization: str, num_ranks: int, compiled: bool
+) -> None:
+    assert compiles_layers(attention, torch.device(device), quantization, num_ranks) == compiled
