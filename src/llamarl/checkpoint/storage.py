@@ -290,8 +290,8 @@ class CheckpointStore:
 
 
 @contextlib.contextmanager
-def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Put around an executor's writing of its state: a disk's failure becomes a ``CheckpointError``
+def saving(folder: str | os.PathLike[str], what: str = "the state of an executor") -> Iterator[None]:
+    """Put around the writing of a state, or of a model made of one: a disk's failure becomes a ``CheckpointError``
     that says what to do.
 
     Libraries report a full disk in errors of their own (safetensors, torch), so any error while no
@@ -304,12 +304,12 @@ def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise save_failed("cannot save the state of an executor", path, error) from error
+        raise save_failed(f"cannot save {what}", path, error) from error
     except CheckpointError:
         raise
     except Exception as error:
         if "No space left" in str(error) or _free_bytes(path) == 0:
-            raise save_failed("cannot save the state of an executor", path, error) from error
+            raise save_failed(f"cannot save {what}", path, error) from error
         raise
 
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
-        with saving(out):
+        with saving(out, "the model"):
             facts = export_checkpoint(checkpoint.path, config, partial, export_dtype=args.dtype, adapter=args.adapter)
             if out.exists():
                 out.rmdir()  # empty, as checked

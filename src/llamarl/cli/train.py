@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="auto|HOST:PORT",
-        help="run on the nodes of a Ray cluster, of which this machine is one: auto finds it, HOST:PORT is its head (docs/hosts.md); "
-        "here takes a run back to this machine",
+        help="run on the nodes of a Ray cluster, of which this machine is one: auto finds it, HOST:PORT is its head; "
+        "my_cluster.py:Mine://ADDRESS is a kind of your own (docs/hosts.md); here takes a run back to this machine",
     )
     parser.add_argument(
         "--on",

@@ -49,7 +49,7 @@ def write_products(run: RunFolder, checkpoint: Path, config: RunConfig, names: C
         folder, partial = run.path / product.folder, run.path / f"{product.folder}.partial"
         run.check()
         _remove(partial)
-        with saving(partial):
+        with saving(partial, f"the run's {product.folder}"):
             resolve(product.writer)(checkpoint, config, partial)
             run.check()
             _remove(folder)

@@ -323,8 +323,8 @@ def test_a_real_write_past_the_limit_while_saving_becomes_a_checkpoint_error(tmp
 
 
 def test_a_library_error_about_a_full_disk_counts_and_others_pass_through(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="No space left"):
-        with saving(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot save the run's model: .*No space left"):
+        with saving(tmp_path, "the run's model"):
             raise RuntimeError("I/O error: No space left on device (os error 28)")
     with pytest.raises(RuntimeError, match="a bug"):
         with saving(tmp_path):
