@@ -133,15 +133,45 @@ class Pull:
                 self.cluster.agents[self.node].end()
 
 
+class Rude(Threads):
+    """Breaks its word: an end is another error, and of the node it says nothing."""
+
+    @staticmethod
+    def connect(address: str, ports: tuple[int, int]) -> Threads:
+        return Rude(address.split(","), ports)
+
+    def agent(self, number: int) -> Agent:
+        ask = super().agent(number)
+
+        def rude(method: str, *arguments: Any) -> Future[Any]:
+            answer: Future[Any] = Future()
+            answer.set_running_or_notify_cancel()
+
+            def take(found: Future[Any]) -> None:
+                if found.exception() is None:
+                    answer.set_result(found.result())
+                else:
+                    answer.set_exception(OSError("a pipe of mine"))
+
+            ask(method, *arguments).add_done_callback(take)
+            return answer
+
+        return rude
+
+    async def lose(self, number: int) -> bool:
+        raise RuntimeError("a bug of mine")
+
+
+@pytest.mark.parametrize("kind", ["Threads", "Rude"])
 def test_a_job_on_a_cluster_that_a_recipe_names_by_import_path_goes_on_without_a_node(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llamarl.runtime.hosts.launcher.shares_imports", lambda spec: True)
     monkeypatch.syspath_prepend(Path(counting_executors.__file__).parent)
     job = graph()
     executors = [dataclasses.replace(e, factory=f"counting_executors:{e.name.title()}") for e in job.executors]
     job = dataclasses.replace(job, executors=tuple(executors))
-    hosts = open_hosts(load_config(None, {"hosts.cluster": f"{__name__}:Threads://a,b,c"}))
+    hosts = open_hosts(load_config(None, {"hosts.cluster": f"{__name__}:{kind}://a,b,c"}))
     cluster: Any = hosts.cluster
     try:
         hosts.config.hosts.on.update(source=("a",), sink=("here",), doubler=("b",))  # names of no standard job

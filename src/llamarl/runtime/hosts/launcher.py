@@ -72,8 +72,9 @@ class _Node:
         try:
             self.agent = await asyncio.to_thread(self._cluster.agent, self._number)
         except ConnectionError as error:
-            self.ended.set_result(str(error))
-            self._on_end(str(error), await self._cluster.lose(self._number))
+            gone, told = await self._is_gone(str(error))
+            self.ended.set_result(told)
+            self._on_end(told, gone)
             raise NodeLost(str(error)) from error
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
         await self._measure()
@@ -105,9 +106,9 @@ class _Node:
             while True:
                 for word, number, content in await self._ask("receive"):
                     self.links[number].take(word, content)
-        except ConnectionError as error:
-            told = str(error)
-        gone = await self._cluster.lose(self._number)
+        except Exception as error:  # of a kind of the user's own anything: a rank nobody hears of would be waited for
+            told = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+        gone, told = await self._is_gone(told)
         what = (
             f"node {self.name} is gone" if gone else f"the agent on node {self.name} has ended, and its ranks with it"
         )
@@ -115,6 +116,13 @@ class _Node:
             task.cancel()
         self.ended.set_result(f"{what} ({told})")
         self._on_end(self.ended.result(), gone)
+
+    async def _is_gone(self, told: str) -> tuple[bool, str]:
+        """The cluster's verdict, and what it was told of; a node of which it can say nothing counts as gone."""
+        try:
+            return await self._cluster.lose(self._number), told
+        except Exception as error:
+            return True, f"{told}; {type(self._cluster).__name__}.lose raised {type(error).__name__}: {error}"
 
     async def _send(self) -> None:
         with contextlib.suppress(ConnectionError):  # told by who receives
