@@ -19,7 +19,7 @@ from llamarl.checkpoint.snapshot import FileRecord, canonical_json, checksum_byt
 from llamarl.checkpoint.written import look_at, record_files, write_synced
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
-from llamarl.reading import user_path
+from llamarl.reading import read_toml, user_path
 
 __all__ = [
     "EXPORT_FILE",
@@ -164,7 +164,11 @@ def _final_policy(run: Path) -> Path:
 
 
 def _tell_of_newer_checkpoint(run: Path, folder: Path) -> None:
-    """Warn where the run went on after it wrote ``folder``, and was stopped before it wrote another."""
+    """Warn where the run went on after it wrote ``folder``, and was stopped before it wrote another. Not of one
+    whose model is of the lowest held-out loss, which an earlier checkpoint may have."""
+    evaluation = read_toml(run / _RUN_FILE).get("evaluation")
+    if isinstance(evaluation, dict) and evaluation.get("patience"):
+        return
     ticks = [int(path.name[5:]) for path in (run / "checkpoints").glob("tick_*") if path.name[5:].isdigit()]
     version = _body(folder)["policy_version"] if (folder / EXPORT_FILE).is_file() else None
     if version is not None and max(ticks, default=-1) + 1 > version:

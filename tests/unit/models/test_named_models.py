@@ -76,6 +76,9 @@ def test_a_run_that_went_on_after_its_policy_was_written_says_so(
         assert find_model(str(run)).path == str(run / "model")
         assert said in caplog.text and bool(caplog.text) == bool(said)
     assert "holds 43: llamarl export" in caplog.text
+    caplog.clear()
+    (run / "config.toml").write_text("[evaluation]\npatience = 2\n")  # its model may be of an earlier one
+    assert find_model(str(run)).path == str(run / "model") and not caplog.text
 
 
 def test_a_torn_export_is_refused(tmp_path: Path) -> None:
