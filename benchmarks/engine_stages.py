@@ -23,11 +23,11 @@ import torch.distributed as dist
 from harness import claim, join_ranks, run_ranks, spread, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.parallel import make_layout
+from llamarl.settings.engine import EngineConfig
 
 STAGES = (2, 3, 4)
 SEQUENCES_OF_A_STAGE = 3

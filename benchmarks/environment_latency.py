@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from harness import claim, paired_ratio, spread, write_report
 
-from llamarl.data.config import DataConfig
 from llamarl.data.prompts import PromptStream
 from llamarl.data.turn_template import TurnTemplate
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.episodes import EpisodeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.episode_pool import EpisodeItems, EpisodeOpener, EpisodePool
 from llamarl.environments.episodes import begin_episode
 from llamarl.models.loading import load_tokenizer
+from llamarl.settings.data import DataConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.environments import RewardPoolConfig, TaskConfig
 from llamarl.types import Prompt
 
 TOOL = Path(__file__).parent / "slow_tool.py"

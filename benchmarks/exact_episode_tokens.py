@@ -31,23 +31,23 @@ from harness import claim, write_report
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.data.config import DataConfig
 from llamarl.data.prompts import PromptStream
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.determinism import derive_seed
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.episodes import EpisodeEngine
 from llamarl.engine.factory import to_response
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.episode import Message, Step
 from llamarl.environments.episode_pool import Answer, EpisodeItems, EpisodeOpener, EpisodePool
 from llamarl.environments.episodes import Ask, begin_episode, episode_score, messages_of
 from llamarl.models.loading import context_length, load_tokenizer
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.data import DataConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.environments import RewardPoolConfig, TaskConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt
 

@@ -41,13 +41,13 @@ from transformers import PreTrainedModel
 from vllm_child import VllmChild
 from workloads import Request, long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import sample
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
+from llamarl.settings.engine import EngineConfig
 
 _clock = time.perf_counter
 

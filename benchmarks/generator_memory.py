@@ -24,7 +24,6 @@ from memory_forecast import MODEL, LiveBytes, numel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.config import validate
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.executors.generator_ranks import generator_layout, replicas_of
@@ -34,6 +33,7 @@ from llamarl.forecast.lengths import constant
 from llamarl.forecast.memory import generator_memory
 from llamarl.forecast.model import spec_from_config
 from llamarl.forecast.ticks import GeneratorDemand
+from llamarl.settings.engine import EngineConfig
 
 GROUPS, GROUP_SIZE, BLOCK = 16, 4, 16
 WORKLOADS = {"prompts": (128, 64), "responses": (16, 112)}

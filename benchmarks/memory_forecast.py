@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.forecast.hardware import find_hardware
 from llamarl.forecast.lengths import constant
 from llamarl.forecast.memory import trainer_memory
 from llamarl.forecast.model import spec_from_config
 from llamarl.forecast.ticks import TrainerDemand, TrainerLayout
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt, Response, Score
 

@@ -29,9 +29,9 @@ from harness import claim, spread, write_report
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.onednn import linear
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt, Response, Score
 

@@ -70,8 +70,8 @@ def main() -> None:
     import torch
     from workloads import long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
-    from llamarl.engine.config import EngineConfig
     from llamarl.engine.vllm import VllmEngine, import_vllm
+    from llamarl.settings.engine import EngineConfig
 
     model, dtype, clock_name, prompts, drafts = sys.argv[1:]
     clock = time.process_time if clock_name == "processor" else time.perf_counter

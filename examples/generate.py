@@ -5,10 +5,10 @@ python examples/generate.py build/smollm2 "What is the capital of France?"
 
 import argparse
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_tokenizer
+from llamarl.settings.engine import EngineConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="Hugging Face folder, or bundled:NAME")

@@ -36,9 +36,9 @@ from transformers import (
 )
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.environments.sum_task import read_ledger
+from llamarl.settings.environments import TaskConfig
 
 __all__ = ["careless_steps", "main"]
 

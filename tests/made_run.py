@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import load_config, save_config
-from llamarl.observability.config import ObservabilityConfig
+from llamarl.controller.recorder import Recorder
 from llamarl.observability.job_description import Edge, JobDescription, Lane
-from llamarl.observability.recorder import Recorder
 from llamarl.observability.rollouts import write_rollouts
 from llamarl.observability.trained_tokens import TrainedResponse, write_trained
+from llamarl.settings.observability import ObservabilityConfig
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml"

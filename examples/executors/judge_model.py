@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.executors.base import BaseExecutor, StepResult
-from llamarl.trainer.config import ReferenceConfig
+from llamarl.settings.trainer import ReferenceConfig
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.types import Group, Response, Score
 

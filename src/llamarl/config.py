@@ -20,24 +20,7 @@ import tomli_w
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.algorithms.config import PRESETS, AlgorithmConfig
-from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
-from llamarl.controller.config import DeadlineConfig, HostsConfig, RecoveryConfig, ScheduleConfig, split_cluster
-from llamarl.data.config import DataConfig
-from llamarl.engine.config import EngineConfig
-from llamarl.environments.config import TaskSection
 from llamarl.errors import ConfigError, FileError, Mistake
-from llamarl.executors.config import (
-    TASK_PART,
-    DynamicSamplingConfig,
-    EvaluationConfig,
-    ExecutorConfig,
-    GeneratorConfig,
-    JudgeConfig,
-    RewardConfig,
-    RewardModelConfig,
-)
-from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.other_names import our_name
 from llamarl.reading import (
     MAX_DEPTH,
@@ -50,9 +33,26 @@ from llamarl.reading import (
     with_paths_from,
 )
 from llamarl.roles import ROLES, present_roles, wiring_mistakes
+from llamarl.settings.algorithms import PRESETS, AlgorithmConfig
+from llamarl.settings.checkpoint import CheckpointConfig, why_no_storage
+from llamarl.settings.data import DataConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.environments import TaskSection
+from llamarl.settings.executors import (
+    TASK_PART,
+    DynamicSamplingConfig,
+    EvaluationConfig,
+    ExecutorConfig,
+    GeneratorConfig,
+    JudgeConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
+from llamarl.settings.job import DeadlineConfig, HostsConfig, RecoveryConfig, ScheduleConfig, split_cluster
+from llamarl.settings.observability import TRACKERS, ObservabilityConfig
+from llamarl.settings.trainer import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.strict import NO_BITS, STRICT, Effect, Reader, bounds, is_import_path, list_mistakes, refuse
 from llamarl.tick_shares import Dealing, smallest_quota
-from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 
 __all__ = [
     "Check",

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from llamarl.errors import Mistake
 
 if TYPE_CHECKING:
-    from llamarl.executors.config import ExecutorConfig
-    from llamarl.models.support import Use
+    from llamarl.model_support import Use
+    from llamarl.settings.executors import ExecutorConfig
 
 __all__ = [
     "MODEL_SECTIONS",
@@ -92,7 +92,7 @@ class Model:
     key: str = "model.path"
     """Key of the recipe that names it; where that is empty it is the policy's."""
     uses: Callable[[JobConfig], tuple[Use, ...]]
-    """What it is used for, in the words of ``models.support``."""
+    """What it is used for, in the words of ``model_support``."""
     trained: bool = False
     """Whether it learns: then it is part of checkpoints, and a folder of the run at its end."""
     own_tokens: bool = False

@@ -11,11 +11,11 @@ from conftest import REPOSITORY, CommandLine, arguments, rows
 from llamarl.config import load_config
 from llamarl.controller.resume import resume_run
 from llamarl.controller.run import start_run
-from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.engine.engine import NativeEngine
 from llamarl.executors import generator as generator_module
 from llamarl.executors import trainer as trainer_module
 from llamarl.observability.keys import is_timing_key
+from llamarl.settings.engine import CPU_CACHE_BYTES
 from llamarl.trainer.parking import Parking
 
 RECIPE = REPOSITORY / "recipes" / "colocated.toml"

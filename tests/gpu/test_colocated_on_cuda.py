@@ -7,10 +7,10 @@ import torch
 from test_run_on_cuda import BFLOAT16, train
 from training_fixtures import make_groups, write_model
 
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
 

@@ -10,12 +10,12 @@ import torch
 from engine_runs import make_sequences, run
 from tiny_models import FAMILIES, tiny_model
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import _draw
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model, load_tokenizer
+from llamarl.settings.engine import EngineConfig
 
 CPU = torch.device("cpu")
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)

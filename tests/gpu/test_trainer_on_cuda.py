@@ -7,8 +7,8 @@ import pytest
 import torch
 from training_fixtures import make_groups, write_model
 
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
 

@@ -17,7 +17,6 @@ from counting_executors import STEP_S
 from forked_command import ENVIRONMENT
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
@@ -31,6 +30,7 @@ from llamarl.runtime.base import Report
 from llamarl.runtime.fork_server import allow_fork_of_this_process
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
+from llamarl.settings.job import DeadlineConfig
 
 DELAY = 2
 NUM_TICKS = 12

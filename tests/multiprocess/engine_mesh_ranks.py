@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, validate
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.expert_record import of_all_stages, of_group
 from llamarl.engine.ranks import EngineRanks
@@ -27,6 +26,7 @@ from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.parallel import ParallelLayout
+from llamarl.settings.engine import EngineConfig
 from llamarl.weight_sync.layout import MeshLayout, Shard
 from llamarl.weight_sync.model_layouts import adapter_parameters, model_parameters
 

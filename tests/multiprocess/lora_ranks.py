@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from trainer_ranks import LENGTHS_DIFFER, NUM_TICKS, join_mesh, share
 from training_fixtures import export, make_groups
 
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
 RANK, ALPHA = 3, 12.0

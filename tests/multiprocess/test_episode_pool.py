@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from llamarl.data.items import TaskItem
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.episode_pool import Answer, EpisodePool
 from llamarl.environments.episodes import Ask, Play, digest_of
 from llamarl.errors import DataError
+from llamarl.settings.environments import RewardPoolConfig, TaskConfig
 from llamarl.types import Failure
 
 ENVIRONMENTS = Path(__file__).parents[1] / "small_environments.py"

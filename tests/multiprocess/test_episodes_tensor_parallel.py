@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from rank_processes import join_group, run_ranks
 
-from llamarl.data.config import DataConfig
 from llamarl.data.prompts import PromptStream
 from llamarl.data.turn_template import TurnTemplate
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.episode_pool import EpisodeItems, EpisodeOpener
 from llamarl.environments.episodes import begin_episode
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import make_layout
+from llamarl.settings.data import DataConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.environments import TaskConfig
 
 ENVIRONMENTS = Path(__file__).resolve().parents[1] / "small_environments.py"
 FAILS_AT = 5

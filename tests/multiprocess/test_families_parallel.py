@@ -9,7 +9,7 @@ from family_ranks import tiny_model
 from rank_processes import run_meshes
 from safetensors.torch import load_file
 
-from llamarl.models.support import FAMILIES
+from llamarl.model_support import FAMILIES
 
 CASES = [f"{family}:fsdp" for family in FAMILIES]
 CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel" not in family.lacks]

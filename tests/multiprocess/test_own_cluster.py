@@ -14,7 +14,6 @@ import pytest
 from death_job import NUM_TICKS, by_hand, graph
 
 from llamarl.config import load_config
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.job_hosts import open_hosts
 from llamarl.controller.marking import Marking
@@ -27,6 +26,7 @@ from llamarl.runtime.hosts.agent import HostAgent
 from llamarl.runtime.hosts.cluster import Agent, Cluster, end_ranks, find_cluster
 from llamarl.runtime.hosts.node import Node, facts_of_this_node
 from llamarl.runtime.tick_log import TickLog
+from llamarl.settings.job import DeadlineConfig
 
 T = TypeVar("T")
 LIMIT_S = 10.0

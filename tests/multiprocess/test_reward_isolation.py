@@ -19,10 +19,10 @@ from made_responses import made_group, made_response
 from tools.chaos.processes import alive, wait_for_end
 from waiting import wait_until
 
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import DataError
 from llamarl.executors.reward import count_causes
+from llamarl.settings.environments import RewardPoolConfig, TaskConfig
 from llamarl.types import Failure, Group, Score
 
 JUDGE = '''

@@ -11,9 +11,9 @@ from made_responses import made_group, made_response
 from tools.chaos.processes import alive, wait_for_end
 from waiting import wait_until
 
-from llamarl.environments.config import RewardPoolConfig, TaskConfig
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
+from llamarl.settings.environments import RewardPoolConfig, TaskConfig
 from llamarl.types import Failure, Group, Score
 
 REWARDS = """

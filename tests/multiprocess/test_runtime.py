@@ -18,7 +18,6 @@ from runtime_fakes import DELAY, HERE, Config, job
 from tools.chaos.processes import descendants, wait_for_end
 
 from llamarl.checkpoint.snapshot import FileRecord
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
@@ -30,6 +29,7 @@ from llamarl.runtime.base import JobStart, Order, Report, Runtime
 from llamarl.runtime.inline import InlineRuntime
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
+from llamarl.settings.job import DeadlineConfig
 
 NUM_TICKS = 5
 LIMIT_S = 60.0

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from training_fixtures import VOCABULARY, export, make_groups, with_experts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError, StaleTokenError
 from llamarl.models.attention import PackedSequences
 from llamarl.models.parallel import make_layout
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer import building
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.parking import Parking

@@ -27,10 +27,8 @@ from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import record_files
 from llamarl.cli import generate
 from llamarl.config import load_config
-from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
 from llamarl.data.prompts import render_prompt
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.errors import LlamaRLError
 from llamarl.forecast.calibrate import fit_run, lengths_of_run
@@ -45,6 +43,8 @@ from llamarl.observability.events import EventLog, TickEvent, event_platform, re
 from llamarl.observability.metrics import MetricsLog, read_metrics
 from llamarl.observability.rollouts import read_rollouts
 from llamarl.observability.trace import TraceWriter
+from llamarl.settings.data import DataConfig
+from llamarl.settings.environments import TaskConfig
 
 ROUNDS = int(os.environ.get("LLAMARL_FUZZ_ROUNDS", "40"))
 ROOT = Path(__file__).parents[2]

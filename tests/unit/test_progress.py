@@ -8,9 +8,9 @@ import pytest
 from waiting import wait_until
 
 from llamarl import progress
-from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter, LiveLines
 from llamarl.observability.job_description import JobDescription, Lane
+from llamarl.settings.observability import ObservabilityConfig
 
 JOB = JobDescription(title="tiny", lanes=(Lane(name="generator", detail="samples groups"),))
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.engine.vllm import VllmEngine, import_vllm
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_model, load_tokenizer
+from llamarl.settings.engine import EngineConfig
 
 BUNDLED = resolve_model_path("bundled:tiny")
 BOUND = 5e-5

@@ -22,7 +22,7 @@ from tiny_models import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.errors import ModelError
-from llamarl.models.support import FAMILIES
+from llamarl.model_support import FAMILIES
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 

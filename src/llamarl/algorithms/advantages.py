@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ConfigError
 from llamarl.import_path import call
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.strict import is_import_path
 
 __all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "max_rl", "shaping"]

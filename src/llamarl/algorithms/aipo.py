@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_sums
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.settings.algorithms import AlgorithmConfig
 
 __all__ = ["aipo", "most_log_ratio", "reinforce", "sequence_is"]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.algorithms.advantages import shaping
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Group, Response, Score
 
 __all__ = ["Selection", "has_signal", "oldest_version", "select_groups"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llamarl.algorithms.aipo import most_log_ratio
 from llamarl.algorithms.base import MOST_LOG_RATIO, TokenBatch, TokenLosses, sequence_means
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.settings.algorithms import AlgorithmConfig
 
 __all__ = ["cispo", "decoupled_ppo", "dppo", "gspo", "ppo", "truncated_is"]
 

@@ -6,28 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from llamarl.algorithms.aipo import aipo, reinforce, sequence_is
 from llamarl.algorithms.base import LossFunction, TokenBatch, TokenLosses
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.algorithms.ppo import cispo, decoupled_ppo, dppo, gspo, ppo, truncated_is
 from llamarl.errors import ConfigError
-from llamarl.import_path import call
+from llamarl.import_path import call, resolve
+from llamarl.settings import algorithms as settings
+from llamarl.settings.algorithms import AlgorithmConfig
 
 __all__ = ["LOSSES", "WITH_PROXIMAL_POLICY", "find_loss"]
 
-LOSSES: dict[str, LossFunction] = {
-    "aipo": aipo,
-    "reinforce": reinforce,
-    "ppo": ppo,
-    "decoupled_ppo": decoupled_ppo,
-    "truncated_is": truncated_is,
-    "cispo": cispo,
-    "gspo": gspo,
-    "sequence_is": sequence_is,
-    "dppo": dppo,
-}
-"""``algorithm.name`` -> loss. A new algorithm is one file, one test, one line here and its name in
-``config.LOSS_NAMES``."""
+LOSSES: dict[str, LossFunction] = {name: resolve(path) for name, path in settings.LOSSES.items()}
+"""``algorithm.name`` -> loss, of those built in."""
 
 WITH_PROXIMAL_POLICY = frozenset({"decoupled_ppo", "truncated_is"})
 """Losses that look at ``proximal_logprobs``. With one update a tick these are the policy's own and

@@ -12,8 +12,8 @@ from typing import Any
 from llamarl.api.functions import import_path_of
 from llamarl.api.tables import file_of_rows
 from llamarl.config import RunConfig, known_keys, load_config, meant_key
-from llamarl.controller.config import host_settings
 from llamarl.errors import ConfigError
+from llamarl.settings.job import host_settings
 
 __all__ = ["dotted", "run_config"]
 

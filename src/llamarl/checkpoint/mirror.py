@@ -27,13 +27,13 @@ from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
-from llamarl.checkpoint.config import why_no_storage
 from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, checksum_file
 from llamarl.checkpoint.storage import CheckpointStore, RunIdentity
 from llamarl.checkpoint.written import files_below, is_inside, what_is_wrong
 from llamarl.errors import CheckpointError, ConfigError, RunFolderLost
 from llamarl.plural import format_bytes, plural
 from llamarl.reading import read_bytes
+from llamarl.settings.checkpoint import why_no_storage
 
 __all__ = ["Mirror", "Storage", "check_mirror", "mirrored", "plan_upload", "restore"]
 

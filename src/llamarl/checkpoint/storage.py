@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
 from llamarl.checkpoint.written import (
     files_below,
@@ -47,6 +46,7 @@ from llamarl.checkpoint.written import (
 from llamarl.determinism import platform_facts
 from llamarl.errors import CheckpointError, RunFolderLost
 from llamarl.reading import read_bytes
+from llamarl.settings.checkpoint import CheckpointConfig
 
 __all__ = ["RUN_ID_FILE", "CheckpointStore", "RunIdentity", "being_written", "save_failed", "saving"]
 

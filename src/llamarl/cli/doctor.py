@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llamarl.environments.episode import Environment, Observation, Step
     from llamarl.executors.base import ExecutorContext
     from llamarl.executors.mismatch import Mismatch
-    from llamarl.models.support import Use
+    from llamarl.model_support import Use
 
 __all__ = ["add_arguments", "first_difference", "play", "random_reply", "record_twice", "run"]
 
@@ -366,8 +366,8 @@ def _shared_memory() -> str:
 
 
 def _reward_workers() -> str:
-    from llamarl.environments.config import TaskConfig
     from llamarl.environments.pool import RewardPool
+    from llamarl.settings.environments import TaskConfig
 
     pool = RewardPool(TaskConfig(), seed=0)
     pool.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import PlanError
 from llamarl.reading import user_path
-from llamarl.trainer.config import TWO_MOMENTS
+from llamarl.settings.trainer import TWO_MOMENTS
 
 if TYPE_CHECKING:
     from llamarl.config import RunConfig

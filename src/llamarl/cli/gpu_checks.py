@@ -17,15 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_tokenizer
 from llamarl.plural import format_bytes
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.transports.base import SinkTransport, SourceTransport
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource

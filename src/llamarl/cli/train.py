@@ -167,8 +167,8 @@ def _forecast(config: RunConfig) -> str:
 
 def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """What --cluster and --on set, as overrides."""
-    from llamarl.controller.config import host_settings
     from llamarl.errors import ConfigError
+    from llamarl.settings.job import host_settings
 
     if args.cluster is not None and not args.cluster.strip():  # such as a variable of the shell that is not set
         raise ConfigError("--cluster names no cluster; --cluster here runs on this machine alone")

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.algorithms.config import spelled_out
 from llamarl.config import RunConfig, read_settings, to_plain, validate
 from llamarl.controller.preflight import find_missing
 from llamarl.controller.run_folder import CONFIG_FILE, why_not_own
@@ -18,6 +17,7 @@ from llamarl.controller.settings import settings_on_top
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
 from llamarl.reading import refuse_pipes
+from llamarl.settings.algorithms import spelled_out
 
 __all__ = ["begun_config", "refuse_code_of_a_run"]
 

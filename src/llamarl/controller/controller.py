@@ -41,11 +41,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.marking import Marking
 from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.runtime.base import JobStart, News, Report, Runtime
+from llamarl.settings.job import DeadlineConfig
 
 __all__ = ["Observer", "StopRequest", "run_graph"]
 

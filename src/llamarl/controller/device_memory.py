@@ -18,14 +18,14 @@ from functools import cache
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.engine.config import CPU_CACHE_BYTES
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes
 from llamarl.roles import ROLES, Role, present_roles
-from llamarl.trainer.config import MICROBATCH_TOKENS
+from llamarl.settings.engine import CPU_CACHE_BYTES
+from llamarl.settings.executors import GeneratorConfig
+from llamarl.settings.trainer import MICROBATCH_TOKENS
 
 __all__ = ["GpuMemory", "Held", "fit_sizes", "held"]
 

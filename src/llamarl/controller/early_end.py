@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llamarl.channels.base import ChannelSpec
-from llamarl.executors.config import EvaluationConfig
+from llamarl.settings.executors import EvaluationConfig
 
 __all__ = ["EarlyEnd", "most_ahead"]
 

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.checkpoint.snapshot import Checkpoint
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
@@ -32,6 +31,7 @@ from llamarl.observability.events import EVENTS_FILE
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.observability.writing import replace_file
 from llamarl.plural import plural
+from llamarl.settings.algorithms import CRITIC_ADVANTAGES
 from llamarl.strict import Effect
 
 __all__ = ["FORKED_FROM", "copy_history", "fork_run", "refuse_bound"]

@@ -1,5 +1,5 @@
 """The hosts of one job, which are nodes of a cluster: given ranks, and told to the ranks as the
-network that they are on. The kind of cluster is ``hosts.cluster``'s (``controller/config.py:CLUSTERS``).
+network that they are on. The kind of cluster is ``hosts.cluster``'s (``settings/job.py:CLUSTERS``).
 
 [hosts] ─▶ Cluster: nodes and what they are ─▶ which node each rank gets ─▶ their cores and GPUs taken ─▶ launcher, networks
 
@@ -20,7 +20,6 @@ from itertools import combinations
 from pathlib import Path
 
 from llamarl.config import RunConfig
-from llamarl.controller.config import HERE, hosts_named, parse_ports
 from llamarl.controller.job_files import JobFiles, folder_answers
 from llamarl.determinism import joint_facts
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, TransferError
@@ -40,6 +39,7 @@ from llamarl.runtime.placement import ColocatedGroup, Placement, place, share_of
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
+from llamarl.settings.job import HERE, hosts_named, parse_ports
 from llamarl.transports.network import Network, join
 from llamarl.transports.run_key import KEY_BYTES
 

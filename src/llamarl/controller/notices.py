@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import RunConfig
-from llamarl.engine.config import CPU_CACHE_BYTES
-from llamarl.executors.config import GeneratorConfig
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
-from llamarl.trainer.config import TWO_MOMENTS
+from llamarl.settings.engine import CPU_CACHE_BYTES
+from llamarl.settings.executors import GeneratorConfig
+from llamarl.settings.trainer import TWO_MOMENTS
 
 __all__ = [
     "Questions",

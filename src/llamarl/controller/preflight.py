@@ -13,26 +13,26 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.config import why_no_storage
 from llamarl.config import RunConfig, read_settings
 from llamarl.controller.notices import Questions
 from llamarl.controller.run_folder import CONFIG_FILE, refuse_a_run, refuse_if_held
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream, uses_chat_template, with_answer
-from llamarl.engine.config import CPU_CACHE_BYTES
-from llamarl.environments.config import TaskSection
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import ConfigError, DataError, Mistake, ModelError
-from llamarl.executors.config import GeneratorConfig
 from llamarl.executors.recorded import RecordedStream
 from llamarl.import_path import check
+from llamarl.model_support import Use, text_part, why_unsupported
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
-from llamarl.models.support import Use, text_part, why_unsupported
-from llamarl.observability.config import why_no_tracker
 from llamarl.reading import user_path
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
+from llamarl.settings.checkpoint import why_no_storage
+from llamarl.settings.engine import CPU_CACHE_BYTES
+from llamarl.settings.environments import TaskSection
+from llamarl.settings.executors import GeneratorConfig
+from llamarl.settings.observability import why_no_tracker
 from llamarl.types import Prompt
 
 __all__ = [
@@ -57,7 +57,7 @@ _MOST_PROMPTS = 64
 
 
 def check_models(config: RunConfig) -> None:
-    """Refuse, from the models' ``config.json`` alone, what ``models.support`` says cannot be done with them.
+    """Refuse, from the models' ``config.json`` alone, what ``model_support`` says cannot be done with them.
 
     Raises:
         ModelError: A model that the job needs is missing, or is of an architecture that cannot be used so.

@@ -33,6 +33,7 @@ from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replic
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import Prepared, absolute_dir, description, prepare
 from llamarl.controller.products import write_products
+from llamarl.controller.recorder import Recorder, describe_job
 from llamarl.controller.recovery import Recovery, Stragglers
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, mark, refuse_a_run
 from llamarl.controller.saving import RunCheckpoints, Saving
@@ -41,9 +42,7 @@ from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import TOLD, ConfigError, LlamaRLError, NothingTrained, RunFolderLost, RunStopped
 from llamarl.observability.console import LiveLines
 from llamarl.observability.events import EVENTS_FILE, REPLAY_FILE, read_events
-from llamarl.observability.job_description import describe_job
 from llamarl.observability.metrics import METRICS_FILE, read_metrics
-from llamarl.observability.recorder import Recorder
 from llamarl.observability.rollouts import remove_partial
 from llamarl.observability.summary import RunSummary
 from llamarl.plural import plural

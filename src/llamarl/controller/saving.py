@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.written import silent_ranks, why_not_whole, writer_name
 from llamarl.controller.graph import Graph
@@ -27,13 +26,14 @@ from llamarl.errors import CheckpointError
 from llamarl.plural import plural
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Order, Report
+from llamarl.settings.checkpoint import CheckpointConfig
 
 if TYPE_CHECKING:
     from llamarl.checkpoint.mirror import Mirror
     from llamarl.checkpoint.storage import CheckpointStore
+    from llamarl.controller.recorder import Recorder
     from llamarl.controller.run_folder import RunFolder
     from llamarl.files.host_folders import HostFolders
-    from llamarl.observability.recorder import Recorder
 
 __all__ = ["Checkpoints", "RunCheckpoints", "Saving"]
 

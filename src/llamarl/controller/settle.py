@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 
 from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes, checksum_file
 from llamarl.config import RunConfig, to_plain, validate
-from llamarl.engine.config import CPU_CACHE_BYTES
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task, with_preset
 from llamarl.environments.items import local_data
 from llamarl.errors import ConfigError, FileError
@@ -38,7 +36,9 @@ from llamarl.observability.writing import replace_file
 from llamarl.plural import plural
 from llamarl.reading import read_object
 from llamarl.roles import MODEL_SECTIONS, present_roles, with_settings
-from llamarl.trainer.config import MICROBATCH_TOKENS, cpu_microbatch_tokens
+from llamarl.settings.engine import CPU_CACHE_BYTES
+from llamarl.settings.environments import TaskConfig
+from llamarl.settings.trainer import MICROBATCH_TOKENS, cpu_microbatch_tokens
 
 __all__ = [
     "MODELS_FILE",

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, TaskItem
 from llamarl.data.prompts import PromptStream, Tokenizer
 from llamarl.data.turn_template import TurnTemplate
+from llamarl.settings.data import DataConfig
 from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
 
 __all__ = ["CONTINUATION", "DemonstrationStream"]

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.data.config import DataConfig
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.data.template_process import TemplateLimitError, render_template
 from llamarl.determinism import derive_seed
 from llamarl.errors import DataError
+from llamarl.settings.data import DataConfig
 from llamarl.types import Opening, Prompt
 
 __all__ = [

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llamarl.data.config import DataConfig
 from llamarl.data.prompts import Tokenizer, apply_template, uses_chat_template
 from llamarl.errors import DataError
+from llamarl.settings.data import DataConfig
 
 __all__ = ["TurnTemplate"]
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.scheduler import Chunk
-from llamarl.models.support import is_known, why_unsupported
+from llamarl.model_support import is_known, why_unsupported
 from llamarl.models.transfer import to_device
 
 __all__ = [

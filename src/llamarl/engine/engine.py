@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.cut_sampler import sample_over_ranks
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
@@ -28,6 +27,7 @@ from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens
 from llamarl.models.parallel import ParallelLayout
+from llamarl.settings.engine import EngineConfig
 from llamarl.types import FinishReason
 
 __all__ = ["NativeEngine"]

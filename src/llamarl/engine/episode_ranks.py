@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llamarl.engine.ranks import EngineRanks
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.episode_pool import Answer, Environments, EpisodePool
 from llamarl.environments.episodes import Ask
 from llamarl.environments.messages import Answered, parse_reply, reply_text
 from llamarl.models.parallel import ParallelLayout
+from llamarl.settings.environments import TaskConfig
 
 __all__ = ["SharedEpisodes", "make_environments"]
 

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from llamarl.config import RunConfig
 from llamarl.engine.base import Engine
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError
-from llamarl.executors.config import SamplingConfig
 from llamarl.import_path import resolve
 from llamarl.models.parallel import ParallelLayout
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.executors import SamplingConfig
 from llamarl.types import Failure, FailureKind, Response
 
 __all__ = ["load_engine", "make_engine", "resolve_device", "sampling_params", "to_response"]

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamarl.engine.config import ENGINES
 from llamarl.engine.ranks import EngineRanks
+from llamarl.settings.engine import ENGINES
 
 __all__ = ["FusedLinear", "serve_linears", "supported_quantizations"]
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.compiled_layers import compile_layers, compiles_layers
-from llamarl.engine.config import CPU_CACHE_BYTES, EngineConfig
 from llamarl.engine.cuda_graphs import (
     Buckets,
     DecodeInputs,
@@ -36,6 +35,7 @@ from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
+from llamarl.model_support import Use, why_unsupported
 from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching
@@ -47,8 +47,8 @@ from llamarl.models.repeatable import suspended
 from llamarl.models.sharded_loading import load_tensor_parallel
 from llamarl.models.sizes import layers_of_stages
 from llamarl.models.stages import Stage
-from llamarl.models.support import Use, why_unsupported
 from llamarl.models.transfer import indices
+from llamarl.settings.engine import CPU_CACHE_BYTES, EngineConfig
 
 __all__ = ["ModelRunner"]
 

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.determinism import derive_seed
-from llamarl.engine.config import CPU_CACHE_BYTES, ENGINES, EngineConfig
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.loading import context_length
 from llamarl.models.precision import engine_dtype
 from llamarl.models.sharded_loading import make_skeleton, stored_weights
+from llamarl.settings.engine import CPU_CACHE_BYTES, ENGINES, EngineConfig
 from llamarl.types import FinishReason
 
 __all__ = ["OLDEST_VLLM", "VllmEngine", "import_vllm"]

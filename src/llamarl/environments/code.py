@@ -35,7 +35,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.environments.config import MixedTask, RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.items import TableItems, question_item
 from llamarl.environments.sandbox import run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult
@@ -43,6 +42,7 @@ from llamarl.environments.sandbox.memory_group import find_parent_of_groups
 from llamarl.environments.sandbox.run import Kind
 from llamarl.errors import DataError, Mistake
 from llamarl.process_tree import hide_memory
+from llamarl.settings.environments import MixedTask, RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.strict import STRICT, Reader
 from llamarl.types import Prompt, Score
 

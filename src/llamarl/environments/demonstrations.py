@@ -15,9 +15,9 @@ from typing import Any
 
 from llamarl.data.demonstrations import CONTINUATION
 from llamarl.data.items import TaskItem, read_messages
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.items import TableItems, text_field
 from llamarl.errors import DataError
+from llamarl.settings.environments import TaskConfig
 from llamarl.types import Prompt, Score
 
 __all__ = ["DemonstrationsTask", "demonstration_item"]

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import Opened
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.episodes import Ask, Play, digest_of
 from llamarl.environments.messages import Answer as AnyAnswer
 from llamarl.environments.worker_pool import WorkerPool
 from llamarl.environments.worker_process import Job
+from llamarl.settings.environments import TaskConfig
 from llamarl.types import Failure, Opening, Prompt, Score
 
 __all__ = ["Answer", "Environments", "EpisodeItems", "EpisodeOpener", "EpisodePool"]

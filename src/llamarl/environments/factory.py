@@ -11,9 +11,9 @@ from llamarl.config import RunConfig
 from llamarl.data.mixture import MixedStream
 from llamarl.data.prompts import PromptStream, Tokenizer
 from llamarl.environments.base import Task
-from llamarl.environments.config import TaskConfig, TaskSection
 from llamarl.errors import ConfigError, DataError, Mistake
 from llamarl.import_path import check
+from llamarl.settings.environments import TaskConfig, TaskSection
 
 if TYPE_CHECKING:
     from llamarl.environments.episode_pool import Environments

@@ -16,10 +16,10 @@ from typing import Any
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
-from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.items import TableItems, question_item
 from llamarl.errors import DataError
 from llamarl.import_path import check, import_user
+from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Prompt, Score
 
 __all__ = [

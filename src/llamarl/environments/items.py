@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.data.items import Split, TaskItem, read_messages, split_questions
-from llamarl.environments.config import TaskConfig
 from llamarl.errors import DataError, FileError, Mistake, ModelError
 from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
 from llamarl.reading import parse_json, read_lines, read_text, user_path
+from llamarl.settings.environments import TaskConfig
 
 __all__ = ["TableItems", "local_data", "question_item", "question_of", "text_field"]
 

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.environments.code import CodeTask
-from llamarl.environments.config import TaskConfig, label_in
 from llamarl.environments.episode import Environment, Observation, Step
 from llamarl.environments.episodes import Ask, digest_of
 from llamarl.environments.factory import make_task
 from llamarl.environments.functions import FunctionTask, NotANumber, as_score, finite
 from llamarl.environments.messages import Answer, plain_text
 from llamarl.environments.registry import make_environment
+from llamarl.settings.environments import TaskConfig, label_in
 from llamarl.types import Failure, Prompt, Score
 
 __all__ = ["DoesNotRepeat", "Judge", "Player", "checked_observation", "checked_step", "close_quietly"]

@@ -12,10 +12,10 @@ from typing import Any
 
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.environments.answers import final_answers, last_boxed, tidy
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.items import TableItems, question_of, text_field
 from llamarl.environments.math_equivalence import check_reference, equals_reference, is_words, why_unreadable
 from llamarl.errors import DataError
+from llamarl.settings.environments import TaskConfig
 from llamarl.types import Prompt, Score
 
 __all__ = ["MathTask", "check_references", "judge_answer", "math_item"]

@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from llamarl.environments.config import TaskConfig, label_in
 from llamarl.environments.episodes import episode_score
 from llamarl.environments.messages import Answer
 from llamarl.environments.worker_pool import WorkerPool
 from llamarl.environments.worker_process import Job
 from llamarl.running_time import running_s
+from llamarl.settings.environments import TaskConfig, label_in
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 __all__ = ["RewardPool", "split_into_batches"]

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from llamarl.environments.config import OWN_CODE
 from llamarl.environments.episode import Environment
 from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check, import_user
+from llamarl.settings.environments import OWN_CODE
 from llamarl.strict import is_import_path, mistakes_of
 
 __all__ = ["BUILT_IN", "KINDS", "check_environment", "make_environment"]

@@ -24,12 +24,12 @@ from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import Answer, Answered, Ready, Refused, pack_request
 from llamarl.environments.worker_process import START_TIMEOUT_S, Job, WorkerProcess
 from llamarl.errors import DataError, DeadlineExceeded, ExecutorFailed
 from llamarl.frames import BrokenFrame
 from llamarl.running_time import running_s
+from llamarl.settings.environments import RewardPoolConfig
 from llamarl.types import Failure, FailureKind
 
 __all__ = ["WorkerPool"]

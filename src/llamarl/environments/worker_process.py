@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from llamarl.environments.config import RewardPoolConfig
 from llamarl.environments.messages import MAX_REPLY_BYTES, Answered, Ready, Refused, parse_reply
 from llamarl.frames import BrokenFrame, Frames
 from llamarl.process_tree import spawn
 from llamarl.running_time import running_s
+from llamarl.settings.environments import RewardPoolConfig
 
 __all__ = ["Job", "PASSED", "START_TIMEOUT_S", "WorkerProcess", "worker_environment"]
 

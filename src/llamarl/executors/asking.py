@@ -24,14 +24,14 @@ from typing import Any
 
 from llamarl.data.prompts import apply_template
 from llamarl.determinism import derive_seed
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.factory import load_engine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.executors.config import JudgeConfig
 from llamarl.executors.conversations import score_in
 from llamarl.models.loading import load_tokenizer
 from llamarl.running_time import running_s
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.executors import JudgeConfig
 
 __all__ = ["EngineJudge", "Question", "ServerJudge", "Verdict"]
 

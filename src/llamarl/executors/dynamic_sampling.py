@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.dynamic_sampling import select_groups
 from llamarl.channels.plain_values import from_bytes, to_bytes
 from llamarl.channels.samples import Limits, check_group
 from llamarl.errors import CheckpointError
 from llamarl.observability.ledger import scored_tokens
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Group
 
 __all__ = ["DynamicSampler"]

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.config import RunConfig
-from llamarl.executors.config import GeneratorConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout, new_group
+from llamarl.settings.executors import GeneratorConfig
 from llamarl.weight_sync.layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import (
     adapter_parameters,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from llamarl.executors.config import TASK_PART
+from llamarl.settings.executors import TASK_PART
 from llamarl.types import Failure, Group, Response, Score
 
 if TYPE_CHECKING:

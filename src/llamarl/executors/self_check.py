@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from llamarl.config import RunConfig
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
@@ -34,9 +33,10 @@ from llamarl.errors import ModelError
 from llamarl.models.loading import load_model_config, quiet, record_of_check
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.small_copy import NUM_TOKENS, small_model
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.trainer import TrainerConfig
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
-from llamarl.trainer.config import TrainerConfig
 from llamarl.trainer.shared_prompts import row_attention
 
 __all__ = ["Finding", "check_architecture", "check_generated", "find_differences"]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from llamarl.engine.base import AdoptsWeights, Engine
 from llamarl.models.adapters import AdapterReceiver, merge_adapter, read_adapter_folder
-from llamarl.trainer.config import LoraConfig
+from llamarl.settings.trainer import LoraConfig
 from llamarl.weight_sync.layout import AnyLayout
 from llamarl.weight_sync.sink import WeightVersion
 

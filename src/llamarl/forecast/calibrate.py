@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from llamarl.config import RunConfig
 from llamarl.errors import LlamaRLError, PlanError
-from llamarl.executors.config import GeneratorConfig
 from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths, empirical
@@ -29,6 +28,7 @@ from llamarl.forecast.model import ModelSpec, find_model
 from llamarl.forecast.ticks import TrainerDemand, TrainerLayout, trainer_tick
 from llamarl.observability.metrics import read_metrics
 from llamarl.reading import parse_json, read_lines
+from llamarl.settings.executors import GeneratorConfig
 from llamarl.tick_schedule import constant_batches, slot_starts
 
 __all__ = ["Fit", "fit_run", "lengths_of_run", "non_negative_line", "replica_layout", "trainer_layout"]

@@ -28,7 +28,7 @@ from llamarl.forecast.ticks import (
     expert_copies,
     profile_of,
 )
-from llamarl.trainer.config import TWO_MOMENTS
+from llamarl.settings.trainer import TWO_MOMENTS
 
 __all__ = ["MARGIN", "STATE", "fits", "generator_memory", "kept_bytes", "trainer_memory"]
 

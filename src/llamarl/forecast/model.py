@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import FileError, ModelError, PlanError
+from llamarl.model_support import FAMILIES, is_known, text_part, why_unsupported
 from llamarl.models.folders import is_hub_id, read_model_config
 from llamarl.models.sizes import fitting_sizes, layers_of_stages, whole_experts
-from llamarl.models.support import FAMILIES, is_known, text_part, why_unsupported
 from llamarl.reading import read_object
 
 __all__ = [
@@ -85,7 +85,7 @@ class ModelSpec:
     rotary_by_length: bool = False
     """Rotary frequencies follow the longest position of a call, so a row's tokens cannot be cut over ranks."""
     unsupported: str = ""
-    """Why ``llamarl train`` does not run it, of ``models/support.py``; empty: it does."""
+    """Why ``llamarl train`` does not run it, of ``model_support.py``; empty: it does."""
 
     @property
     def sparse_layers(self) -> int:
@@ -199,7 +199,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """Shape from the dictionary of a ``config.json``.
 
     Raises:
-        PlanError: It is of no family in ``models/support.py``, so nobody knows how its layers count;
+        PlanError: It is of no family in ``model_support.py``, so nobody knows how its layers count;
             or a key is missing or not a positive number.
     """
     whole, config = config, text_part(config)

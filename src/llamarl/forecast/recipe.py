@@ -9,13 +9,13 @@ from typing import Any
 
 import tomli_w
 
-from llamarl.algorithms.config import CRITIC_ADVANTAGES
 from llamarl.config import RunConfig, known_keys, merge_tables, validate
-from llamarl.data.config import DataConfig
-from llamarl.engine.config import ENGINES, EngineConfig
 from llamarl.errors import ConfigError, PlanError
 from llamarl.forecast.memory import MARGIN
 from llamarl.forecast.search import GeneratorChoice, Plan, Workload, recommend, trainer_demand
+from llamarl.settings.algorithms import CRITIC_ADVANTAGES
+from llamarl.settings.data import DataConfig
+from llamarl.settings.engine import ENGINES, EngineConfig
 
 __all__ = ["NEEDS_FOLDER", "left_out", "model_folder", "plan_settings", "refuse_to_replace", "write_recipe"]
 

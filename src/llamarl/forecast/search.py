@@ -38,7 +38,7 @@ from llamarl.forecast.ticks import (
     generator_tick_s,
     trainer_tick,
 )
-from llamarl.trainer.config import TWO_MOMENTS, num_at_once
+from llamarl.settings.trainer import TWO_MOMENTS, num_at_once
 
 __all__ = [
     "GeneratorChoice",

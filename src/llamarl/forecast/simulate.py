@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.marking import Marking
 from llamarl.controller.saving import Saving
@@ -27,6 +26,7 @@ from llamarl.forecast.step_time import step_period
 from llamarl.forecast.virtual_clock import Snapshots, VirtualClockRuntime
 from llamarl.observability.trace import idle_share
 from llamarl.runtime.base import Report
+from llamarl.settings.job import DeadlineConfig
 
 __all__ = ["SimulationResult", "simulate"]
 

@@ -34,8 +34,8 @@ from llamarl.forecast.costs import (
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.model import ModelSpec, stages_of
+from llamarl.settings.trainer import TWO_MOMENTS
 from llamarl.tick_schedule import NEVER, Batches, constant_batches, plan_tick, slot_starts
-from llamarl.trainer.config import TWO_MOMENTS
 
 __all__ = [
     "GeneratorDemand",

@@ -42,7 +42,7 @@ from llamarl.models.parallel import SHARD, ParallelLayout, ParameterShard, local
 from llamarl.models.sharded_loading import stored_weights
 from llamarl.models.sizes import layers_of_stages
 from llamarl.reading import read_object
-from llamarl.trainer.config import LoraConfig
+from llamarl.settings.trainer import LoraConfig
 
 __all__ = [
     "ADAPTER_CONFIG",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import FileError, ModelError
-from llamarl.models.support import Use, why_unsupported
+from llamarl.model_support import Use, why_unsupported
 from llamarl.reading import read_object, user_path
 
 __all__ = [
@@ -188,7 +188,7 @@ def read_model_config(path: str | Path, *, key: str = "model.path", weights: boo
 
 
 def check_supported(path: str | Path, use: Use, *, key: str = "model.path") -> None:
-    """Ask ``models.support`` about a model folder.
+    """Ask ``model_support`` about a model folder.
 
     Args:
         key: The configuration key to name in the error.

@@ -38,8 +38,8 @@ from transformers.utils import logging as transformers_logging
 
 import llamarl
 from llamarl.errors import FileError, ModelError
+from llamarl.model_support import Use, text_part
 from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.support import Use, text_part
 from llamarl.reading import cache_folder, read_object
 
 transformers_logging.disable_progress_bar()  # three processes would draw three bars into one console

@@ -44,11 +44,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
+from llamarl.model_support import why_unsupported
 from llamarl.models.collectives import CopyToRanks, SharedInput, SumOverRanks
 from llamarl.models.expert_parallel import cut_experts, exchange
 from llamarl.models.experts import expert_layers, num_experts
 from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank, whole_experts
-from llamarl.models.support import why_unsupported
 from llamarl.models.vocabulary import cut_vocabulary
 
 __all__ = [

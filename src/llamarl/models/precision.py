@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llamarl.config import RunConfig
 from llamarl.determinism import platform_facts
-from llamarl.engine.config import EngineConfig
 from llamarl.roles import Role, present_roles, with_settings
+from llamarl.settings.engine import EngineConfig
 
 if TYPE_CHECKING:
     import torch

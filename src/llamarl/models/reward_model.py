@@ -1,6 +1,6 @@
 """A frozen classifier that gives a text one number: transformers' own sequence-classification models.
 
-Two ways to compute one, chosen by the table of what is supported (``models/support.py``), never by
+Two ways to compute one, chosen by the table of what is supported (``model_support.py``), never by
 what happens to work:
 
     decoders of the table     the body on packed sequences, the head ``score`` at each one's last token; over several ranks
@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from llamarl.errors import ModelError
+from llamarl.model_support import why_unsupported
 from llamarl.models.folders import read_model_config, resolve_model_path
 from llamarl.models.loading import decoder_arguments, listed, load_as, load_model_config, quiet
 from llamarl.models.sharded_loading import skeleton_of
-from llamarl.models.support import why_unsupported
 
 __all__ = ["check_reward_model", "is_packed", "last_token", "load_reward_model", "reward_skeleton"]
 

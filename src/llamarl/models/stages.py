@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llamarl.errors import ModelError
+from llamarl.model_support import why_unsupported
 from llamarl.models.attention import PackedSequences, attending
 from llamarl.models.decoder import decoder_layers
 from llamarl.models.sizes import layers_of_stages
-from llamarl.models.support import why_unsupported
 
 __all__ = ["Stage", "check_stages", "cut_into_stage"]
 

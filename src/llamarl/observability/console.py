@@ -24,11 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llamarl.observability import text
-from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.job_description import JobDescription, head
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.writing import append_all, writes
 from llamarl.progress import SILENCE_S
+from llamarl.settings.observability import ObservabilityConfig
 
 __all__ = ["LOG_FILE", "ConsoleReporter", "LiveLines", "RowTable", "lines_every"]
 

@@ -11,20 +11,15 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import llamarl
 from llamarl.determinism import platform_facts
 from llamarl.observability.writing import replace_file, writes
 from llamarl.plural import plural
 
-if TYPE_CHECKING:
-    from llamarl.channels.base import ChannelSpec
-    from llamarl.executors.base import ExecutorSpec
-
-__all__ = ["JOB_FILE", "Edge", "JobDescription", "Lane", "describe_job", "edge_lines", "head", "write_job"]
+__all__ = ["JOB_FILE", "Edge", "JobDescription", "Lane", "edge_lines", "head", "write_job"]
 
 JOB_FILE = "job.json"
 
@@ -66,31 +61,6 @@ class JobDescription:
     edges: tuple[Edge, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further lines, label -> text (model, task, algorithm, run folder)."""
-
-
-def describe_job(
-    title: str,
-    executors: Sequence[ExecutorSpec],
-    channels: Sequence[ChannelSpec],
-    *,
-    details: Mapping[str, str],
-    facts: Mapping[str, str],
-    version_bytes: Mapping[str, float],
-) -> JobDescription:
-    """The description of a graph.
-
-    Args:
-        details: Executor -> what it does, in a few words.
-        version_bytes: Weights channel -> bytes of one version at a source rank, if all hold as much.
-    """
-    lanes = tuple(Lane(**_shared(Lane, spec), detail=details.get(spec.name, "")) for spec in executors)
-    edges = tuple(Edge(**_shared(Edge, spec), version_bytes=version_bytes.get(spec.name)) for spec in channels)
-    return JobDescription(title=title, lanes=lanes, edges=edges, facts=dict(facts))
-
-
-def _shared(kind: type[Lane | Edge], spec: Any) -> dict[str, Any]:
-    """The fields of a part of the job that its description has too."""
-    return {field.name: getattr(spec, field.name) for field in fields(kind) if hasattr(spec, field.name)}
 
 
 def write_job(run_dir: str | os.PathLike[str], job: JobDescription) -> None:

@@ -308,7 +308,7 @@ class OpenTelemetry:
 
 
 BUILT_IN = {"wandb": Wandb, "trackio": Trackio, "mlflow": MLflow, "opentelemetry": OpenTelemetry}
-"""Those of ``observability.config.TRACKERS``."""
+"""Those of ``settings.observability.TRACKERS``."""
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, float]:

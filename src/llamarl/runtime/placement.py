@@ -35,7 +35,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.plural import table
 from llamarl.runtime.host_placement import Machine, unlike
-from llamarl.trainer.config import MOST_AT_ONCE
+from llamarl.settings.trainer import MOST_AT_ONCE
 
 __all__ = [
     "ColocatedGroup",

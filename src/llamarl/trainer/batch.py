@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.advantages import compute_advantages
-from llamarl.algorithms.config import AlgorithmConfig, TermWeights
 from llamarl.models.attention import PackedSequences
 from llamarl.models.packing import for_several_at_once, pack, shared_units
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.transfer import to_device
+from llamarl.settings.algorithms import AlgorithmConfig, TermWeights
 from llamarl.trainer.context_parallel import ContextRanks, OwnTokens, RowOverRanks, cut_row
 from llamarl.trainer.credit import response_reward, reward_parts, standardize, token_advantages
 from llamarl.trainer.shared_prompts import SharedPrompts

@@ -43,7 +43,7 @@ from llamarl.models.sizes import why_experts_not_spread, why_heads_not_shared
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
-from llamarl.trainer.config import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
+from llamarl.settings.trainer import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, ValueModel, check_output_layer

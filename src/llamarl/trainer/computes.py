@@ -21,8 +21,8 @@ from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import Routing, watching
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.repeatable import demanded
+from llamarl.settings.trainer import num_at_once
 from llamarl.trainer.batch import Microbatch, TrainingSequence, make_microbatch, pack_sequences
-from llamarl.trainer.config import num_at_once
 from llamarl.trainer.context_parallel import ContextRanks
 from llamarl.trainer.optimizer import MasterWeights
 from llamarl.trainer.pipeline import Links

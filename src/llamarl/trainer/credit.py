@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.algorithms.advantages import shaping
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.gae import gae, suffix_sums
 from llamarl.algorithms.kl import sampled_kl
 from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Response, Score
 
 __all__ = ["response_reward", "reward_parts", "standardize", "token_advantages", "value_targets"]

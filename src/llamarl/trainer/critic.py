@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.precision import torch_dtype
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.building import build_value_model, layout_of
 from llamarl.trainer.computes import Computes
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.credit import value_targets
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.policy import ValueModel

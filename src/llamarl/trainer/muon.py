@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llamarl.models.parallel import ParallelLayout, ParameterShard, shard_box
-from llamarl.trainer.config import OptimizerConfig
+from llamarl.settings.trainer import OptimizerConfig
 from llamarl.trainer.optimizer import Optimizer, make_adamw
 
 __all__ = ["Muon", "make_muon", "orthogonal", "owners_in_turn"]

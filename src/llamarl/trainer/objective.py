@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.base import MOST_LOG_RATIO, LossFunction, TokenBatch, sequence_means
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics, weight_sums
 from llamarl.algorithms.distillation import distillation_advantages, top_k_kl
 from llamarl.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from llamarl.algorithms.kl import unbiased
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import Microbatch
 from llamarl.trainer.policy import TokenScores
 from llamarl.trainer.statistics import WEIGHT_SUMS

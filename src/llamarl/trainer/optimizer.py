@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from llamarl.errors import ConfigError
 from llamarl.import_path import resolve
 from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, holds_first, local_tensor
-from llamarl.trainer.config import OPTIMIZERS, OptimizerConfig
+from llamarl.settings.trainer import OPTIMIZERS, OptimizerConfig
 
 __all__ = ["MakeOptimizer", "MasterWeights", "Optimizer", "TiedStages", "learning_rate", "make_adamw"]
 

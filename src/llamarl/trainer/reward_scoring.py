@@ -2,7 +2,7 @@
 
     texts as tokens, in groups that begin alike ─▶ packed micro-batches, what a group has in common once ─▶ a float32 each
 
-Decoders that are known (``models/support.py``) are packed without padding and may lie over an
+Decoders that are known (``model_support.py``) are packed without padding and may lie over an
 (fsdp, tp) mesh. Any other model runs transformers' own forward on padded batches of texts of
 similar length, on one rank.
 """
@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from llamarl.errors import ModelError
 from llamarl.models.parallel import make_layout
 from llamarl.models.reward_model import is_packed, last_token, load_reward_model
+from llamarl.settings.trainer import TrainerConfig
 from llamarl.trainer.batch import TrainingSequence
 from llamarl.trainer.building import build_reward_model
 from llamarl.trainer.computes import Computes
-from llamarl.trainer.config import TrainerConfig
 from llamarl.trainer.shared_prompts import row_attention
 
 __all__ = ["RewardScorer", "distinct", "padded_batches"]

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.precision import torch_dtype
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import ReferenceConfig, TrainerConfig
 from llamarl.trainer.batch import TrainingSequence, trainable, training_sequence
 from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.computes import Computes, Packed
-from llamarl.trainer.config import ReferenceConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import row_attention
 from llamarl.types import Group
 

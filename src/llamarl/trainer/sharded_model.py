@@ -30,8 +30,8 @@ from llamarl.models.parallel import (
     parameter_shards,
     shards_of_all_stages,
 )
+from llamarl.settings.trainer import LoraConfig, OptimizerConfig
 from llamarl.trainer.building import Built, Module
-from llamarl.trainer.config import LoraConfig, OptimizerConfig
 from llamarl.trainer.optimizer import MasterWeights, TiedStages
 from llamarl.trainer.parking import Parking
 from llamarl.trainer.sharded_state import StagedState, read_state, stage, write_state

@@ -35,7 +35,7 @@ from llamarl.models.flex import FLEX_ATTENTION
 from llamarl.models.loading import load_model_config
 from llamarl.models.packing import similar_responses
 from llamarl.models.transfer import to_device
-from llamarl.trainer.config import TrainerConfig
+from llamarl.settings.trainer import TrainerConfig
 
 __all__ = ["RowAttention", "SharedPrompts", "can_share_prompts", "row_attention", "shared_prompt_attention"]
 

@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES, WITH_PROXIMAL_POLICY, find_loss
 from llamarl.determinism import derive_seed
 from llamarl.models.adapters import with_targets
 from llamarl.models.precision import torch_dtype
 from llamarl.observability.ledger import scored_tokens
 from llamarl.progress import watch
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.batch import (
     Microbatch,
     TrainingSequence,
@@ -39,7 +40,6 @@ from llamarl.trainer.batch import (
 )
 from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.computes import Computes, Staged, Threaded
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.optimizer import learning_rate
 from llamarl.trainer.policy import Policy, TokenScores

@@ -1,23 +1,18 @@
-"""The transports by name or import path; only the one asked for is imported."""
+"""Find a transport by its name or import path; only the one asked for is imported."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from llamarl.import_path import resolve
+from llamarl.settings.job import TRANSPORTS
 from llamarl.strict import why_no_name
 from llamarl.transports.network import mine
 
 if TYPE_CHECKING:  # who only asks for a name needs no torch
     from llamarl.transports.base import Transport
 
-__all__ = ["TRANSPORTS", "name_here", "transport_kind"]
-
-TRANSPORTS = {
-    "shared_memory": "llamarl.transports.shared_memory:SharedMemory",
-    "cuda_ipc": "llamarl.transports.cuda_ipc:CudaIpc",
-    "tcp": "llamarl.transports.tcp:Tcp",
-}
+__all__ = ["name_here", "transport_kind"]
 
 
 def transport_kind(name: str) -> type[Transport]:

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from llamarl.algorithms.advantages import compute_advantages, overlong_penalty
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.gae import gae
+from llamarl.settings.algorithms import AlgorithmConfig
 
 NAN = float("nan")
 BY_HAND: list[tuple[str, list[list[float]], list[float]]] = [

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from llamarl.algorithms.base import TokenBatch
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.kl import ESTIMATORS, unbiased
 from llamarl.algorithms.registry import LOSSES
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import token_weight
 from llamarl.trainer.objective import ratio_keep_mask, top_entropy_mask
 

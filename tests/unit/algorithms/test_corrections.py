@@ -12,10 +12,10 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages import compute_advantages, max_rl, shaping
 from llamarl.algorithms.base import TokenBatch
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import effective_share, weight_sums
 from llamarl.algorithms.kl import k3, unbiased
 from llamarl.algorithms.registry import LOSSES
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.credit import reward_parts
 from llamarl.trainer.objective import ratio_keep_mask, top_entropy_mask
 from llamarl.types import Failure, Score

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.aipo import aipo
 from llamarl.algorithms.base import TokenBatch
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.distillation import distillation_advantages, top_k_kl
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.batch import make_sequences
-from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 from llamarl.types import DEMONSTRATIONS

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from made_responses import made_response
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.dynamic_sampling import has_signal, oldest_version, select_groups
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, FinishReason, Group, Prompt, Response, Score
 
 PLAIN = AlgorithmConfig()

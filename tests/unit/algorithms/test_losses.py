@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.base import TokenBatch
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.diagnostics import token_statistics
 from llamarl.algorithms.kl import k1, k2, k3
 from llamarl.algorithms.registry import LOSSES
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.critic import value_loss
 from llamarl.trainer.objective import ratio_keep_mask
 

@@ -8,11 +8,11 @@ import torch
 
 from llamarl.algorithms.advantages import compute_advantages
 from llamarl.algorithms.base import TokenBatch
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import find_loss
 from llamarl.config import load_config
 from llamarl.controller.preflight import find_missing
 from llamarl.errors import ConfigError
+from llamarl.settings.algorithms import AlgorithmConfig
 
 FILE = """
 import numpy as np

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import llamarl
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.environments.sum_task import written_steps
 from llamarl.models.experts import Routing, expert_metrics, watch_experts, watching
+from llamarl.settings.environments import TaskConfig
 
 ASSETS = Path(llamarl.__file__).parent / "assets"
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, canonical_json
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.checkpoint.written import files_below, record_files
 from llamarl.config import validate
 from llamarl.errors import CheckpointError, ConfigError
+from llamarl.settings.checkpoint import CheckpointConfig
 
 
 class _Killed(BaseException):

@@ -13,13 +13,13 @@ from same_run import contents
 from waiting import wait_until
 
 from llamarl.checkpoint import mirror as module
-from llamarl.checkpoint.config import CheckpointConfig, why_no_storage
 from llamarl.checkpoint.mirror import Mirror, Storage, check_mirror, mirrored, objects_of, plan_upload, restore
 from llamarl.checkpoint.snapshot import FileRecord, Manifest, checksum_bytes
 from llamarl.checkpoint.storage import RUN_ID_FILE, CheckpointStore, RunIdentity
 from llamarl.checkpoint.written import files_below, record_files
 from llamarl.config import load_config
 from llamarl.errors import CheckpointError, ConfigError
+from llamarl.settings.checkpoint import CheckpointConfig, why_no_storage
 
 URL = "memory://bucket/runs/x"
 

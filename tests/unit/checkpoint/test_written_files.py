@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.checkpoint.written import is_inside, record_files, silent_ranks, why_not_whole
 from llamarl.errors import CheckpointError
+from llamarl.settings.checkpoint import CheckpointConfig
 
 DATA = b"weights" * 1000
 RECORD = FileRecord(path="trainer/state/a", num_bytes=7000, xxh3_128=checksum_bytes(DATA))

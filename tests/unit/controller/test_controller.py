@@ -10,7 +10,6 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.config import load_config
 from llamarl.controller import run
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
@@ -19,6 +18,7 @@ from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, RunStopped
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import JobStart, Order, Report, SetupReport
+from llamarl.settings.job import DeadlineConfig
 
 
 class FakeRuntime:

@@ -10,7 +10,7 @@ from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
 from llamarl.controller.saving import Saving
 from llamarl.executors.base import ExecutorSpec
-from llamarl.executors.config import EvaluationConfig
+from llamarl.settings.executors import EvaluationConfig
 
 
 def told(losses: dict[int, float], *, patience: int, every: int = 5, num_ticks: int = 100, ahead: int = 3):

@@ -11,7 +11,6 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.data import DataSender
 from llamarl.channels.weights import WeightsPayload, WeightsSender
-from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.config import RunConfig
 from llamarl.controller.graph import Graph
@@ -21,6 +20,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed, TickLog
 from llamarl.runtime.tick_record import Record, read_state, write_state
+from llamarl.settings.checkpoint import CheckpointConfig
 from llamarl.types import Group, Prompt
 
 GROUPS = ChannelSpec(name="groups", kind=ChannelKind.GATHER, source="generator", sink="trainer", capacity=2, kept=True)

@@ -12,7 +12,7 @@ from llamarl.controller.prepare import plan_run, prepare
 from llamarl.controller.run_folder import held, make_folder
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import resolve_model_path
-from llamarl.observability.config import TRACKERS
+from llamarl.settings.observability import TRACKERS
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 ENDLESS = Questions(num_training=None, num_held_out=None, first_prompt="a1 b2 =\n", first_tokens=8)

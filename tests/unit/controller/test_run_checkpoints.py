@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from llamarl.checkpoint.config import CheckpointConfig
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.storage import CheckpointStore, RunIdentity
 from llamarl.checkpoint.written import record_files
@@ -16,6 +15,7 @@ from llamarl.controller import saving
 from llamarl.controller.saving import RunCheckpoints
 from llamarl.errors import CheckpointError
 from llamarl.runtime.base import Report
+from llamarl.settings.checkpoint import CheckpointConfig
 
 
 class Far:

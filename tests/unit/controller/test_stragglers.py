@@ -3,10 +3,10 @@
 import pytest
 
 from llamarl.config import validate
-from llamarl.controller.config import RecoveryConfig
 from llamarl.controller.marking import Firing
 from llamarl.controller.recovery import Recovery, Stragglers
 from llamarl.errors import ConfigError
+from llamarl.settings.job import RecoveryConfig
 
 
 def firing(tick: int, *, reads: bool = True) -> Firing:

@@ -14,7 +14,7 @@ from llamarl.controller.graph import Graph, WeightEdge, choose_transports, llama
 from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError
 from llamarl.models.precision import resolve_precision
-from llamarl.transports.table import TRANSPORTS
+from llamarl.settings.job import TRANSPORTS
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 

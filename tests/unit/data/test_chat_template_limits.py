@@ -15,10 +15,10 @@ import pytest
 from waiting import wait_until
 
 import llamarl.data.prompts as chat
-from llamarl.data.config import DataConfig
 from llamarl.data.items import TaskItem
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
+from llamarl.settings.data import DataConfig
 
 FOR_THE_RUN = "{% if messages[0].content == '1+1=' and (bos_token or eos_token) %}"
 """Waits for the run's own conversation and the tokenizer's own tokens."""

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from test_turn_template import CHATML, GEMMA, LLAMA3, MISTRAL, make_tokenizer
 
-from llamarl.data.config import DataConfig
 from llamarl.data.demonstrations import DemonstrationStream
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.demonstrations import DemonstrationsTask, demonstration_item
 from llamarl.errors import DataError
+from llamarl.settings.data import DataConfig
+from llamarl.settings.environments import TaskConfig
 from llamarl.types import Group
 
 TALK = [

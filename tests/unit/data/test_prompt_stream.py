@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from llamarl.data.config import DataConfig
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
+from llamarl.settings.data import DataConfig
+from llamarl.settings.environments import TaskConfig
 
 
 class Items:

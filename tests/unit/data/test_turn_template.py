@@ -6,9 +6,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llamarl.data.config import DataConfig
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.errors import DataError
+from llamarl.settings.data import DataConfig
 
 CHATML = """\
 {%- for m in messages %}

@@ -22,12 +22,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llamarl.engine import compiled_layers, linears, model_runner
 from llamarl.engine.compiled_layers import compiles_layers
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.scheduler import Chunk
 from llamarl.engine.sequence import Sequence
 from llamarl.errors import ConfigError
+from llamarl.settings.engine import EngineConfig
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on a CPU")
 

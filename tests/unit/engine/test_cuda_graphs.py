@@ -16,7 +16,6 @@ from tiny_models import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.cuda_graphs import (
     Bucket,
     Buckets,
@@ -30,6 +29,7 @@ from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Chunk
 from llamarl.engine.sequence import Sequence
 from llamarl.errors import ConfigError
+from llamarl.settings.engine import EngineConfig
 
 
 def _decode(token: int, start: int, blocks: list[int]) -> Chunk:

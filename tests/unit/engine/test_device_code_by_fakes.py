@@ -14,12 +14,12 @@ from tiny_models import FAMILIES, SPARSE, tiny_config
 from transformers import AutoModelForCausalLM
 
 from llamarl.engine import linears, model_runner
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.linears import _Fp8Linear, supported_quantizations
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.sampler import _draw
 from llamarl.engine.scheduler import Chunk, Member, Prompt, StepPlan
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.settings.engine import EngineConfig
 
 META = torch.device("meta")
 

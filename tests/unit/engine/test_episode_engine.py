@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.data.config import DataConfig
 from llamarl.data.turn_template import TurnTemplate
 from llamarl.engine.episodes import EpisodeEngine
 from llamarl.engine.joining import Join
@@ -21,6 +20,7 @@ from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer
 from llamarl.environments.episodes import Ask, Episode, begin_episode, load_episode, save_episode
 from llamarl.errors import EventLogError
+from llamarl.settings.data import DataConfig
 from llamarl.types import Failure, Opening, Prompt
 
 END = 0

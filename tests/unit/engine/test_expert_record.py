@@ -10,13 +10,13 @@ import torch
 from tiny_models import BY_LOGITS, tiny_config
 from transformers import PreTrainedModel
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.expert_record import ExpertRecord, Experts, layers_joined
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
 from llamarl.models.small_copy import small_model
+from llamarl.settings.engine import EngineConfig
 
 PROMPT, OTHER = [3, 14, 15, 9, 26, 5, 35], [8, 9, 7]
 

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Scheduler
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_tokenizer
+from llamarl.settings.engine import EngineConfig
 
 
 def _long_tail(num_prompts: int, group: int = 1) -> list[Sequence]:

@@ -6,11 +6,11 @@ import torch
 from tiny_models import tiny_model
 
 from llamarl.determinism import derive_seed
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
+from llamarl.settings.engine import EngineConfig
 
 SMALL_BLOCKS = {"block_size": 4, "max_sequences": 16, "max_batch_tokens": 64}
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, layers, KV heads, head size, fp32

@@ -7,9 +7,9 @@ import torch
 from tiny_models import tiny_model
 
 from llamarl.engine.base import Parkable
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.settings.engine import EngineConfig
 
 
 def sampled(by: NativeEngine) -> list[tuple[list[int], list[float]]]:

@@ -6,11 +6,11 @@ import torch
 from engine_runs import make_sequences, run
 from tiny_models import tiny_model
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import Sequence
 from llamarl.errors import ConfigError
 from llamarl.models.loading import load_model
+from llamarl.settings.engine import EngineConfig
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_sequences=8, max_batch_tokens=24)
 

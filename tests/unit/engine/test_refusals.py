@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 import llamarl
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import sample
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
+from llamarl.settings.engine import EngineConfig
 
 
 def sequence(**changes: Any) -> Sequence:

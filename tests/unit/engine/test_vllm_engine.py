@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.engine.vllm import VllmEngine, import_vllm
 from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.settings.engine import EngineConfig
 
 
 class _FakeLLM:

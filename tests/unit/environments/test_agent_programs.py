@@ -23,13 +23,13 @@ from llamarl.environments.adapters.chat_requests import (
     read_request,
     shown,
 )
-from llamarl.environments.config import TaskSection
 from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.episodes import Ask, Play, digest_of, episode_item
 from llamarl.environments.functions import NotANumber
 from llamarl.environments.jobs import Player, checked_observation
 from llamarl.environments.registry import check_environment, make_environment
 from llamarl.errors import DataError
+from llamarl.settings.environments import TaskSection
 from llamarl.types import Opening, Prompt
 
 ITEM = TaskItem(question="How much are 17 apples at 6?", answer="102")

@@ -22,12 +22,12 @@ from llamarl.environments.code import (
     same_output,
     warning_of_boxes,
 )
-from llamarl.environments.config import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.environments.factory import make_task
 from llamarl.environments.pool import RewardPool
 from llamarl.environments.sandbox import link, run
 from llamarl.environments.sandbox.limits import BoxFailed, BoxResult
 from llamarl.errors import DataError
+from llamarl.settings.environments import RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.types import Failure, Group, Score
 
 TESTS = ["assert scramble(2) == 81234567", "assert scramble(11) == -40506"]

@@ -7,11 +7,11 @@ import pytest
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.games.second_try import SecondTry
 from llamarl.environments.jobs import close_quietly
 from llamarl.environments.registry import BUILT_IN, KINDS, check_environment, make_environment
 from llamarl.errors import DataError
+from llamarl.settings.environments import TaskConfig
 
 OWN = '''
 from llamarl.environments.episode import Observation, Step

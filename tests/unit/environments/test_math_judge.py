@@ -14,11 +14,11 @@ from llamarl.config import validate
 from llamarl.controller.preflight import check_reward
 from llamarl.environments import math_equivalence
 from llamarl.environments.answers import final_answers, last_boxed, tidy
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.environments.math import check_references, judge_answer, math_item
 from llamarl.environments.math_equivalence import same_answer, why_unreadable
 from llamarl.errors import DataError
+from llamarl.settings.environments import TaskConfig
 
 
 def _wrongly_judged(golds: list[str]) -> list[tuple[str, str]]:

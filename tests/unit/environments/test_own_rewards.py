@@ -12,11 +12,11 @@ from made_responses import made_response
 from llamarl.api.settings import run_config
 from llamarl.config import load_config, save_config
 from llamarl.data.items import TaskItem
-from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.functions import FunctionTask, NotANumber, as_score
 from llamarl.environments.jobs import _verdict
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import ConfigError
+from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Failure, Group, Prompt, Score
 
 CODE = """

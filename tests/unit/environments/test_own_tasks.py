@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.environments.config import TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.errors import DataError
+from llamarl.settings.environments import TaskConfig
 
 TASK = """
 from llamarl.data.items import TaskItem

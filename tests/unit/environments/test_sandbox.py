@@ -410,7 +410,7 @@ def test_in_a_plain_box_of_roots_the_tests_cannot_be_read_from_other_processes_m
 
 PLAIN_USERS_JUDGE = """
 import json, sys, tempfile
-from llamarl.environments.config import TaskConfig
+from llamarl.settings.environments import TaskConfig
 from llamarl.environments.factory import make_task
 from llamarl.types import Prompt
 import numpy as np

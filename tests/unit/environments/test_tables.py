@@ -16,9 +16,9 @@ from huggingface_hub import constants  # noqa: E402
 
 from llamarl.config import RunConfig  # noqa: E402
 from llamarl.controller.settle import local, pinned  # noqa: E402
-from llamarl.environments.config import TaskConfig, TaskSection  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
 from llamarl.environments.items import TableItems  # noqa: E402
+from llamarl.settings.environments import TaskConfig, TaskSection  # noqa: E402
 
 ROWS = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}.", "level": n} for n in range(12)]
 

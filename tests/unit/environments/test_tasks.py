@@ -12,7 +12,6 @@ import pytest
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_number
 from llamarl.environments.base import Task
-from llamarl.environments.config import RewardPart, TaskConfig
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.games.second_try import of_dataset
@@ -20,6 +19,7 @@ from llamarl.environments.reasoning_gym import EVALUATING, REFUSED
 from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.errors import DataError
 from llamarl.import_path import check, import_user
+from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Prompt, Score
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from made_responses import made_response
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.channels.plain_values import to_bytes
 from llamarl.channels.samples import ANY
 from llamarl.config import load_config, validate
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.dynamic_sampling import DynamicSampler
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Group, Prompt, Score
 
 

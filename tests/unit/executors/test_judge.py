@@ -23,9 +23,9 @@ from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError
 from llamarl.executors import asking
 from llamarl.executors.base import ExecutorContext
-from llamarl.executors.config import JudgeConfig
 from llamarl.executors.conversations import fill, score_in
 from llamarl.executors.judge import JudgeExecutor
+from llamarl.settings.executors import JudgeConfig
 from llamarl.types import Failure, Group, Response, Score
 
 PATTERN = JudgeConfig().score_pattern

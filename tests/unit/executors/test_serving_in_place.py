@@ -9,11 +9,11 @@ from engine_runs import run
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import DeadlineExceeded, WeightSyncError
 from llamarl.executors.version_loader import serve
+from llamarl.settings.engine import EngineConfig
 from llamarl.transports.slots import SlotState, Word
 from llamarl.weight_sync.layout import MeshLayout, ParameterSpec, Shard
 

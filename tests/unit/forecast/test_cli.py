@@ -11,9 +11,9 @@ import pytest
 
 from llamarl.cli.main import main
 from llamarl.config import load_config
-from llamarl.engine.config import ENGINES
 from llamarl.forecast.hardware import device_names
 from llamarl.forecast.simulate import SimulationResult
+from llamarl.settings.engine import ENGINES
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.toml"
 JOB = "--model Llama-3.1-8B --devices 8 --hardware h100 --prompts 16 --group-size 8 --response-tokens 300:lognormal"

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llamarl.errors import PlanError
 from llamarl.forecast import model as models
 from llamarl.forecast.model import find_model, spec_from_config
-from llamarl.models.support import FAMILIES
+from llamarl.model_support import FAMILIES
 
 PUBLISHED = {  # from the model cards' safetensors metadata
     "Llama-3.1-8B": 8_030_261_248,

@@ -9,7 +9,6 @@ import pytest
 from linear_cost import LinearCost
 from simulator import of_durations
 
-from llamarl.controller.config import DeadlineConfig
 from llamarl.controller.controller import run_graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
@@ -18,6 +17,7 @@ from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation
 from llamarl.forecast.simulate import SimulationResult, simulate
 from llamarl.forecast.step_time import step_period
 from llamarl.forecast.virtual_clock import VirtualClockRuntime
+from llamarl.settings.job import DeadlineConfig
 from llamarl.tick_schedule import constant_batches, select_due, slot_starts
 
 

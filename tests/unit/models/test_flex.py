@@ -8,11 +8,11 @@ from tiny_models import tiny_model
 from torch import Tensor
 from training_fixtures import make_groups, write_model
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models import flex
 from llamarl.models.attention import PackedSequences, Segment, attending
 from llamarl.models.flex import BLOCK, flex_attention, flex_decode, page_mask, visible_blocks
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import SharedPrompts, row_attention
 from llamarl.trainer.step import Trainer
 

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.errors import ModelError
 from llamarl.models.folders import resolve_model_path
@@ -20,6 +19,7 @@ from llamarl.models.loading import load_model, load_model_config, load_tokenizer
 from llamarl.models.reward_model import load_reward_model
 from llamarl.models.sharded_loading import make_skeleton
 from llamarl.models.value import load_value_model
+from llamarl.settings.engine import EngineConfig
 from llamarl.weight_sync.model_layouts import model_parameters
 
 SOURCE = Path(__file__).parents[3] / "src" / "llamarl"

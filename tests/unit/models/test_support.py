@@ -21,17 +21,16 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import RunConfig, validate
 from llamarl.controller.preflight import check_models
 from llamarl.controller.prepare import plan_run, prepare
 from llamarl.controller.run import start_run
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ConfigError, LlamaRLError, ModelError, PlanError
 from llamarl.executors.self_check import find_differences
 from llamarl.forecast.model import find_model, tensor_parallel_sizes
+from llamarl.model_support import FAMILIES, NOT_COMPUTED, USES, Use, why_unsupported
 from llamarl.models.adapters import adapter_shapes, base_parameters
 from llamarl.models.decoder import adaptable_layers
 from llamarl.models.folders import read_model_config, resolve_model_path
@@ -40,8 +39,9 @@ from llamarl.models.parallel import _STYLES
 from llamarl.models.router_replay import let_replay
 from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages
-from llamarl.models.support import FAMILIES, NOT_COMPUTED, USES, Use, why_unsupported
-from llamarl.trainer.config import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.trainer import CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.trainer.step import Trainer
@@ -336,7 +336,7 @@ def test_vllm_gets_no_qwen2_with_windows_in_some_of_its_layers(
 def test_what_is_known_to_fail_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The words are a courtesy; the check decides. One that passes some day must leave the list."""
     known = dict(NOT_COMPUTED)
-    monkeypatch.setattr("llamarl.models.support.NOT_COMPUTED", {})
+    monkeypatch.setattr("llamarl.model_support.NOT_COMPUTED", {})
     for kind in known:
         if kind in (
             "jamba",

@@ -10,10 +10,10 @@ import pytest
 
 from llamarl.errors import LlamaRLError
 from llamarl.observability import text
-from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.console import ConsoleReporter, RowTable, lines_every
 from llamarl.observability.job_description import Edge, JobDescription, Lane, edge_lines
 from llamarl.observability.summary import RunSummary
+from llamarl.settings.observability import ObservabilityConfig
 
 JOB = JobDescription(
     title="tiny",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from made_run import Report
 
-from llamarl.observability.config import ObservabilityConfig
+from llamarl.controller.recorder import Recorder
 from llamarl.observability.findings import (
     WINDOW,
     Causes,
@@ -21,7 +21,7 @@ from llamarl.observability.findings import (
     find_in_rows,
 )
 from llamarl.observability.metrics import WarningLog, read_warnings
-from llamarl.observability.recorder import Recorder
+from llamarl.settings.observability import ObservabilityConfig
 
 RUNS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("runs_to_judge.json").read_text())
 

@@ -12,11 +12,11 @@ import pytest
 from made_run import Report
 
 from llamarl.config import validate
+from llamarl.controller.recorder import Recorder
 from llamarl.errors import ConfigError
-from llamarl.observability.config import TRACKERS, ObservabilityConfig
 from llamarl.observability.metrics import read_metrics, read_warnings
-from llamarl.observability.recorder import Recorder
 from llamarl.observability.sinks import BUILT_IN
+from llamarl.settings.observability import TRACKERS, ObservabilityConfig
 
 GOOD = """
 import json

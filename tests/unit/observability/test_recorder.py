@@ -18,10 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waiting import wait_until
 
 from llamarl.bounded_server import MAX_CONNECTIONS
+from llamarl.controller.recorder import Recorder
 from llamarl.errors import ConfigError
-from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.metrics import read_metrics, read_warnings, strip_timing
-from llamarl.observability.recorder import Recorder
+from llamarl.settings.observability import ObservabilityConfig
 
 QUIET = ObservabilityConfig(console="none")
 EXECUTORS = ("generator", "reward", "trainer")

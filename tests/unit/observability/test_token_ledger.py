@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from made_run import Report
 
+from llamarl.controller.recorder import Recorder
 from llamarl.errors import CheckpointError
-from llamarl.observability.config import ObservabilityConfig
 from llamarl.observability.ledger import check_ledger, imbalance
-from llamarl.observability.recorder import Recorder
+from llamarl.settings.observability import ObservabilityConfig
 
 FLOWS = ("generated", "trained", "repeated", "unused", "failed", "dropped")
 

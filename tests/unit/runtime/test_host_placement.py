@@ -3,7 +3,6 @@
 import pytest
 
 from llamarl.config import load_config
-from llamarl.controller.config import host_settings, hosts_named
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import (
@@ -12,6 +11,7 @@ from llamarl.runtime.host_placement import (
     unlike,
 )
 from llamarl.runtime.placement import ColocatedGroup, place, share_of, stand_in
+from llamarl.settings.job import host_settings, hosts_named
 
 FACTS = {"llamarl": "1", "python": "3.11.7", "torch": "2.13", "processor": "x86 avx2"}
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from llamarl.controller.config import parse_ports
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
@@ -20,6 +19,7 @@ from llamarl.runtime.hosts.node import interface_of
 from llamarl.runtime.hosts.ray import RayCluster, _free, health_of, one_line, this_node
 from llamarl.runtime.ranks import on_our_clock
 from llamarl.runtime.worker import RankFailure, RankReport
+from llamarl.settings.job import parse_ports
 from llamarl.transports.network import this_space
 
 

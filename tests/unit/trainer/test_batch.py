@@ -7,7 +7,7 @@ import torch
 from training_fixtures import make_response, token_scores
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences, token_weight
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.shared_prompts import SharedPrompts

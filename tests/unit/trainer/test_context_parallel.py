@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from training_fixtures import tiny_config
 
 from llamarl.errors import ModelError
+from llamarl.model_support import FAMILIES
 from llamarl.models.parallel import ParallelLayout
-from llamarl.models.support import FAMILIES
 from llamarl.trainer import building
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.context_parallel import (

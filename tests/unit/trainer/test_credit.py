@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_fixtures import make_response
 
-from llamarl.algorithms.config import AlgorithmConfig
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences
 from llamarl.trainer.credit import response_reward, standardize, token_advantages, value_targets
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn

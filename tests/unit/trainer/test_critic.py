@@ -10,9 +10,9 @@ import torch
 from training_fixtures import export, make_groups, with_reference, write_model
 from transformers import AutoModelForTokenClassification
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import TrainingDiverged
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.types import Group, Score
 

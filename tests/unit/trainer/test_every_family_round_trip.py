@@ -10,13 +10,13 @@ from tiny_models import FAMILIES, tiny_config
 from training_fixtures import make_groups
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_model, load_model_config
 from llamarl.models.small_copy import small_model
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
 

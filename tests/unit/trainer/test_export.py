@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from training_fixtures import export, make_groups, write_model
 from transformers import AutoModelForCausalLM
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import validate
 from llamarl.errors import ModelError
 from llamarl.models.adapters import write_adapter_folder
 from llamarl.models.exported import EXPORT_FILE, why_incomplete
 from llamarl.models.folders import companion_files
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.checkpoint_export import _with_dtype, export_checkpoint
-from llamarl.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.step import Trainer
 

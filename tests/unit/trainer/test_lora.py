@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from training_fixtures import export, make_groups, write_model
 from transformers import AutoModelForCausalLM
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.config import validate
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.adapters import AdapterReceiver, add_adapters, merge_adapter, read_adapter_folder
 from llamarl.models.loading import load_model
 from llamarl.models.sharded_loading import make_skeleton, where_stored
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.sharded_state import in_background
 from llamarl.trainer.step import Trainer
 

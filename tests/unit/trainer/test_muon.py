@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.models.parallel import ParallelLayout
-from llamarl.trainer.config import OptimizerConfig
+from llamarl.settings.trainer import OptimizerConfig
 from llamarl.trainer.muon import Muon, orthogonal, owners_in_turn
 from llamarl.trainer.optimizer import MasterWeights
 

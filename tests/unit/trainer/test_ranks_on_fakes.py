@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_fixtures import make_groups, write_model
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models import collectives
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer import pipeline
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 
 MESHES = ["fsdp 2 x cp 2 x tp 2", "pp 2 x fsdp 2"]

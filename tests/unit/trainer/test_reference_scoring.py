@@ -9,8 +9,8 @@ import torch
 from training_fixtures import make_groups, with_reference, write_model
 from transformers import AutoModelForCausalLM
 
-from llamarl.algorithms.config import AlgorithmConfig
-from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Score

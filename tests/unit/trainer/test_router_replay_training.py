@@ -11,14 +11,14 @@ from engine_runs import run
 from made_responses import made_group, made_response
 from tiny_models import tiny_config
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.channels.plain_values import from_bytes, to_bytes
-from llamarl.engine.config import EngineConfig
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.expert_record import of_group
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.small_copy import small_model
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.engine import EngineConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Response, Score
 

@@ -12,10 +12,10 @@ import torch
 from training_fixtures import make_groups, make_response, poisoned
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import TrainingDiverged
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.batch import make_sequences
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.step_plan import plan_of_rank, plan_steps
 from llamarl.types import Failure, Group, Prompt, Score

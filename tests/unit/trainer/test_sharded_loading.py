@@ -9,7 +9,6 @@ from tiny_models import tiny_config as sparse_config
 from training_fixtures import make_groups, tiny_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
@@ -17,6 +16,7 @@ from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.sharded_loading import StoredPart, give_storage, make_skeleton, read_parts, where_stored
 from llamarl.models.small_copy import small_model
 from llamarl.models.value import HEAD, load_value_model, value_head, value_skeleton
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy

@@ -5,10 +5,10 @@ import torch
 from training_fixtures import make_groups, write_model
 from transformers import AutoConfig
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import SharedPrompts, can_share_prompts
 from llamarl.trainer.step import Trainer
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from training_fixtures import make_groups, tiny_config, write_model
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.decoder import changes_with_length
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
 from llamarl.trainer.batch import pack_sequences
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig, num_at_once
 from llamarl.trainer.side_by_side import in_order
 from llamarl.trainer.step import Trainer
 

@@ -8,12 +8,12 @@ import torch
 from tiny_models import SPARSE, tiny_config
 from training_fixtures import make_groups
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.small_copy import small_model
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
 from llamarl.trainer.building import build_policy
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.step import Trainer
 

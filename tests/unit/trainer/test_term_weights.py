@@ -9,9 +9,9 @@ import torch
 from training_fixtures import make_groups, token_scores, with_reference, write_model
 
 from llamarl.algorithms.aipo import aipo
-from llamarl.algorithms.config import AlgorithmConfig, TermWeights
+from llamarl.settings.algorithms import AlgorithmConfig, TermWeights
+from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences
-from llamarl.trainer.config import OptimizerConfig, TrainerConfig
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.step import Trainer
 from llamarl.types import DEMONSTRATIONS, Group, Prompt, Score

@@ -10,12 +10,12 @@ from training_fixtures import make_groups, make_response, poisoned, with_referen
 from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.algorithms.registry import LOSSES
 from llamarl.errors import CheckpointError, ModelError, TrainingDiverged
 from llamarl.executors.trainer import TokenLog
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.batch import Microbatch
-from llamarl.trainer.config import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.policy import TokenScores
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.sharded_state import in_background

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_fixtures import make_groups, write_model
 
-from llamarl.algorithms.config import AlgorithmConfig
 from llamarl.models import attention
 from llamarl.models.sharded_loading import make_skeleton
-from llamarl.trainer.config import LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.settings.trainer import LoraConfig, OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from llamarl.errors import ConfigError
 from llamarl.models.parallel import ParallelLayout
-from llamarl.trainer.config import OptimizerConfig
+from llamarl.settings.trainer import OptimizerConfig
 from llamarl.trainer.optimizer import MasterWeights, learning_rate
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)

@@ -16,7 +16,7 @@ import llamarl
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.executors.version_loader import VersionLoader
-from llamarl.trainer.config import LoraConfig
+from llamarl.settings.trainer import LoraConfig
 from llamarl.weight_sync.source import whole_on_each
 
 ROOT = Path(llamarl.__file__).parent

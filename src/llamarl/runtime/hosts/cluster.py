@@ -8,7 +8,7 @@ that and is the same for all: ranks, their links and clocks (``launcher.py``), t
 process (``agent.py``), files (``files/file_client.py``), who goes where, and what is brought up again
 elsewhere. A kind does nothing again by itself: redoing is the controller's.
 
-``ray.py`` is one; ``llamarl.controller.config.CLUSTERS`` names them.
+``ray.py`` is one; ``llamarl.settings.job.CLUSTERS`` names them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
-from llamarl.controller.config import CLUSTERS, split_cluster
 from llamarl.errors import DataError
 from llamarl.import_path import import_user
 from llamarl.runtime.hosts.node import Node
+from llamarl.settings.job import CLUSTERS, split_cluster
 
 __all__ = ["Agent", "Cluster", "end_ranks", "find_cluster"]
 

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llamarl.controller.config import HERE
 from llamarl.errors import ConfigError, TransferError
 from llamarl.plural import plural
 from llamarl.runtime.hosts.cluster import Agent, Cluster, end_ranks
 from llamarl.runtime.hosts.node import Node, facts_of_this_node
+from llamarl.settings.job import HERE
 from llamarl.transports.network import TlsFiles
 
 __all__ = ["RayCluster", "RayNode", "health_of", "one_line", "this_node", "why_refused"]

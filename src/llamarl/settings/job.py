@@ -19,6 +19,7 @@ __all__ = [
     "HostsConfig",
     "RecoveryConfig",
     "ScheduleConfig",
+    "TRANSPORTS",
     "host_settings",
     "hosts_named",
     "is_address",
@@ -27,8 +28,16 @@ __all__ = [
 ]
 
 
+TRANSPORTS = {
+    "shared_memory": "llamarl.transports.shared_memory:SharedMemory",
+    "cuda_ipc": "llamarl.transports.cuda_ipc:CudaIpc",
+    "tcp": "llamarl.transports.tcp:Tcp",
+}
+"""``schedule.transport`` -> import path of what carries versions of the weights."""
+
+
 def _transport(name: str) -> str:
-    if why := why_no_name(name, ("auto", "shared_memory", "cuda_ipc", "tcp"), "my_transport.py:Name"):
+    if why := why_no_name(name, ("auto", *TRANSPORTS), "my_transport.py:Name"):
         raise ValueError(why)
     return name
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from llamarl.engine.config import LEAST_TEMPERATURE, EngineConfig
 from llamarl.errors import Mistake
+from llamarl.settings.engine import LEAST_TEMPERATURE, EngineConfig
+from llamarl.settings.trainer import Device as OneKind
+from llamarl.settings.trainer import Fsdp, Threads, Tp
 from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, holding, is_import_path, mistakes_of, refuse
-from llamarl.trainer.config import Device as OneKind
-from llamarl.trainer.config import Fsdp, Threads, Tp
 
 __all__ = [
     "TASK_PART",

@@ -17,16 +17,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from llamarl.channels.base import ChannelSpec
 from llamarl.errors import CheckpointError, FileError
-from llamarl.observability.config import ObservabilityConfig
+from llamarl.executors.base import ExecutorSpec
 from llamarl.observability.console import LOG_FILE, ConsoleReporter
 from llamarl.observability.events import EventLog
 from llamarl.observability.findings import Causes, NewFindings
-from llamarl.observability.job_description import JobDescription, Lane, write_job
+from llamarl.observability.job_description import Edge, JobDescription, Lane, write_job
 from llamarl.observability.ledger import check_ledger
 from llamarl.observability.metrics import (
     METRICS_FILE,
@@ -45,18 +47,17 @@ from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import TRAINED_FOLDER
 from llamarl.observability.writing import CannotWrite, Patience
 from llamarl.plural import plural
+from llamarl.runtime.base import Report
+from llamarl.settings.observability import ObservabilityConfig
 
-if TYPE_CHECKING:
-    from llamarl.runtime.base import Report
-
-__all__ = ["Recorder", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN"]
+__all__ = ["Recorder", "TENSORBOARD_FOLDER", "WEIGHT_SYNC_SPAN", "describe_job"]
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 _TRAINER = "trainer"
 """The executor whose ticks are the run's steps."""
 
-_Timed = tuple["Report", float | None]
+_Timed = tuple[Report, float | None]
 """And the end of the executor's tick before; None for its first."""
 
 WEIGHT_SYNC_SPAN = "weight_sync"
@@ -357,3 +358,28 @@ class Recorder:
             self.message(
                 f"{METRICS_FILE} lacks {plural(len(missing), 'row')} of before the resume, from step {min(missing)}"
             )
+
+
+def describe_job(
+    title: str,
+    executors: Sequence[ExecutorSpec],
+    channels: Sequence[ChannelSpec],
+    *,
+    details: Mapping[str, str],
+    facts: Mapping[str, str],
+    version_bytes: Mapping[str, float],
+) -> JobDescription:
+    """The description of a graph.
+
+    Args:
+        details: Executor -> what it does, in a few words.
+        version_bytes: Weights channel -> bytes of one version at a source rank, if all hold as much.
+    """
+    lanes = tuple(Lane(**_shared(Lane, spec), detail=details.get(spec.name, "")) for spec in executors)
+    edges = tuple(Edge(**_shared(Edge, spec), version_bytes=version_bytes.get(spec.name)) for spec in channels)
+    return JobDescription(title=title, lanes=lanes, edges=edges, facts=dict(facts))
+
+
+def _shared(kind: type[Lane | Edge], spec: Any) -> dict[str, Any]:
+    """The fields of a part of the job that its description has too."""
+    return {field.name: getattr(spec, field.name) for field in fields(kind) if hasattr(spec, field.name)}
