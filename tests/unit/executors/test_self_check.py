@@ -11,10 +11,11 @@ from tiny_models import FAMILIES, tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import llamarl.executors.self_check as self_check
+from llamarl import model_support as support
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.errors import ModelError
 from llamarl.executors.self_check import Finding, check_architecture, find_differences
-from llamarl.models import paged_attention, support
+from llamarl.models import paged_attention
 from llamarl.models.small_copy import NUM_TOKENS, small_config, small_model
 
 
