@@ -7,7 +7,7 @@ import torch
 from engine_runs import run
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, tiny_config
-from training_fixtures import make_groups
+from training_fixtures import export, make_groups
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from llamarl.engine.engine import NativeEngine
@@ -54,7 +54,7 @@ def test_trained_weights_reach_engine_checkpoint_and_folder(family: str, tmp_pat
         for name, parameter in served.items():
             parameter.copy_(trained[name])
     engine.weights_updated(1)
-    trainer.write_model(tmp_path / "out", dtype=torch.float32, served_dtype="float32", version=1)
+    export(trainer, folder, tmp_path / "out")
     written, missing = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not missing["missing_keys"] and not missing["unexpected_keys"], missing
     assert names_in(tmp_path / "out") == names_in(folder)  # as transformers itself writes it, expert by expert
@@ -91,7 +91,7 @@ def test_the_text_part_of_a_model_in_several_parts_is_trained_and_written_alone(
     trainer = make_trainer(folder)
     trainer.train(make_groups(), 0)
     assert set(engine.parameters_for_sync()) == set(trainer.sync_layout())
-    trainer.write_model(tmp_path / "out", dtype=torch.float32, served_dtype="float32", version=1)
+    export(trainer, folder, tmp_path / "out")
     written, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert type(written).__name__ == "Gemma3ForCausalLM" and not report["missing_keys"]
     for name, parameter in written.named_parameters():
