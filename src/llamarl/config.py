@@ -2,7 +2,7 @@
 
     recipe.toml ─▶ dict ─▶ + overrides (``--schedule.max_staleness 0``) ─▶ RunConfig (or every mistake, at once)
 
-Each section is owned by its package's ``config.py``; this file composes them and checks what concerns two of them.
+Each section lies in ``settings/``; this file composes them and checks what concerns two of them.
 """
 
 from __future__ import annotations

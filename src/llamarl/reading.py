@@ -381,7 +381,7 @@ def with_paths_from(folder: Path, settings: Any, key: str = "") -> Any:
     if not isinstance(settings, str) or not settings:
         return settings
     kind, file, name = "", settings, ""
-    if found := re.fullmatch(r"(\w+:)?(.+\.py)(:[\w.]+)", settings):
+    if found := re.fullmatch(r"(\w+:)?(.+?\.py)(:[\w.]+(?:://.*)?)", settings):
         kind, file, name = found[1] or "", found[2], found[3]
     beside = os.path.join(folder, file)
     is_meant = "." in file and os.path.isfile(beside) or key in _MAY_BE_FOLDERS and os.path.isdir(beside)

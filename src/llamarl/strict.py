@@ -7,7 +7,7 @@ plain values become a configuration, or every mistake in them at once.
                        └── what failed goes on as its default, so that the rest is judged
 
 A mistake about a key that is at fault in one listed before is left out: it was judged with a stand-in, and may be none.
-It lives below all packages, so that each package's ``config.py`` can import it.
+It lives below all packages, so that ``settings/`` can import it.
 """
 
 from __future__ import annotations

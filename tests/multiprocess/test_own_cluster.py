@@ -74,6 +74,11 @@ class Threads(Cluster):
             agent.end()
         return number in self.gone
 
+    def pull(self, number: int) -> None:
+        """Lose a node."""
+        self.gone.add(number)
+        self.agents[number].end()
+
     def close(self) -> None:
         end_ranks([agent.ask for agent in self.agents.values()], LIMIT_S)
         for agent in self.agents.values():
@@ -129,8 +134,7 @@ class Pull:
         if report.executor == "sink":
             self.totals[report.tick] = int(report.metrics["sink/total"])
             if report.tick == NUM_TICKS // 2:
-                self.cluster.gone.add(self.node)
-                self.cluster.agents[self.node].end()
+                self.cluster.pull(self.node)
 
 
 class Rude(Threads):
@@ -162,7 +166,34 @@ class Rude(Threads):
         raise RuntimeError("a bug of mine")
 
 
-@pytest.mark.parametrize("kind", ["Threads", "Rude"])
+class Deaf(Threads):
+    """A node that is lost goes on telling news, and refuses orders by an error of its own."""
+
+    @staticmethod
+    def connect(address: str, ports: tuple[int, int]) -> Threads:
+        return Deaf(address.split(","), ports)
+
+    def pull(self, number: int) -> None:
+        self.gone.add(number)
+
+    def agent(self, number: int) -> Agent:
+        ask = super().agent(number)
+
+        def deaf(method: str, *arguments: Any) -> Future[Any]:
+            if method != "obey" or number not in self.gone:
+                return ask(method, *arguments)
+            refused: Future[Any] = Future()
+            refused.set_exception(OSError("no orders any more"))
+            return refused
+
+        return deaf
+
+    async def lose(self, number: int) -> bool:
+        self.agents.pop(number).end()
+        return True
+
+
+@pytest.mark.parametrize("kind", ["Threads", "Rude", "Deaf"])
 def test_a_job_on_a_cluster_that_a_recipe_names_by_import_path_goes_on_without_a_node(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +232,6 @@ def test_a_kind_that_there_is_not_is_told_by_its_key() -> None:
 class Half(Cluster):
     """One that forgets most of what it owes, and may: ``check_access``."""
 
-    connect = Threads.connect
     take = Threads.take
 
 
@@ -211,7 +241,8 @@ def half() -> None:
 
 def test_a_class_that_owes_something_is_told_what_before_it_is_asked_for_anything() -> None:
     with pytest.raises(
-        DataError, match=r"hosts.cluster .*:Half' is no cluster, as it lacks lines, call, gpus, agent, lose, close:"
+        DataError,
+        match=r"hosts.cluster .*:Half' is no cluster, as it lacks connect, lines, call, gpus, agent, lose, close",
     ):
         find_cluster(f"{__name__}:Half")
     with pytest.raises(DataError, match="it lacks connect, .* check_access:"):

@@ -366,6 +366,7 @@ def test_files_that_a_recipe_names_lie_beside_it_and_those_of_the_command_line_w
         model.path = "model"
         algorithm.name = "r.py:loss"
         observability.sinks = ["r.py:Sink", "package.module:Sink"]
+        hosts.cluster = "tools.py:Mine://10.0.0.1:80"
         task = [
             { name = "function", data = "q.jsonl", rewards = [{ function = "r.py:score" }, { function = "s.py:score" }] },
             { name = "steps", environment = "in_text:tools.py:tools" },
@@ -376,6 +377,7 @@ def test_files_that_a_recipe_names_lie_beside_it_and_those_of_the_command_line_w
     found = read_settings(folder / "recipe.toml")
     assert found["model"]["path"] == "my task/model" and found["algorithm"]["name"] == "my task/r.py:loss"
     assert found["observability"]["sinks"] == ["my task/r.py:Sink", "package.module:Sink"]
+    assert found["hosts"]["cluster"] == "my task/tools.py:Mine://10.0.0.1:80"
     first, second, third = found["task"]["mixture"]
     assert first["data"] == "my task/q.jsonl"
     assert first["rewards"] == [{"function": "my task/r.py:score"}, {"function": "s.py:score"}]

@@ -301,7 +301,9 @@ def _evaluation(config: RunConfig, questions: Questions) -> str:
 def _decoding(generator: GeneratorConfig) -> str:
     """What the first ticks wait for, of a generator that compiles (``engine/compiled_layers.py``)."""
     on_gpus, ranks = generator.device.startswith("cuda"), generator.tp * generator.pp
-    if generator.engine.attention != "flex" or not on_gpus or ranks > 1 or generator.quantization != "none":
+    engine = generator.engine
+    compiles = engine.attention == "flex" and engine.kind.native and engine.cuda_graphs != "off"
+    if not compiles or not on_gpus or ranks > 1 or generator.quantization != "none":
         return ""
     return (
         "layers are compiled for each number of sequences as it first comes, minutes in the first ticks; torch keeps "

@@ -25,9 +25,13 @@ from llamarl.roles import Product, Role, present_roles
 __all__ = ["incomplete_products", "write_products"]
 
 
-def incomplete_products(run_dir: Path, config: RunConfig) -> Mapping[str, str]:
-    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` leaves. Reads every byte."""
-    found = {product.folder: _why_not_whole(run_dir / product.folder) for _, product in _wanted(config)}
+def incomplete_products(run_dir: Path, config: RunConfig, checkpoint: Path | None = None) -> Mapping[str, str]:
+    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` leaves. Reads every byte.
+
+    Args:
+        checkpoint: Of the run's last tick, of whose states they are made; None: not known.
+    """
+    found = {product.folder: _why_not_whole(run_dir / product.folder) for _, product in _wanted(config, checkpoint)}
     return {name: why for name, why in found.items() if why}
 
 
@@ -43,8 +47,8 @@ def write_products(run: RunFolder, checkpoint: Path, config: RunConfig, names: C
         CheckpointError: The disk is full, or the state cannot be read.
         RunFolderLost: The run's folder is gone, or another one.
     """
-    for role, product in _wanted(config):
-        if (names is not None and product.folder not in names) or not (checkpoint / role.name / "state").is_dir():
+    for _, product in _wanted(config, checkpoint):
+        if names is not None and product.folder not in names:
             continue
         folder, partial = run.path / product.folder, run.path / f"{product.folder}.partial"
         run.check()
@@ -57,8 +61,9 @@ def write_products(run: RunFolder, checkpoint: Path, config: RunConfig, names: C
             sync_folder(run.path)
 
 
-def _wanted(config: RunConfig) -> list[tuple[Role, Product]]:
-    return [(role, one) for role in present_roles(config) for one in role.products if one.wanted(config)]
+def _wanted(config: RunConfig, checkpoint: Path | None) -> list[tuple[Role, Product]]:
+    roles = [r for r in present_roles(config) if checkpoint is None or (checkpoint / r.name / "state").is_dir()]
+    return [(role, one) for role in roles for one in role.products if one.wanted(config)]
 
 
 def _why_not_whole(folder: Path) -> str | None:

@@ -94,13 +94,13 @@ def resume_run(config: RunConfig) -> None:
         checkpoint = store.load()
         _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
         if checkpoint.tick + 1 == prepared.config.run.num_ticks:
-            incomplete = incomplete_products(run_dir, prepared.config)
+            incomplete = incomplete_products(run_dir, prepared.config, checkpoint.path)
             source = _product_source(run_dir, prepared.config, store, checkpoint) if incomplete else checkpoint.path
             for folder_name, why in incomplete.items():
                 print(f"{run_dir / folder_name}: {why}; it is written again from {source}", file=sys.stderr)
             write_products(folder, source, prepared.local, incomplete)
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
-            if missing := incomplete_products(run_dir, prepared.config):
+            if missing := incomplete_products(run_dir, prepared.config, checkpoint.path):
                 raise ConfigError(
                     f"--run.num_ticks {prepared.config.run.num_ticks}: {run_dir} has passed that tick, and a run's end "
                     f"writes {', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any "

@@ -124,21 +124,19 @@ def execute(
     Args:
         resumed: What its journal holds, of a run that has begun before in this folder; None: it is new.
     """
-    with (
-        RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts,
-        StopRequest(parts.recorder.console.stopping) as request,
-    ):
-        parts.saving.asked = request.take
-        run_graph(
-            parts.marking,
-            parts.runtime,
-            seed=prepared.config.run.seed,
-            run_dir=folder.path,
-            load_from=load_from,
-            deadlines=prepared.config.deadlines,
-            saving=parts.saving,
-            observers=[parts],
-        )
+    with RunParts(prepared, folder, resume_after_tick, load_from, resumed or Resumed(), mirror) as parts:
+        with StopRequest(parts.recorder.console.stopping) as request:
+            parts.saving.asked = request.take
+            run_graph(
+                parts.marking,
+                parts.runtime,
+                seed=prepared.config.run.seed,
+                run_dir=folder.path,
+                load_from=load_from,
+                deadlines=prepared.config.deadlines,
+                saving=parts.saving,
+                observers=[parts],
+            )
         parts.checkpoints.close()
         write_products(folder, parts.final_checkpoint(), prepared.local)
     raise_if_nothing_trained(parts.recorder.summary())

@@ -502,7 +502,6 @@ def holds_first(cut: Cut, layout: ParallelLayout) -> bool:
     return layout.tp_rank % (layout.tp // parts) == 0
 
 
-@torch.no_grad()
 def _group_of_same_part(layout: ParallelLayout, parts: int) -> dist.ProcessGroup:
     """The ranks that hold the same of ``parts`` parts as this one."""
     ranks = dist.get_process_group_ranks(layout.group("tp"))

@@ -1,4 +1,4 @@
-"""Which rank goes to which host. Pure: hosts are what their inventories say.
+"""Which rank goes to which host. Pure: hosts are what their nodes say.
 
     executors, hosts ─▶ spread: a host for each rank ─▶ placement.place: threads and a device for each
 

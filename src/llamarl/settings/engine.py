@@ -33,7 +33,7 @@ class EngineKind:
     install: str = ""
     """How, in words."""
     use: Literal["generate", "vllm", ""] = ""
-    """As of ``models.support``: which models it runs; empty: it knows itself."""
+    """As of ``model_support``: which models it runs; empty: it knows itself."""
     native: bool = False
     """Whether it runs on ranks (tp, pp), gives its memory back and notes which experts it chose."""
     quantizations: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)

@@ -135,7 +135,7 @@ class HostsConfig:
     """Nodes of a cluster. Where ranks are changes no bit: thread counts, processors and versions do."""
 
     cluster: Annotated[str, NO_BITS] = ""
-    """Ray cluster that the job runs on, from one of its nodes: "auto" is the one that this machine
+    """Cluster that the job runs on, from one of its nodes: "auto" is the one that this machine
     is a node of, "HOST:PORT" names its head. Empty: this machine alone, and nothing listens. On the
     command line: --cluster auto. Of another kind "KIND://ADDRESS" or "KIND", where that may be your own
     as path/to/file.py:Name or package.module:Name, a ``llamarl.runtime.hosts.cluster.Cluster``."""

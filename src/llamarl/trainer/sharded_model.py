@@ -3,8 +3,7 @@ lies, and its ways out.
 
     folder ─▶ building ─▶ module ◀─ rounded ─ master weights ─┬─ stage, write ─▶ checkpoint ─▶ load
                                                               ├─ parameters_for_sync ─▶ generators
-                                                              ├─ park ─▶ host memory ─▶ unpark
-                                                              └─ write_model ─▶ Hugging Face folder
+                                                              └─ park ─▶ host memory ─▶ unpark
 
 ``Trainer`` and ``Critic`` add the arithmetic of their step. A frozen model needs ``building`` alone.
 """

@@ -92,10 +92,14 @@ class Mirror(RemoteBuffer):
 
     def stop(self) -> None:
         """End a copy that is under way. Idempotent."""
-        self._stop = True
+        self.give_up()
         if self._thread is not None:
             self._thread.join(_STOP_S)
             self._thread = None
+
+    def give_up(self) -> None:
+        """Have a copy that is under way end at its next block, without waiting for that."""
+        self._stop = True
 
     def close(self) -> None:
         """Stop, and free the memory. Idempotent."""
@@ -133,7 +137,7 @@ class Mirror(RemoteBuffer):
             self._words[Word.CHECKSUM] = whole
             self._words[Word.STATE] = SlotState.READY
         except Exception as error:  # raised in this process by who reads the mirror; other hosts go to the source
-            self.failure = error
+            self.failure = ChannelError(str(error))  # without what it was raised in, which would keep this mirror
             self._words[Word.STATE] = SlotState.FAILED
 
     def _copy(self, slot: RemoteSlot, index: int, ahead: int, clock: Clock) -> tuple[int, int]:
@@ -292,7 +296,9 @@ class Slots:
         known = self._places.get(key)
         if known is None or known.address != handle.address:
             # what was open is not closed: an earlier version may be served from it, and its memory goes with that
-            self._places.pop(key, None)
+            before = self._places.pop(key, None)
+            if before is not None and before.mirror is not None:
+                before.mirror.give_up()
             try:
                 left_s = clock(f"connecting to source rank {handle.source_rank}")
                 known = self._places[key] = _Place(handle.address, self._transport.open(handle.address, left_s))

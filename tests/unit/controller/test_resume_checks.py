@@ -125,6 +125,7 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
 ) -> None:
     run_dir = tmp_path / "run"
     checkpointed(run_dir, monkeypatch, dict(platform_facts()))  # after tick 4
+    (run_dir / "checkpoints" / "tick_000004" / "trainer" / "state").mkdir(parents=True)
     asked = config(run_dir)
     asked = dataclasses.replace(asked, run=dataclasses.replace(asked.run, num_ticks=num_ticks))
 
@@ -184,6 +185,7 @@ def test_what_the_last_tick_leaves_follows_from_the_configuration(
 def test_a_trainer_of_ones_own_that_keeps_another_state_leaves_no_model(tmp_path: Path) -> None:
     (tmp_path / "tick_000004" / "trainer" / "rank_0").mkdir(parents=True)
     write_products(cast("RunFolder", None), tmp_path / "tick_000004", load_config(None, ()))
+    assert resume.incomplete_products(tmp_path, load_config(None, ()), tmp_path / "tick_000004") == {}
 
 
 def test_what_several_checks_find_is_told_at_once() -> None:

@@ -1,6 +1,8 @@
 """Hosts that pass weights on: equal bytes, one copy from the source, and what happens when a host in between fails."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -175,6 +177,27 @@ def test_what_goes_wrong_in_filling_is_told_as_it_was() -> None:
     with pytest.raises(WeightSyncError, match="w: the bytes pulled 3 times do not match"):
         sink.load(handle)
     assert sink.mirror._words[Word.STATE] == SlotState.FAILED
+
+
+def test_a_copy_that_failed_is_freed_with_its_last_reader() -> None:
+    """Without waiting for who collects circles: it is as large as the weights."""
+    source, sink = Source(), Sink("b")
+    handle = source.publish(1)
+    slot = source.publisher._slots[0]
+    assert slot is not None
+    slot.blocks[2][17] ^= 1
+    with pytest.raises(WeightSyncError):
+        sink.load(handle)
+    mirror = weakref.ref(sink.mirror)
+    sink.mirror.stop()
+    gc.collect()
+    gc.disable()
+    try:
+        stand_in = Source()
+        sink.load(stand_in.publish(2))
+        assert mirror() is None
+    finally:
+        gc.enable()
 
 
 def test_hosts_may_load_at_the_same_time() -> None:

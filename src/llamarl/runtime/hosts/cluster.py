@@ -127,7 +127,7 @@ def find_cluster(cluster: str) -> tuple[type[Cluster], str]:
     """
     kind, address = split_cluster(cluster)
     found: Any = import_user(CLUSTERS.get(kind, kind), "hosts.cluster")
-    owed = {name: function for name, function in vars(Cluster).items() if not name.startswith("_")}
+    owed = {name: getattr(Cluster, name) for name in vars(Cluster) if not name.startswith("_")}
     del owed["check_access"]  # what a class inherits of it does for one that cannot tell early
     lacking = [name for name, function in owed.items() if getattr(found, name, function) is function]
     lacking += [] if hasattr(found, "check_access") else ["check_access"]

@@ -62,6 +62,7 @@ class _Node:
         self._cluster, self._number, self._on_end = cluster, number, on_end
         self._orders: asyncio.Queue[Say] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._ending = False
 
     async def open(self) -> None:
         """Start the agent, or find it; measure its clock.
@@ -107,13 +108,21 @@ class _Node:
                 for word, number, content in await self._ask("receive"):
                     self.links[number].take(word, content)
         except Exception as error:  # of a kind of the user's own anything: a rank nobody hears of would be waited for
-            told = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
+            await self._end(error)
+
+    async def _end(self, error: Exception) -> None:
+        """Tell what the first of receiving and sending has met; the other ends with it."""
+        if self._ending:
+            return
+        self._ending = True
+        told = str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
         gone, told = await self._is_gone(told)
         what = (
             f"node {self.name} is gone" if gone else f"the agent on node {self.name} has ended, and its ranks with it"
         )
-        for task in self._tasks[1:]:
-            task.cancel()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         self.ended.set_result(f"{what} ({told})")
         self._on_end(self.ended.result(), gone)
 
@@ -125,12 +134,14 @@ class _Node:
             return True, f"{told}; {type(self._cluster).__name__}.lose raised {type(error).__name__}: {error}"
 
     async def _send(self) -> None:
-        with contextlib.suppress(ConnectionError):  # told by who receives
+        try:
             while True:
                 orders = [await self._orders.get()]
                 while not self._orders.empty():
                     orders.append(self._orders.get_nowait())
                 await self._ask("obey", orders)
+        except Exception as error:
+            await self._end(error)
 
     async def _measure(self) -> None:
         pings = []
