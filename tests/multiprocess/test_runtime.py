@@ -309,9 +309,10 @@ def test_ctrl_c_ends_every_process_and_is_told_in_a_line(tmp_path: Path, tick: i
     if tick >= 0:
         program.wait_for("report source 2")
     child, until = tmp_path / "child.pid", time.monotonic() + LIMIT_S
-    while not (child.exists() and child.read_text()) and time.monotonic() < until:
+    pids: list[int] = []
+    while not (child.exists() and child.read_text() and len(pids) == 3 * 2 + 1) and time.monotonic() < until:
         time.sleep(0.02)
-    pids = descendants(program.process.pid)
+        pids = descendants(program.process.pid)
     assert len(pids) == 3 * 2 + 1 and int(child.read_text()) in pids
     os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does: to everybody
     code, err = program.end()

@@ -49,13 +49,20 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch, headers: Path) -> Iterator[None]:
-    """With the library's products, and nothing found compiled by other tests."""
+    """With the library's products, nothing found compiled by other tests, and, as ``repeatable.suspended`` has it in a
+    step on a GPU, no wish for repeatable kernels, whichever test before left one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(headers))
     monkeypatch.setattr(model_runner, "compiles_layers", lambda attention, *_: attention == "flex")
     monkeypatch.setattr(linears, "_packs", lambda dtype: False)
     torch.compiler.reset()
     counters.clear()
+    wished, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(False)
     yield
+    torch.use_deterministic_algorithms(wished, warn_only=warn_only)
     torch.compiler.reset()
 
 
