@@ -127,6 +127,7 @@ def timed(recipe: str, run: Path, model: Path, settings: dict[str, Any], args: a
         "generator.max_segments": 1,
         "generator.oversubscription": 1.0,
         "optimizer.lr": 1e-6,
+        "trainer.skip_zero_advantage": "false",  # a random model is never right, and would have nothing to train on
         "evaluation.every": 0,
         "checkpoint.every": 0,
         "checkpoint.every_minutes": 0,
