@@ -22,7 +22,7 @@ from llamarl.config import (
     to_plain,
     validate,
 )
-from llamarl.controller.settings import differences
+from llamarl.controller.begun_settings import differences
 from llamarl.errors import ConfigError, Mistake
 from llamarl.strict import Mistakes
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig, read_settings, to_plain, validate
+from llamarl.controller.begun_settings import settings_on_top
 from llamarl.controller.preflight import find_missing
 from llamarl.controller.run_folder import CONFIG_FILE, why_not_own
-from llamarl.controller.settings import settings_on_top
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
 from llamarl.reading import refuse_pipes

@@ -19,12 +19,12 @@ from typing import Any
 from llamarl.checkpoint.snapshot import Checkpoint
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
+from llamarl.controller.begun_settings import Difference, differences
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import absolute_dir, description, prepare
 from llamarl.controller.run import execute, mirror_of, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.controller.settings import Difference, differences
 from llamarl.controller.settle import fetch_weights, fix_end_of_decay, record_models
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.observability.events import EVENTS_FILE

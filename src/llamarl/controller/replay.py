@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
+from llamarl.controller.begun_settings import differences
 from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.prepare import absolute_dir, prepare
 from llamarl.controller.run import start
 from llamarl.controller.run_folder import CONFIG_FILE
-from llamarl.controller.settings import differences
 from llamarl.controller.settle import refuse_other_models
 from llamarl.determinism import platform_differences
 from llamarl.errors import ConfigError

@@ -13,6 +13,7 @@ from llamarl.channels.samples import Limits
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
+from llamarl.controller.begun_settings import RESHARDABLE, differences, explain
 from llamarl.controller.early_end import EarlyEnd
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
@@ -26,7 +27,6 @@ from llamarl.controller.prepare import (
 from llamarl.controller.products import incomplete_products, write_products
 from llamarl.controller.run import execute, mirror_of, num_rows, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
-from llamarl.controller.settings import RESHARDABLE, differences, explain
 from llamarl.controller.settle import fetch_weights, fix_end_of_decay, refuse_other_models
 from llamarl.determinism import platform_differences
 from llamarl.errors import ConfigError

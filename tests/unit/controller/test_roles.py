@@ -7,10 +7,10 @@ import pytest
 from llamarl import roles
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import load_config
+from llamarl.controller.begun_settings import RESHARDABLE
 from llamarl.controller.graph import colocated_group, llamarl_graph
 from llamarl.controller.preflight import check_models, find_missing
 from llamarl.controller.prepare import prepare
-from llamarl.controller.settings import RESHARDABLE
 from llamarl.errors import ModelError
 from llamarl.executors.base import BaseExecutor, ExecutorContext
 from llamarl.import_path import resolve

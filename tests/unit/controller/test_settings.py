@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig, _merge, _parse_overrides, key_effects, to_plain, validate
-from llamarl.controller.settings import differences, explain, settings_on_top
+from llamarl.controller.begun_settings import differences, explain, settings_on_top
 from llamarl.strict import Effect
 
 BEGUN = to_plain(validate({"trainer": {"threads": 3}, "optimizer": {"schedule": "linear", "decay_ticks": 40}}))

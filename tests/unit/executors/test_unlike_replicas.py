@@ -8,8 +8,8 @@ import pytest
 from lone_generators import Version, ranks_of
 
 from llamarl.config import RunConfig, to_plain, validate
+from llamarl.controller.begun_settings import differences
 from llamarl.controller.graph import llamarl_graph
-from llamarl.controller.settings import differences
 from llamarl.errors import ConfigError
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.generator_ranks import generator_weights, replicas_of
