@@ -190,9 +190,19 @@ def _array(dtype: str, shape: list[int], number: int, *, buffers: dict[int, memo
     return np.frombuffer(data, kind).reshape(shape)
 
 
+def _resolved(hint: Any) -> Any:
+    """What an alias of a ``type`` statement stands for, its arguments filled in; any other annotation as it is.
+    NumPy's ``NDArray`` is one from Python 3.12 on. 3.11 has no class for them, so ``__value__`` tells."""
+    while hasattr(hint, "__value__"):
+        value, given = hint.__value__, dict(zip(hint.__type_params__, get_args(hint), strict=True))
+        hint = value[tuple(given[parameter] for parameter in value.__parameters__)] if given else value
+    return hint
+
+
 def _check_of(hint: Any) -> Callable[[Any], bool]:
     """Whether a value may stand in a record's field that is annotated so. Numbers may be NumPy's:
     rewards are users' code."""
+    hint = _resolved(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return lambda value: True
@@ -208,7 +218,8 @@ def _check_of(hint: Any) -> Callable[[Any], bool]:
         item = _check_of(arguments[1])
         return lambda value: isinstance(value, dict) and all(isinstance(k, str) and item(v) for k, v in value.items())
     if origin is np.ndarray:
-        of = get_origin(number := get_args(arguments[1])[0]) or number
+        number = _resolved(get_args(_resolved(arguments[1]))[0])
+        of = get_origin(number) or number
         kind = np.unsignedinteger if of is np.unsignedinteger else np.dtype(of).type.__mro__[1]
         return lambda value: isinstance(value, np.ndarray) and value.ndim > 0 and np.issubdtype(value.dtype, kind)
     if hint in (int, float):

@@ -1,12 +1,18 @@
 """What plain values become, and what bytes that nobody encoded are refused."""
 
+import dataclasses
 import enum
+import functools
 import json
-from typing import Any
+import operator
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from typing_extensions import TypeAliasType, TypeVar
 
+from llamarl.channels import plain_values
 from llamarl.channels.plain_values import decode, encode
 from llamarl.types import Failure, Group, Opening, Prompt, Response, Score, Turn
 
@@ -42,7 +48,7 @@ def test_arrays_come_back_with_dtype_shape_and_bits(dtype: str, shape: tuple[int
     np.testing.assert_array_equal(turned, array.T)
 
 
-def test_records_come_back_whole() -> None:
+def group_of_every_record() -> Group:
     prompt = Prompt(
         index=1, tokens=np.arange(2, dtype=np.int32), text="?", metadata={"a": [1, {"b": None}]},
         opening=Opening(seed=2**63, max_turns=1, max_turn_tokens=0),
@@ -56,8 +62,45 @@ def test_records_come_back_whole() -> None:
         )
         for n, outcome in enumerate([Score(value=np.float64(0.5)), Failure(kind="timeout", detail="late"), None])
     )  # fmt: skip
-    group = Group(prompt=prompt, responses=responses)
+    return Group(prompt=prompt, responses=responses)
+
+
+def test_records_come_back_whole() -> None:
+    group = group_of_every_record()
     assert str(decode(encode(group))) == str(group)
+
+
+Item = TypeVar("Item")
+
+
+def aliased(hint: Any) -> Any:
+    """An annotation that says the same, each part of it an alias as the ``type`` statement makes them."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is None or origin is Literal:
+        return TypeAliasType("Plain", hint)
+    if origin is UnionType:
+        return TypeAliasType("Either", functools.reduce(operator.or_, map(aliased, arguments)))
+    if arguments[-1] is ...:
+        return TypeAliasType("Items", origin[Item, ...], type_params=(Item,))[aliased(arguments[0])]
+    *before, item = map(aliased, arguments)
+    return TypeAliasType("Of", origin[(*before, Item)], type_params=(Item,))[item]
+
+
+def test_records_whose_annotations_are_aliases_hold_the_same() -> None:
+    """NumPy's ``NDArray`` is one from Python 3.12 on; no annotation may mean another thing once it is."""
+    group = group_of_every_record()
+    records: list[Any] = [group, group.prompt, group.prompt.opening]
+    for response in group.responses:
+        records += [response, *response.turns, *([response.outcome] if response.outcome else [])]
+    values = [getattr(record, field.name) for record in records for field in dataclasses.fields(record)]
+    values += [np.ones(2, kind) for kind in ("float32", "int64", "uint16", "bool")]
+    values += [1, 0.5, 2**65, True, {1: 2}, {"a": 1}, (1,), "high", b"high"]
+    for name, record in plain_values._RECORDS.items():
+        for field, hint in get_type_hints(record).items():
+            check = plain_values._check_of(aliased(hint))
+            verdicts = [plain_values._CHECKS[name][field](value) for value in values]
+            assert [check(value) for value in values] == verdicts, f"{name}.{field}: {hint}"
+            assert any(verdicts), f"no value that {name}.{field} may hold"
 
 
 def test_what_is_not_plain_is_named() -> None:
