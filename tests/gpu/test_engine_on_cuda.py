@@ -13,6 +13,7 @@ from tiny_models import FAMILIES, tiny_model
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import _draw
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.errors import ConfigError
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model, load_tokenizer
 from llamarl.settings.engine import EngineConfig
@@ -171,7 +172,7 @@ def test_a_poisoned_request_fails_alone(folder: Path, device: torch.device) -> N
 
 
 def test_int8_is_refused(folder: Path, device: torch.device) -> None:
-    with pytest.raises(ValueError, match="int8.*not available on cuda; use one of none"):
+    with pytest.raises(ConfigError, match="int8.*not available on cuda; use one of none"):
         make_engine(folder, device, quantization="int8")
 
 
