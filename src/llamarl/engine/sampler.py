@@ -15,7 +15,7 @@ between, whether the tokens it looked at first were enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,57 +64,56 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         seeds: [N] 64-bit seeds of the sequences.
         positions: [N] index in its response of the token being drawn.
     """
-    tokens, logprobs, ok = _draw(logits, params, seeds, positions).tolist()
-    return Draws([int(token) for token in tokens], logprobs, [bool(value) for value in ok])
+    tokens, logprobs = _draw(logits, params, seeds, positions).cpu().numpy()
+    ok = np.isfinite(logprobs)
+    return Draws(np.where(ok, tokens, -1).astype(np.int64).tolist(), logprobs.tolist(), ok.tolist())
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """[3, N] fp64, which holds each exactly: tokens, their log-probs, whether the row is ok."""
+    """[2, N] fp64, which holds each exactly: tokens, and their log-probs. Of a row whose logits are
+    not finite enough to sample from, the log-prob is not finite either."""
     logits_NV = logits.float()
-    N = len(params)
-    top_N = logits_NV.amax(dim=-1)
     u_N = to_device(torch.from_numpy(uniforms(seeds, positions)), logits.device)
-
-    raw_NV = logits_NV.softmax(dim=-1)  # NaN in a row stays in that row
-    log_norm_N = top_N - raw_NV.amax(dim=-1).log()  # the likeliest token has probability exp(top) / total
-    ok_N = log_norm_N.isfinite()
-    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
-    tokens_N = torch.zeros(N, dtype=torch.int64, device=logits.device)
-    logprobs_N = torch.zeros_like(log_norm_N)
-    if greedy:
-        whole = len(greedy) == N
-        rows = _rows(greedy, N, logits.device)
-        tokens_N[rows] = (logits_NV if whole else logits_NV[rows]).argmax(dim=-1)
-
-    dense = [i for i, p in enumerate(params) if p.temperature > 0 and not _needs_candidates(p)]
-    ranked = [i for i, p in enumerate(params) if p.temperature > 0 and _needs_candidates(p)]
-    if dense:
-        tempered = any(params[i].temperature != 1.0 for i in dense)
-        whole = len(dense) == N
-        rows = _rows(dense, N, logits.device)
-        weights = raw_NV if whole else raw_NV[rows]
-        if tempered:
-            temperature = column([params[i].temperature for i in dense], logits.device)
-            weights = ((logits_NV if whole else logits_NV[rows]) / temperature).softmax(dim=-1)
-        if any(params[i].min_p > 0 for i in dense):
-            floor = column([params[i].min_p for i in dense], logits.device)
-            weights = torch.where(weights >= floor * weights.amax(dim=-1, keepdim=True), weights, 0.0)
-        chosen, total = _invert(weights, u_N if whole else u_N[rows])
-        tokens_N[rows] = chosen
-        logprobs_N[rows] = (weights.gather(1, chosen[:, None])[:, 0].double() / total).log().float()
-    for rows_list in _rows_by_width(ranked, params):
-        (rows,) = indices([rows_list], logits.device)
-        chosen, logprob = _sample_ranked(logits_NV[rows] - top_N[rows, None], [params[i] for i in rows_list], u_N[rows])
-        tokens_N[rows] = chosen
-        logprobs_N[rows] = logprob
-
-    ok_N &= logprobs_N.isfinite()
-    tokens_N = torch.where(ok_N, tokens_N, -1)
-    return torch.stack([tokens_N.double(), logprobs_N.double(), ok_N.double()])
+    alike: dict[tuple[_DrawRows, int], list[int]] = {}  # rows that are drawn together
+    for i, p in enumerate(params):
+        how = (_greedy, 0) if p.temperature == 0 else (_ranked, p.top_k) if _needs_candidates(p) else (_inverted, 0)
+        alike.setdefault(how, []).append(i)
+    if len(alike) == 1:
+        ((draw_rows, _),) = alike
+        return torch.stack([part.double() for part in draw_rows(logits_NV, params, u_N)])
+    drawn = torch.empty((2, len(params)), dtype=torch.float64, device=logits.device)
+    for (draw_rows, _), chosen in alike.items():
+        (rows,) = indices([chosen], logits.device)
+        tokens, logprobs = draw_rows(logits_NV[rows], [params[i] for i in chosen], u_N[rows])
+        drawn[0, rows], drawn[1, rows] = tokens.double(), logprobs.double()
+    return drawn
 
 
-def _rows(chosen: list[int], total: int, device: torch.device) -> Tensor | slice:
-    return slice(None) if len(chosen) == total else indices([chosen], device)[0]
+_DrawRows = Callable[[Tensor, Sequence[SamplingParams], Tensor], tuple[Tensor, Tensor]]
+"""Logits [n, V], parameters and uniform numbers of rows that are drawn alike -> tokens and log-probs (fp32) [n]."""
+
+
+def _greedy(logits: Tensor, params: Sequence[SamplingParams], u: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = logits.argmax(dim=-1)
+    top = logits.gather(1, tokens[:, None])[:, 0]
+    return tokens, top - top  # 0, or NaN
+
+
+def _inverted(logits: Tensor, params: Sequence[SamplingParams], u: Tensor) -> tuple[Tensor, Tensor]:
+    """From the whole vocabulary, or what min-p leaves of it."""
+    if any(p.temperature != 1.0 for p in params):
+        logits = logits / column([p.temperature for p in params], logits.device)
+    weights = logits.softmax(dim=-1)  # NaN in a row stays in that row, and fills it
+    if any(p.min_p > 0 for p in params):
+        floor = column([p.min_p for p in params], logits.device)
+        weights = torch.where(weights >= floor * weights.amax(dim=-1, keepdim=True), weights, 0.0)
+    tokens, total = _invert(weights, u)
+    return tokens, (weights.gather(1, tokens[:, None])[:, 0] / total).log().float()
+
+
+def _ranked(logits: Tensor, params: Sequence[SamplingParams], u: Tensor) -> tuple[Tensor, Tensor]:
+    """From the likeliest tokens: rows with top-k, the same for all, or top-p."""
+    return _among_candidates(logits - logits.amax(dim=-1, keepdim=True), params, u)
 
 
 def column(values: list[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -156,13 +155,13 @@ def find_in_slices(weights_NSW: Tensor, sums: Tensor, target: Tensor, V: int) ->
     """Index where the running sum of each row passes ``target``, [N] fp64; ``in_slices`` gives the rest."""
     slices = sums.shape[1]
     index = (sums <= target[:, None]).sum(dim=-1).clamp_(max=slices - 1)
-    before = torch.where(index > 0, sums.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = weights_NSW[torch.arange(len(sums), device=sums.device), index].double()  # [N, W]
+    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, index[:, None])[:, 0]
+    inside = weights_NSW.gather(1, index[:, None, None].expand(-1, 1, _SLICE))[:, 0].double()  # [N, W]
     running = _running_sums(inside)
     # rounding may leave the target at or past the slice's own sum: then it is the slice's last possible token
     target = torch.minimum(target - before, torch.nextafter(running[:, -1], torch.zeros_like(before)))
     offset = (running <= target[:, None]).sum(dim=-1).clamp_(max=_SLICE - 1)
-    return (index * _SLICE + offset).clamp_(max=V - 1)  # a row that is not finite must stay in range
+    return offset.add_(index, alpha=_SLICE).clamp_(max=V - 1)  # a row that is not finite must stay in range
 
 
 def _running_sums(rows: Tensor) -> Tensor:
@@ -173,18 +172,10 @@ def _running_sums(rows: Tensor) -> Tensor:
     return rows.cumsum(dim=-1)
 
 
-def _rows_by_width(rows: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Rows with the same top-k together: each set needs as many candidates."""
-    sets: dict[int, list[int]] = {}
-    for i in rows:
-        sets.setdefault(params[i].top_k, []).append(i)
-    return list(sets.values())
-
-
-def _sample_ranked(
-    shifted: Tensor, params: list[SamplingParams], u: Tensor, candidates: int = _CANDIDATES
+def _among_candidates(
+    shifted: Tensor, params: Sequence[SamplingParams], u: Tensor, candidates: int = _CANDIDATES
 ) -> tuple[Tensor, Tensor]:
-    """Rows with top-k (the same for all) or top-p: tokens and their log-probs.
+    """As ``_ranked``.
 
     Args:
         shifted: [n, V] logits less their maximum, at temperature 1.
@@ -213,5 +204,5 @@ def _sample_ranked(
         short = (share[:, -1:] < wanted)[:, 0].nonzero()[:, 0]
         if len(short):
             of_short = [params[i] for i in short.tolist()]
-            tokens[short], logprobs[short] = _sample_ranked(shifted[short], of_short, u[short], 8 * width)
+            tokens[short], logprobs[short] = _among_candidates(shifted[short], of_short, u[short], 8 * width)
     return tokens, logprobs
