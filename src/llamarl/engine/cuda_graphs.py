@@ -5,8 +5,10 @@ longer than they run. A graph launches all of them at once, but only for the sha
 that it was recorded with. So a step in which every sequence decodes is padded to a *bucket* of so
 many rows and so many blocks of context::
 
-    chunks ──pad_decodes──▶ one int64 array ──one copy──▶ the bucket's inputs ──replay──▶ logits [rows, V], the first N count
+    chunks ──StagedInputs──▶ one int64 array ──one copy──▶ the bucket's inputs ──replay──▶ logits [rows, V], the first N count
 
+- Of that array a step writes what is new: tables are nearly all of it, and a sequence takes a
+  further block once in ``block_size`` steps.
 - Rows beyond the sequences hold token 0 and write and read the *scratch block*, one block more than
   the cache has otherwise; no sequence ever looks there.
 - A graph is recorded when its bucket is first needed: twice the step runs as it is, on a side
@@ -27,6 +29,7 @@ goes, and in which bucket, depends on its batch alone, so a resumed run takes th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,14 +41,13 @@ from torch import Tensor
 
 from llamarl.engine.scheduler import Chunk
 from llamarl.model_support import is_known, why_unsupported
-from llamarl.models.transfer import to_device
 
 __all__ = [
     "Bucket",
     "Buckets",
     "DecodeInputs",
     "PaddedDecoder",
-    "pad_decodes",
+    "StagedInputs",
     "why_graphs_unsupported",
     "why_layout_unsupported",
     "sizes_between",
@@ -92,78 +94,132 @@ class Buckets:
         self.rows = sizes_between(1, min(max_rows, _MOST_ROWS))
         self.widths = (widest,) if in_place else sizes_between(min(widest, -(-_LEAST_TOKENS // block_size)), widest)
 
-    def choose(self, counts: Sequence[int]) -> Bucket | None:
+    def choose(self, counts: npt.ArrayLike) -> Bucket | None:
         """The smallest bucket for sequences that hold so many blocks each.
 
         None if there is none, or if it would gather far more than the sequences hold: one long
         context among many short.
         """
+        counts = np.asarray(counts)
+        most = counts.max()
         rows = next((size for size in self.rows if size >= len(counts)), None)
-        width = next((size for size in self.widths if size >= max(counts)), None)
+        width = next((size for size in self.widths if size >= most), None)
         if rows is None or width is None:
             return None
-        if rows * width * self._block_size > self._most_tokens and rows * width > _MAX_PADDED_RATIO * sum(counts):
+        if rows * width * self._block_size > self._most_tokens and rows * width > _MAX_PADDED_RATIO * counts.sum():
             return None
         return Bucket(rows, width)
 
 
-def pad_decodes(chunks: Sequence[Chunk], bucket: Bucket, *, block_size: int, scratch: int) -> npt.NDArray[np.int64]:
-    """Inputs of a decode step, [rows * (4 + width)]: tokens, positions, slots, lengths, block
-    tables, one after another.
+class StagedInputs:
+    """Inputs of decode steps on the host, [rows * (width + 4)]: block tables, tokens, positions, slots, lengths.
+
+    A row whose table is the list of a row of the step before gets what that list has gained since.
+    So entries that a decode step has read must not change; the scheduler keeps to that, and gives a
+    sequence that begins anew another list.
 
     Args:
-        chunks: One decoded token each; row i is chunk i. A table shorter than the bucket repeats its own last block, so
-            that a NaN of one sequence cannot reach another.
-        scratch: The block of the rows beyond them.
+        most_rows: Of the largest bucket.
+        scratch: The block of the rows beyond the sequences.
     """
-    rows, width, n = bucket.rows, bucket.width, len(chunks)
-    flat = np.empty(rows * (4 + width), np.int64)
-    tokens, positions, slots, lengths = flat[: 4 * rows].reshape(4, rows)
-    tables = flat[4 * rows :].reshape(rows, width)
-    tokens[n:], positions[n:], slots[n:], lengths[n:], tables[n:] = 0, 0, scratch * block_size, 1, scratch
-    for i, chunk in enumerate(chunks):
-        last, offset = divmod(chunk.start, block_size)
-        tokens[i], positions[i], lengths[i] = chunk.tokens[0], chunk.start, chunk.start + 1
-        slots[i] = chunk.blocks[last] * block_size + offset
-        tables[i, : last + 1] = chunk.blocks[: last + 1]
-        tables[i, last + 1 :] = chunk.blocks[last]
-    return flat
+
+    def __init__(self, *, most_rows: int, block_size: int, scratch: int, device: torch.device) -> None:
+        self._most_rows, self._block_size, self._device = most_rows, block_size, device
+        self._idle = np.array([[0], [0], [scratch * block_size], [1]])  # tokens, positions, slots, lengths
+        self._scratch = scratch
+        self._flat = torch.empty(0, dtype=torch.int64)
+        self._tables = np.empty((0, 0), np.int64)  # [most_rows, width], where ``_flat`` begins
+        self._owners: list[list[int]] = []  # the list that each row was written from
+        self._written = np.zeros(most_rows, np.int64)  # entries of it
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def write(self, chunks: Sequence[Chunk], starts: npt.NDArray[np.int64], bucket: Bucket) -> Tensor:
+        """Inputs of a step, valid until the next call.
+
+        Args:
+            chunks: One decoded token each; row i is chunk i. A table shorter than the bucket repeats its own last
+                block, so that a NaN of one sequence cannot reach another.
+            starts: [len(chunks)] their positions.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # of the step before: its draws have been read since
+        rows, width, n, size = bucket.rows, bucket.width, len(chunks), self._block_size
+        if self._tables.shape[1] != width:
+            self._owners = []
+            if len(self._flat) < self._most_rows * (width + 4):
+                pinned = self._device.type == "cuda"
+                self._flat = torch.empty(self._most_rows * (width + 4), dtype=torch.int64, pin_memory=pinned)
+            self._tables = self._flat.numpy()[: self._most_rows * width].reshape(-1, width)
+        counts = starts // size + 1
+        self._write_tables([chunk.blocks for chunk in chunks], counts, rows)
+        flat = self._flat[: rows * (width + 4)]
+        columns = flat.numpy()[rows * width :].reshape(4, rows)
+        columns[:, n:] = self._idle
+        slots = self._tables[np.arange(n), counts - 1] * size + starts % size
+        columns[:, :n] = [chunk.tokens[0] for chunk in chunks], starts, slots, starts + 1
+        return flat
+
+    def _write_tables(self, owners: list[list[int]], counts: npt.NDArray[np.int64], rows: int) -> None:
+        tables, written, n = self._tables, self._written, len(owners)
+        if len(self._owners) != n or not all(map(operator.is_, owners, self._owners)):
+            row_of = {id(blocks): row for row, blocks in enumerate(self._owners)}
+            before = np.array([row_of.get(id(blocks), -1) for blocks in owners])
+            known = before >= 0
+            tables[:n][known] = tables[before[known]]
+            written[:n] = np.where(known, written[before], 0)
+            tables[n:rows] = self._scratch
+            self._owners = owners
+        for row in np.flatnonzero(written[:n] != counts).tolist():
+            blocks, first, count = owners[row], written[row], counts[row]
+            tables[row, first:count] = blocks[first:count]
+            tables[row, count:] = blocks[count - 1]
+        written[:n] = counts
+
+    def copy_to_device(self, flat: Tensor, target: Tensor | None = None) -> Tensor:
+        """Queue the copy of what ``write`` gave, into a tensor or a new one; on the CPU it may be what was given."""
+        if target is None:
+            target = flat.to(self._device, non_blocking=True)
+        else:
+            target.copy_(flat, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return target
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Views of ``pad_decodes``' array on the device; a graph reads it at this address."""
+    """Views of the array of ``StagedInputs`` on the device; a graph reads it at this address."""
 
     flat: Tensor
     bucket: Bucket
 
-    def _row(self, index: int) -> Tensor:
-        return self.flat.narrow(0, index * self.bucket.rows, self.bucket.rows)
+    def _column(self, index: int) -> Tensor:
+        return self.flat.narrow(0, (self.bucket.width + index) * self.bucket.rows, self.bucket.rows)
 
     @property
     def tokens(self) -> Tensor:
         """[rows]."""
-        return self._row(0)
+        return self._column(0)
 
     @property
     def positions(self) -> Tensor:
         """[rows]."""
-        return self._row(1)
+        return self._column(1)
 
     @property
     def slots(self) -> Tensor:
         """[rows] where each token's K and V go."""
-        return self._row(2)
+        return self._column(2)
 
     @property
     def lengths(self) -> Tensor:
         """[rows] cached tokens, the new one included."""
-        return self._row(3)
+        return self._column(3)
 
     @property
     def tables(self) -> Tensor:
         """[rows * width] block ids."""
-        return self.flat.narrow(0, 4 * self.bucket.rows, self.bucket.rows * self.bucket.width)
+        return self.flat.narrow(0, 0, self.bucket.rows * self.bucket.width)
 
 
 @dataclass(slots=True)
@@ -194,7 +250,8 @@ class PaddedDecoder:
         forget: Callable[[], None] = lambda: None,
     ) -> None:
         self._compute, self._buckets, self._forget = compute, buckets, forget
-        self._device, self._block_size, self._scratch = device, block_size, scratch
+        self._device, self._block_size = device, block_size
+        self._staged = StagedInputs(most_rows=buckets.rows[-1], block_size=block_size, scratch=scratch, device=device)
         self._record = record
         self._graphs: dict[Bucket, _Recorded] = {}
         self._pool: Any = None
@@ -209,21 +266,23 @@ class PaddedDecoder:
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Logits [len(chunks), V] of a step of decodes, valid until the next call; None if no bucket fits."""
-        bucket = self._buckets.choose([chunk.start // self._block_size + 1 for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        bucket = self._buckets.choose(starts // self._block_size + 1)
         if bucket is None:
             return None
-        padded = pad_decodes(chunks, bucket, block_size=self._block_size, scratch=self._scratch)
-        host = torch.from_numpy(padded)
+        flat = self._staged.write(chunks, starts, bucket)
         if not self._record:
-            return self._compute(DecodeInputs(to_device(host, self._device), bucket))[: len(chunks)]
+            return self._compute(DecodeInputs(self._staged.copy_to_device(flat), bucket))[: len(chunks)]
         recorded = self._graphs.get(bucket)
         if recorded is None:
             if bucket.rows * bucket.width > self._largest:
                 self.drop()
                 self._largest = bucket.rows * bucket.width
-            recorded = self._graphs[bucket] = self._capture(DecodeInputs(to_device(host, self._device), bucket))
+            inputs = DecodeInputs(torch.empty_like(flat, device=self._device), bucket)
+            self._staged.copy_to_device(flat, inputs.flat)
+            recorded = self._graphs[bucket] = self._capture(inputs)
         else:
-            recorded.inputs.flat.copy_(host.pin_memory(), non_blocking=True)
+            self._staged.copy_to_device(flat, recorded.inputs.flat)
         recorded.graph.replay()
         return recorded.logits[: len(chunks)]
 

@@ -261,24 +261,20 @@ class NativeEngine:
             note_tokens(wave.plan, wave.experts)
 
     def _append(self, wave: Wave, draws: Draws) -> None:
-        for i, member in enumerate(wave.rows):
+        for member, token, logprob, ok in zip(wave.rows, draws.tokens, draws.logprobs, draws.ok, strict=True):
             if self._members.get(member.order) is not member:
                 continue  # it has ended since the wave began
-            if not draws.ok[i]:
+            if not ok:
                 self._fail(member)
                 continue
-            self._take(member, draws.tokens[i], draws.logprobs[i])
-
-    def _take(self, member: Member, token: int, logprob: float) -> None:
-        """A token was drawn for a sequence."""
-        sequence = member.sequence
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.policy_versions.append(self._policy_version)
-        sequence.loss_mask.append(True)
-        self._tokens_sampled += 1
-        if (reason := self._finish_reason(sequence)) is not None:
-            self._finish(member, reason)
+            sequence = member.sequence
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.policy_versions.append(self._policy_version)
+            sequence.loss_mask.append(True)
+            self._tokens_sampled += 1
+            if (reason := self._finish_reason(sequence)) is not None:
+                self._finish(member, reason)
 
     def _fail(self, member: Member) -> None:
         at = f"token {len(member.sequence.tokens)} under policy version {self._policy_version}"

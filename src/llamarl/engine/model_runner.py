@@ -317,13 +317,12 @@ class ModelRunner:
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> Tensor | None:
-        fresh, sources, targets = indices(
-            [plan.fresh, [source for source, _ in plan.copies], [target for _, target in plan.copies]], self.device
-        )
         # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh:
+            (fresh,) = indices([plan.fresh], self.device)
             self._cache.index_fill_(2, fresh, 0)
         if plan.copies:
+            sources, targets = indices(list(zip(*plan.copies, strict=True)), self.device)
             self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
         if self.padded_decoder is not None and _only_decodes(plan):
             self._row_of = list(range(len(plan.chunks)))
@@ -472,6 +471,4 @@ def _open_cache_bytes(device: torch.device) -> int:
 
 def _only_decodes(plan: StepPlan) -> bool:
     """Whether row i of the step is a decoded token, and sample i its successor."""
-    return all(chunk.decode for chunk in plan.chunks) and [source for _, source in plan.samples] == list(
-        range(len(plan.chunks))
-    )
+    return bool(plan.chunks) and plan.chunks[-1].decode and len(plan.samples) == len(plan.chunks)

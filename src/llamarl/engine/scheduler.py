@@ -79,7 +79,8 @@ class Member:
     @property
     def num_pending(self) -> int:
         """Tokens known but not yet in the cache."""
-        return self.sequence.num_tokens - self.num_computed
+        sequence = self.sequence
+        return len(sequence.prompt_tokens) + len(sequence.tokens) - self.num_computed
 
 
 @dataclass(slots=True)
@@ -214,13 +215,11 @@ class Scheduler:
         budget = self.max_batch_tokens
         could_run = min(self.max_sequences, len(self.running) + len(self.waiting))
         most_decodes, most = -(-len(self.running) // num_shares), -(-could_run // num_shares)
-        taken = 0
-        for member in list(self.running):
-            # a loop over a copy: an older member may preempt this one before its turn
-            if _decodes(member) and budget > 0 and taken < most_decodes:
-                if self._make_room(member, 1, plan, scheduled=set()):
-                    budget -= self._compute(member, 1, plan, decode=True)
-                    taken += 1
+        self._decode(plan, min(budget, most_decodes))
+        taken = len(plan.chunks)
+        budget -= taken
+        if budget <= 0 or taken >= most:
+            return plan
         scheduled = {member.order for member, _ in plan.samples}
         for member in list(self.running):
             if budget <= 0 or taken >= most:
@@ -234,6 +233,23 @@ class Scheduler:
         if self.waiting and self.num_preemptions == preemptions:
             self._admit_waiting(budget, plan, scheduled, most - taken)
         return plan
+
+    def _decode(self, plan: StepPlan, most: int) -> None:
+        """One token for each decoding sequence, oldest first, for at most so many."""
+        for member in list(self.running):
+            # a loop over a copy: an older member may preempt this one before its turn
+            if len(plan.chunks) == most:
+                return
+            if not _decodes(member):
+                continue
+            start, tokens = member.num_computed, member.sequence.tokens
+            # what it writes into is its own and has room, unless it is its first token since it forked or a block's first
+            if len(tokens) == 1 or start % self._block_size == 0:
+                if not self._make_room(member, 1, plan, scheduled=set()):
+                    continue
+            member.num_computed += 1
+            plan.samples.append((member, len(plan.chunks)))
+            plan.chunks.append(Chunk(tokens[-1:], start, member.blocks, True, member))
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -321,7 +337,7 @@ class Scheduler:
         n = min(budget, member.num_pending)
         if n == 0 or not self._make_room(member, n, plan, scheduled):
             return 0
-        return self._compute(member, n, plan, decode=False)
+        return self._compute(member, n, plan)
 
     def _fork(self, member: Member, plan: StepPlan, scheduled: set[int]) -> None:
         prompt = member.prompt
@@ -336,12 +352,12 @@ class Scheduler:
             plan.samples.append((member, prompt if chunk is None else chunk))
         self._count_forked(member.key)
 
-    def _compute(self, member: Member, n: int, plan: StepPlan, *, decode: bool) -> int:
+    def _compute(self, member: Member, n: int, plan: StepPlan) -> int:
         sequence, start = member.sequence, member.num_computed
         first = start - len(sequence.prompt_tokens)
         tokens = sequence.tokens[first : first + n]
         member.num_computed += n
-        plan.chunks.append(Chunk(tokens, start, member.blocks, decode, member))
+        plan.chunks.append(Chunk(tokens, start, member.blocks, False, member))
         if member.num_pending == 0:
             plan.samples.append((member, len(plan.chunks) - 1))
         return n
@@ -438,4 +454,4 @@ class Scheduler:
 
 
 def _decodes(member: Member) -> bool:
-    return member.prompt is not None and member.forked and member.num_pending == 1
+    return member.forked and member.num_pending == 1

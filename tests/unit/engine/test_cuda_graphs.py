@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_runs import make_sequences, run
@@ -21,7 +22,7 @@ from llamarl.engine.cuda_graphs import (
     Buckets,
     DecodeInputs,
     PaddedDecoder,
-    pad_decodes,
+    StagedInputs,
     sizes_between,
     why_graphs_unsupported,
 )
@@ -78,7 +79,8 @@ def test_padding_never_points_at_another_sequence(data: st.DataObject, block_siz
     chunks = [_decode(i + 1, start, table) for i, (start, table) in enumerate(zip(starts, tables, strict=True))]
     bucket = Buckets(max_rows=16, max_tokens=64, block_size=block_size).choose([s // block_size + 1 for s in starts])
     assert bucket is not None and bucket.rows >= len(chunks)
-    inputs = DecodeInputs(torch.from_numpy(pad_decodes(chunks, bucket, block_size=block_size, scratch=1000)), bucket)
+    staged = StagedInputs(most_rows=16, block_size=block_size, scratch=1000, device=torch.device("cpu"))
+    inputs = DecodeInputs(staged.write(chunks, np.array(starts), bucket), bucket)
     rows = inputs.tables.view(bucket.rows, bucket.width).tolist()
     for i, (start, table) in enumerate(zip(starts, tables, strict=True)):
         needed = start // block_size + 1
@@ -167,6 +169,30 @@ def test_padding_survives_preemption_sampling_and_new_weights(folder: Path) -> N
     exact, padded = sampled("off"), sampled("padded")
     assert [s.tokens for s in padded] == [s.tokens for s in exact]
     assert [s.policy_versions for s in padded] == [s.policy_versions for s in exact]
+
+
+def test_only_changes_are_written_and_the_inputs_are_those_of_a_new_start(folder: Path) -> None:
+    """Through blocks that fill, sequences that end or are preempted, and wider tables."""
+    engine = _engine(folder, "padded", kv_cache_bytes=(70 + 1) * 4 * 384)
+    decoder = engine._runner.padded_decoder
+    assert decoder is not None
+    staged, shapes = decoder._staged, set()
+    write = staged.write
+
+    def compared(chunks: list[Chunk], starts: Any, bucket: Bucket) -> torch.Tensor:
+        new = StagedInputs(most_rows=16, block_size=4, scratch=engine._runner.num_blocks, device=torch.device("cpu"))
+        found = write(chunks, starts, bucket)
+        assert torch.equal(found, new.write(chunks, starts, bucket))
+        shapes.add((len(chunks), bucket))
+        return found
+
+    staged.write = compared  # type: ignore[method-assign, assignment]
+    sequences = make_sequences(temperature=1.0)
+    for i, sequence in enumerate(sequences):
+        sequence.params = replace(sequence.params, max_new_tokens=20 + 3 * i)
+    run(engine, sequences)
+    assert len({rows for rows, _ in shapes}) > 4 and len({bucket.width for _, bucket in shapes}) > 1
+    assert engine.stats()["preemptions"] > 0
 
 
 def test_scratch_block_counts_toward_the_limit_and_is_nobodys(folder: Path) -> None:
