@@ -36,7 +36,8 @@ class Question:
     """That poses it, if one does."""
     config: RunConfig | None = None
     """That recipe, with its defaults and the command line's changes."""
-    fit: Fit | None = None
+    fits: list[Fit] = dataclasses.field(default_factory=list)
+    """What runs measured of the devices."""
     threads: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"generator": 1, "trainer": 1})
     """CPU threads of a rank, as a run of the recipe would pin them."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -58,7 +59,10 @@ def add_devices(parser: argparse.ArgumentParser) -> Any:
         "--hardware", help="a100-sxm, a100-sxm-40gb, h100-sxm, h100-pcie, h100-nvl, h200-sxm, b200-sxm, b300-sxm, gb200-nvl72, "
         "gb300-nvl72, l40s, rtx-4090, rtx-5090, mi300x, mi325x, mi355x, this-machine (default)",
     )  # fmt: skip
-    devices.add_argument("--fit", type=Path, metavar="RUN", help="finished run that measured these devices")
+    devices.add_argument(
+        "--fit", type=Path, action="append", default=[], metavar="RUN",
+        help="finished run that measured these devices; on CPU cores several, of other threads",
+    )  # fmt: skip
     return devices
 
 
@@ -91,10 +95,11 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
     notes: list[str] = []
     pools = _pools(args, counted=config is None or args.verb == "plan")
     threads = threads_of(config) if config and pools[0][0].is_cpu else {"generator": 1, "trainer": 1}
-    fit = _fit(args, run_dir, pools[0][0]) if len(pools) == 1 else None
-    if fit:
-        pools = [(fit.hardware, pools[0][1])]
-        notes.append(f"fitted: {fit.text()}")
+    model = find_model(model_path)
+    fits = _fits(args, run_dir, pools[0][0], model.name) if len(pools) == 1 else []
+    if fits:
+        pools = [(fits[0].hardware, pools[0][1])]
+        notes += [f"fitted: {fit.text()}" for fit in fits]
     lengths, prompt_tokens = _lengths(args, config, run_dir, notes)
     if config and (missing := left_out(config)):
         notes.append(f"not counted: {', '.join(missing)}")
@@ -103,20 +108,20 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         return given if given is not None else recipes if recipes is not None else default
 
     work = Workload(
-        model=find_model(model_path),
+        model=model,
         response=parse_lengths(args.response_tokens) if args.response_tokens else lengths,
         prompts_per_step=pick(args.prompts, config.schedule.prompts_per_step if config else None, 128),
         group_size=pick(args.group_size, config.generator.group_size if config else None, 16),
         prompt_tokens=pick(args.prompt_tokens, prompt_tokens, 64 if config else 256),
-        reward_s=fit.reward_s if fit and run_dir else 0.0,
+        reward_s=fits[0].reward_s if fits and run_dir else 0.0,
         moment_bytes=config.optimizer.moment_bytes if config else TWO_MOMENTS,
     )
-    if fit and work.model.name != fit.model:
-        pools = [(pools[0][0].with_efficiency(estimates=("generator_scale", "trainer_scale")), pools[0][1])]
     segments = pick(args.max_segments, config.generator.max_segments if config else None, 4)
     options = options_of(args, segments)
-    if fit and not args.precision:
-        options = dataclasses.replace(options, precisions=(fit.precision,))  # no other was measured
+    if fits and not args.precision:
+        options = dataclasses.replace(options, precisions=(fits[0].precision,))  # no other was measured
+    if pools[0][0].is_cpu:
+        options = dataclasses.replace(options, measured=tuple(fits))
     return Question(
         work=work,
         options=options,
@@ -124,7 +129,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
         model_path=model_path,
         recipe=recipe,
         config=config,
-        fit=fit if run_dir else None,
+        fits=fits,
         threads=threads,
         notes=notes,
     )
@@ -208,25 +213,32 @@ def threads_of(config: RunConfig) -> dict[str, int]:
     return {spec.name: spec.threads for spec in placed.executors if spec.name in ("generator", "trainer")}
 
 
-def _fit(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware) -> Fit | None:
-    """The constants that a finished run measured of ``hardware``; None: no run was named."""
+def _fits(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware, model: str) -> list[Fit]:
+    """The constants that finished runs measured of ``hardware``, estimates where they ran another model; none: none was named."""
     from llamarl.config import load_config
     from llamarl.forecast.calibrate import fit_run
 
-    named = args.fit or (run_dir if run_dir and (run_dir / "metrics.jsonl").is_file() else None)
-    if named is None:
-        return None
-    folder = user_path(str(named), "--fit")
-    if not (folder / "config.toml").is_file():
-        raise PlanError(f"--fit {folder}: is no run's folder, which has a config.toml")
-    config = load_config(folder / "config.toml")
-    on_gpu = config.trainer.device == "cuda"
-    if on_gpu == hardware.is_cpu:
-        what = "GPUs: say which, --hardware h100-sxm --devices N" if on_gpu else "CPU cores: leave --hardware out"
-        if args.fit:
-            raise PlanError(f"--fit {folder}: that run was made on {what}")
-        return None
-    return fit_run(config, folder, hardware, threads_of(config) if hardware.is_cpu else {"generator": 1, "trainer": 1})
+    found: list[Fit] = []
+    for named in args.fit or ([run_dir] if run_dir and (run_dir / "metrics.jsonl").is_file() else []):
+        folder = user_path(str(named), "--fit")
+        if not (folder / "config.toml").is_file():
+            raise PlanError(f"--fit {folder}: is no run's folder, which has a config.toml")
+        config = load_config(folder / "config.toml")
+        on_gpu = config.trainer.device == "cuda"
+        if on_gpu == hardware.is_cpu:
+            what = "GPUs: say which, --hardware h100-sxm --devices N" if on_gpu else "CPU cores: leave --hardware out"
+            if args.fit:
+                raise PlanError(f"--fit {folder}: that run was made on {what}")
+            return []
+        threads = threads_of(config) if hardware.is_cpu else {"generator": 1, "trainer": 1}
+        fit = fit_run(config, folder, hardware, threads)
+        if fit.model != model:
+            rough = fit.hardware.with_efficiency(estimates=("generator_scale", "trainer_scale"))
+            fit = dataclasses.replace(fit, hardware=rough)
+        found.append(fit)
+    if len(found) > 1 and (on_gpu or len({fit.precision for fit in found}) > 1):
+        raise PlanError("--fit: several runs may differ in threads on CPU cores, and in nothing else")
+    return found
 
 
 def _lengths(

@@ -83,7 +83,10 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list
     levels = staleness_levels(args.staleness or str(config.schedule.max_staleness))
     schedules = [dataclasses.replace(config.schedule, max_staleness=level) for level in levels]
     changed = [dataclasses.replace(config, schedule=schedule) for schedule in schedules]
-    found = [scenario_from_recipe(one, question.work, hardware, question.threads, question.fit) for one in changed]
+    if len(question.fits) > 1:
+        raise PlanError("--fit: one run measures what is simulated; plan compares several")
+    fit = question.fits[0] if question.fits else None
+    found = [scenario_from_recipe(one, question.work, hardware, question.threads, fit) for one in changed]
     return found, hardware, question.notes
 
 

@@ -28,10 +28,11 @@ from llamarl.forecast.model import ModelSpec, find_model
 from llamarl.forecast.ticks import TrainerDemand, TrainerLayout, trainer_tick
 from llamarl.observability.metrics import read_metrics
 from llamarl.reading import parse_json, read_lines
+from llamarl.roles import ROLES
 from llamarl.settings.executors import GeneratorConfig
 from llamarl.tick_schedule import constant_batches, slot_starts
 
-__all__ = ["Fit", "fit_run", "lengths_of_run", "non_negative_line", "replica_layout", "trainer_layout"]
+__all__ = ["Fit", "fit_run", "lengths_of_run", "non_negative_line", "replica_layout", "shares_cores", "trainer_layout"]
 
 WARM_UP = 2
 """First ticks of a run that a fit leaves out."""
@@ -54,6 +55,10 @@ class Fit:
     """With the four constants, and no estimate left among those that its own job rests on."""
     lengths: Lengths
     prompt_tokens: int
+    threads: Mapping[str, int]
+    """CPU threads of a generator's and of a trainer's rank; 1 on GPUs."""
+    shares_cores: bool
+    """Some of the trainer's threads had the generator's cores, so that what it takes alone is not known."""
     reward_s: float
     """Median of the reward's ticks."""
     num_ticks: int
@@ -68,7 +73,7 @@ class Fit:
         e = self.hardware.efficiency
         busy = "; the machine was busy: run it again idle" if max(self.jitter.values()) > _BUSY else ""
         return (
-            f"rooflines x {e.generator_scale:.3g} + {e.decode_step_overhead_s * 1e3:.3g} ms a decode step; trainer rooflines x "
+            f"{self.threads['generator']}+{self.threads['trainer']} threads: rooflines x {e.generator_scale:.3g} + {e.decode_step_overhead_s * 1e3:.3g} ms a decode step; trainer rooflines x "
             f"{e.trainer_scale:.3g} + {e.train_step_overhead_s * 1e3:.3g} ms a tick; {self.num_ticks} ticks differ from that by "
             f"{self.jitter['generator']:.0%} and {self.jitter['trainer']:.0%}{busy}"
         )
@@ -138,7 +143,7 @@ def fit_run(config: RunConfig, folder: Path, hardware: Hardware, threads: Mappin
     tokens = [tick.responses.sum() + len(tick.responses) * prompt_tokens for tick in ticks]
     train = np.array([(token_s * count + time.optimizer_s, 1.0) for count in tokens])
     generated = np.array([tick.generator_s for tick in ticks])
-    trained = np.array([_alone_s(tick, hardware, threads, config) for tick in ticks])
+    trained = np.array([tick.trainer_s for tick in ticks])
     g, t = _scale_and_rest(decode, generated), _scale_and_rest(train, trained)
     device = replace(
         hardware.device, title=f"{hardware.device.title}, fitted to {folder} ({len(ticks)} ticks)", assumed=False
@@ -152,6 +157,8 @@ def fit_run(config: RunConfig, folder: Path, hardware: Hardware, threads: Mappin
         hardware=replace(fitted, efficiency=replace(fitted.efficiency, estimates=())),
         lengths=lengths,
         prompt_tokens=prompt_tokens,
+        threads=threads,
+        shares_cores=shares_cores(config, threads, hardware),
         reward_s=float(np.median([tick.reward_s for tick in ticks])),
         num_ticks=len(ticks),
         jitter={
@@ -188,15 +195,10 @@ def _decode_row(
     return found
 
 
-def _alone_s(tick: _Tick, hardware: Hardware, threads: Mapping[str, int], config: RunConfig) -> float:
-    """What the trainer's tick would take alone: on CPU cores it has what the generator leaves while that works."""
-    cores = hardware.device.devices_per_node
-    held, own = threads["generator"] * config.generator.num_replicas, threads["trainer"]
-    left = cores - held
-    if not hardware.is_cpu or not config.schedule.max_staleness or held + own <= cores or left < 1:
-        return tick.trainer_s
-    beside = min(tick.trainer_s, tick.generator_s)
-    return (left * beside + own * (tick.trainer_s - beside)) / own
+def shares_cores(config: RunConfig, threads: Mapping[str, int], hardware: Hardware) -> bool:
+    """Whether generator and trainer of a recipe work at once on fewer cores than they have threads."""
+    wanted = sum(ROLES[role].num_ranks(config) * each for role, each in threads.items())
+    return hardware.is_cpu and config.schedule.max_staleness > 0 and wanted > hardware.device.devices_per_node
 
 
 def _scale_and_rest(rows: Rows, seconds: Rows) -> list[float]:

@@ -275,14 +275,11 @@ def turns_s(
     """Seconds of a tick on shared devices in which nothing computes (``schedule.colocated``).
 
     On GPUs the trainer's state goes to the host and back, and the version from there to the
-    generator, over the host's link or, where that is slower, between devices. On CPU cores host
-    memory is where both roles are.
+    generator, over the host's link or, where that is slower, between devices.
 
     Args:
         state_bytes: Weights and moments of a trainer rank.
         direct_s: The hand-over between devices.
     """
-    if hardware.is_cpu:
-        return direct_s
     rate = hardware.device.host_bytes_per_s * hardware.efficiency.link
     return 2.0 * state_bytes / rate + max(direct_s, pulled_bytes(hardware, model, layout) / rate)

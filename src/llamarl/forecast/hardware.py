@@ -31,8 +31,9 @@ __all__ = [
 ]
 
 SIDE_BY_SIDE = 0.85
-"""Of a core's rate, what it reaches while the others work too. SmolLM2-135M's trainer takes 50 s of
-two cores for what takes 40 to 45 s of one (docs/results/speed.md, a step on two cores)."""
+"""Of a core's rate, what it is guessed to reach beside another one of the same process; it falls out
+of what rests on a run, whose threads stay as they are. SmolLM2-135M's trainer takes 50 s of two
+cores for what takes 40 to 45 s of one (docs/results/speed.md, a step on two cores)."""
 
 BYTES_PER_WEIGHT: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5}
 """Bytes of one weight at a precision; scales of quantized blocks are below 2% and left out."""

@@ -52,14 +52,12 @@ def model_folder(model_path: str) -> str | None:
 def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription: float) -> dict[str, dict[str, Any]]:
     """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
 
-    On CPU cores each role is one process: the generator's threads are the cores that it was planned
-    for, the trainer has what the generator leaves.
+    On CPU cores each role is one process, with the threads that it was planned for.
     """
     cpu, t, demand = plan.hardware.is_cpu, plan.trainer.layout, plan.generator.demand
     first = plan.generators[0]
     one_kind = len(plan.generators) == 1 and first.is_even
     threads = {"threads": plan.generator_devices} if cpu else {}
-    filling = {"threads": plan.devices} if cpu else {}
     return {
         "model": {"path": model_path},
         "schedule": {
@@ -90,7 +88,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             "pp": t.pp,
             "cp": t.cp,
             "ep": t.ep,
-            **filling,
+            **({"threads": plan.trainer.threads} if cpu else {}),
             "dtype": "float32" if cpu else "bfloat16",
             "max_tokens_per_microbatch": trainer_demand(work).budget(t),
             "activation_checkpointing": "full" if t.recompute else "none",

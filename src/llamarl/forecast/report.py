@@ -17,7 +17,9 @@ __all__ = ["plan_title", "plans_text", "results_text"]
 
 _GUESSED = "~ guessed: the rates of this machine are assumed, times may be wrong several times over; a finished run measures it: llamarl plan RUN"
 _ESTIMATED = "~ estimated: rates are the maker's times published efficiencies; no time here was measured with llamarl"
-_EXTRAPOLATED = "~ extrapolated: the constants are fitted to a run of another model on this machine"
+_EXTRAPOLATED = (
+    "~ extrapolated: the constants are fitted to a run on this machine of another model, or of other threads"
+)
 _FITTED = "forecast from constants fitted to a run of this machine; no time here was itself measured"
 
 
@@ -25,12 +27,13 @@ def _is_estimated(hardware: Hardware) -> bool:
     return hardware.device.assumed or bool(hardware.efficiency.estimates)
 
 
-def _legend(hardware: Hardware) -> str:
+def _legend(hardware: Hardware, *, estimated: bool) -> str:
     if hardware.device.assumed:
         return _GUESSED
-    if "generator_scale" in hardware.efficiency.estimates:
-        return _EXTRAPOLATED
-    return _ESTIMATED if hardware.efficiency.estimates else _FITTED
+    unmeasured = hardware.efficiency.estimates
+    if unmeasured and "generator_scale" not in unmeasured:
+        return _ESTIMATED
+    return _EXTRAPOLATED if estimated else _FITTED
 
 
 def seconds_text(value: float, *, estimated: bool = False) -> str:
@@ -55,7 +58,7 @@ def plan_title(plan: Plan) -> str:
 def _trainer_layout(plan: Plan) -> str:
     t = plan.trainer.layout
     if plan.hardware.is_cpu:
-        return plural(plan.devices, "thread")
+        return plural(plan.trainer.threads, "thread")
     sizes = (("tp", t.tp), ("pp", t.pp), ("cp", t.cp), ("fsdp", t.fsdp), ("dp", t.dp), ("ep", t.ep))
     return "·".join(f"{axis}{n}" for axis, n in sizes if n > 1 or axis in ("tp", "fsdp"))
 
@@ -84,7 +87,7 @@ def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str =
         f"{plural(work.prompts_per_step, 'prompt')} x {plural(work.group_size, 'response')} a step; prompt "
         f"{plural(work.prompt_tokens, 'token')}; response {work.response.label} (mean {work.response.mean:.0f}, longest of a step "
         f"{work.response.expected_max(work.sequences):.0f})",
-        _legend(hardware),
+        _legend(hardware, estimated=estimated),
         "",
     ]
     rows = [
@@ -130,7 +133,7 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
     )
     parts = ((name.removesuffix("_s"), seconds) for name, seconds in vars(t.time).items() if seconds)
     lines.append("             " + ", ".join(f"{name} {seconds_text(s, estimated=estimated)}" for name, s in parts))
-    of_trainer = plan.hardware.joined(plan.devices) if plan.hardware.is_cpu else plan.hardware
+    of_trainer = plan.hardware.joined(plan.trainer.threads) if plan.hardware.is_cpu else plan.hardware
     lines.append(f"  memory     {_memory(t.memory, of_trainer)}")
     eager = not all(is_captured(g.hardware, work.model, g.layout) for g in plan.generators)
     if eager and "eager_layer_overhead_s" in plan.hardware.efficiency.estimates:
@@ -138,7 +141,7 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
             f"  rests on   eager_layer_overhead_s = {plan.hardware.efficiency.eager_layer_overhead_s * 1e6:g} us, which nobody measured: "
             "a decoded layer without graphs takes at least that"
         )
-    if plan.devices > plan.used:
+    if plan.devices > plan.used and not plan.hardware.is_cpu:
         lines.append(
             f"  unused     {plan.devices - plan.used} of {plan.devices} devices: prompts are dealt whole, and no layout found gives the busiest "
             f"of {plan.generator.replicas} replicas or {t.layout.data_ranks} data ranks less to do with them"
@@ -172,7 +175,7 @@ def results_text(results: Sequence[SimulationResult], hardware: Hardware) -> str
     s: Scenario = results[0].scenario
     lines = [
         s.title,
-        _legend(hardware),
+        _legend(hardware, estimated=any(result.scenario.estimated for result in results)),
         f"{plural(s.prompts_per_step, 'prompt')} x {plural(s.group_size, 'response')} a step, {s.lengths.label}; "
         f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; {plural(s.num_ticks, 'tick')}",
         "",

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import Graph, llamarl_graph
 from llamarl.errors import PlanError
-from llamarl.forecast.calibrate import Fit, replica_layout, trainer_layout
+from llamarl.forecast.calibrate import Fit, replica_layout, shares_cores, trainer_layout
 from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, weight_sync_s
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.model import ModelSpec
-from llamarl.forecast.search import Workload, on_left_cores_s, trainer_demand
-from llamarl.forecast.ticks import GeneratorDemand, TrainerTime, generator_tick_s, trainer_tick
+from llamarl.forecast.search import Workload, trainer_demand
+from llamarl.forecast.ticks import TrainerTime, trainer_tick
 
 __all__ = [
     "Failures",
@@ -85,9 +85,6 @@ class TrainerCost:
 
     def batch_s(self, tokens: float) -> float:
         return self.tick_s + self.token_s * tokens
-
-    def scaled(self, factor: float) -> TrainerCost:
-        return TrainerCost(tick_s=self.tick_s * factor, token_s=self.token_s * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +218,12 @@ def scenario_from_recipe(
     fit: Fit | None = None,
     **changes: Any,
 ) -> Scenario:
-    """A recipe's own layout under the rooflines; on CPU cores a rank's threads are one device, and
-    the trainer has what the generator leaves of the cores while both work.
+    """A recipe's own layout under the rooflines; on CPU cores a rank's threads are one device.
 
     Args:
         threads: CPU threads of a generator's and a trainer's rank as a run would pin them; 1 on GPUs.
-        fit: What a run measured, whose jitter is then simulated too.
+        fit: What a run measured, whose jitter is then simulated too. Of other threads than its own,
+            or of a trainer that shares the generator's cores in one of both alone, times are estimates.
 
     Raises:
         PlanError: Replicas of several kinds.
@@ -240,29 +237,23 @@ def scenario_from_recipe(
     own = g.as_of_kind(0) if g.replicas else g
     each = math.ceil(work.prompts_per_step / own.dp)
     cpu = hardware.is_cpu
-    of_generator, of_trainer = (
-        hardware.joined(threads[role]) if cpu else hardware for role in ("generator", "trainer")
-    )
+    cores, shared = hardware.device.devices_per_node, shares_cores(config, threads, hardware)
+    has = dict(threads)
+    if shared and not fit:  # nobody measured how they share: the trainer has what is left
+        has["trainer"] = max(1, min(has["trainer"], cores - own.dp * has["generator"]))
+    of_generator, of_trainer = (hardware.joined(has[role]) if cpu else hardware for role in ("generator", "trainer"))
+    known = not (hardware.device.assumed or hardware.efficiency.estimates)
+    if fit and cpu:
+        known = known and (dict(fit.threads), fit.shares_cores) == (dict(threads), shared)
     layout = replica_layout(own, hardware)
     trains = trainer_layout(config, work.model, hardware, work.prompt_tokens, work.response.mean)
     time = trainer_tick(of_trainer, work.model, trains, trainer_demand(work))
-    cost = TrainerCost.of(time, work.tokens)
     load_s = weight_sync_s(hardware, work.model, trainer_devices=trains.devices, replicas=[(own.dp, layout)])
     devices = {
         "generator": own.dp * layout.devices * threads["generator"],
         "trainer": trains.devices * threads["trainer"],
     }
-    sharing, cores = "", hardware.device.devices_per_node
-    if cpu and (wanted := sum(devices.values())) > cores and config.schedule.max_staleness:
-        sharing = f"; {wanted} threads share {cores} cores, the trainer has what the generator leaves"
-        demand = GeneratorDemand(
-            lengths=work.response, prompt_tokens=work.prompt_tokens, group_size=work.group_size,
-            sequences=each * work.group_size, total_sequences=work.sequences, slots=own.engine.max_sequences,
-        )  # fmt: skip
-        busy_s = load_s + generator_tick_s(of_generator, work.model, layout, demand)
-        used = min(devices["trainer"], cores)
-        held = max(0, min(used - 1, devices["generator"] + used - cores))
-        cost = cost.scaled(on_left_cores_s(time.total_s, busy_s, held=held, cores=used) / time.total_s)
+    sharing = f"; {sum(devices.values())} threads share {cores} cores" if shared else ""
     scenario = Scenario(
         title=f"{work.model.name}, as the recipe says, {hardware.device.title}{sharing}",
         prompts_per_step=each * own.dp,
@@ -270,7 +261,7 @@ def scenario_from_recipe(
         lengths=work.response,
         prompt_tokens=work.prompt_tokens,
         generator=GeneratorCost(hardware=of_generator, model=work.model, layout=layout),
-        trainer=cost,
+        trainer=TrainerCost.of(time, work.tokens),
         reward_s=work.reward_s,
         max_staleness=config.schedule.max_staleness,
         max_segments=g.max_segments,
@@ -287,6 +278,6 @@ def scenario_from_recipe(
         else Variation(),
         num_ticks=config.run.num_ticks,
         seed=config.run.seed,
-        estimated=bool(hardware.device.assumed or hardware.efficiency.estimates),
+        estimated=not known,
     )
     return dataclasses.replace(scenario, **changes)

@@ -11,6 +11,10 @@ the busiest as much to do, the smallest is tried.
 
 Several kinds of devices follow one rule: the fastest kind trains, and replicas of each kind get
 prompts by the tokens a second that the kind makes.
+
+On the cores of a CPU nothing is searched but threads, and once runs were measured none but theirs:
+what a further thread brings depends on the model (of one below 20 million parameters, next to
+nothing), and no roofline knows it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from functools import lru_cache
 from itertools import product
 
 from llamarl.errors import PlanError
+from llamarl.forecast.calibrate import Fit
 from llamarl.forecast.costs import GeneratorLayout, turns_s, weight_bytes, weight_sync_s
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
@@ -38,6 +43,7 @@ from llamarl.forecast.ticks import (
     generator_tick_s,
     trainer_tick,
 )
+from llamarl.plural import plural
 from llamarl.settings.trainer import TWO_MOMENTS, num_at_once
 
 __all__ = [
@@ -47,7 +53,6 @@ __all__ = [
     "TrainerChoice",
     "Workload",
     "asynchronous",
-    "on_left_cores_s",
     "over_kinds",
     "recommend",
     "search_all",
@@ -115,6 +120,8 @@ class Options:
     """With partial rollouts, groups that a generator keeps in flight, in units of those that a tick delivers."""
     other_system: bool = False
     """Generators as of the paper's system (``GeneratorLayout.other_system``), which llamarl does not run."""
+    measured: tuple[Fit, ...] = ()
+    """Runs on the cores of this CPU: no other threads than theirs are planned. Empty: any, by guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,8 @@ class TrainerChoice:
     layout: TrainerLayout
     time: TrainerTime
     memory: Mapping[str, float]
+    threads: int = 1
+    """Of its one rank on the cores of a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +191,10 @@ class Plan:
 
     @property
     def trainer_devices(self) -> int:
-        """On CPU cores those that the generator leaves; at its end the trainer has all."""
+        """On CPU cores its threads; where these share the generator's cores, what it leaves."""
         if self.hardware.is_cpu:
-            return self.devices if self.colocated else self.devices - self.generator_devices
+            left = self.devices if self.colocated else self.devices - self.generator_devices
+            return min(self.trainer.threads, left)
         return self.trainer.layout.devices
 
     @property
@@ -228,6 +238,10 @@ def trainer_demand(work: Workload) -> TrainerDemand:
         group_size=work.group_size,
         moment_bytes=work.moment_bytes,
     )
+
+
+Candidate = tuple[TrainerChoice, tuple[GeneratorChoice, ...], float]
+"""A trainer, the generators beside it, and their hand-over time."""
 
 
 # -- layouts of one role ----------------------------------------------------------------------------------------------
@@ -377,15 +391,46 @@ def _micro_batches(
     return tuple(found)
 
 
-def _core_trainers(hardware: Hardware, work: Workload, options: Options, cores: int) -> list[TrainerChoice]:
-    """The fastest lone trainer rank with a thread a core, as a list of one, or none."""
-    joined = hardware.joined(cores)
-    found: list[TrainerChoice] = []
-    at_once = num_at_once(0, threads=cores, num_parameters=work.model.total_params)
-    for recompute in (False, True):
-        layout = TrainerLayout(recompute=recompute, at_once=at_once)
-        found += _micro_batches(joined, work.model, trainer_demand(work), layout)
-    return sorted(found, key=_rank)[:1]
+_Cores = tuple[int, Hardware]
+"""Threads, and the cores that they have as one device."""
+
+
+def _on_cores(hardware: Hardware, options: Options, cores: int, *, in_turns: bool) -> Iterator[tuple[_Cores, _Cores]]:
+    """Threads of the generator and of the trainer that may be planned.
+
+    A trainer that shared the generator's cores was measured beside that generator alone. Without a
+    run it is one that has as many threads as there are cores, and what the generator leaves.
+    """
+    if not options.measured:
+        for own in (cores,) if in_turns else range(1, cores):
+            yield (own, hardware.joined(own)), (cores, hardware.joined(cores if in_turns else cores - own))
+        return
+    apart = [run for run in options.measured if not run.shares_cores]
+    together = [run for run in options.measured if run.shares_cores and not in_turns]
+    for one, other in (*product(apart, apart), *zip(together, together, strict=True)):
+        own, others = one.threads["generator"], other.threads["trainer"]
+        if (max(own, others) if in_turns or one.shares_cores else own + others) <= cores:
+            yield (own, one.hardware.joined(own)), (others, other.hardware.joined(others))
+
+
+def _core_candidates(
+    hardware: Hardware, work: Workload, options: Options, cores: int, *, in_turns: bool
+) -> Iterator[Candidate]:
+    """One process a role, with the threads that may be planned."""
+    modes = (False, True) if options.max_segments > 1 and not in_turns else (False,)
+    for ((_, generates), (threads, trains)), partial in product(
+        _on_cores(hardware, options, cores, in_turns=in_turns), modes
+    ):
+        at_once = num_at_once(0, threads=threads, num_parameters=work.model.total_params)
+        trainers: list[TrainerChoice] = []
+        for recompute in (False, True):
+            layout = TrainerLayout(recompute=recompute, at_once=at_once)
+            trainers += _micro_batches(trains, work.model, trainer_demand(work), layout)
+        for trainer, generator in product(
+            sorted(trainers, key=_rank)[:1], generator_choices(generates, work, options, 1, partial=partial)
+        ):
+            sync_s = weight_sync_s(hardware, work.model, trainer_devices=1, replicas=[(1, generator.layout)])
+            yield replace(trainer, threads=threads), (generator,), sync_s
 
 
 def _rank(choice: TrainerChoice) -> tuple[float, int, int]:
@@ -405,25 +450,15 @@ def _trainers(hardware: Hardware, work: Workload, options: Options, most: int) -
 # -- the asynchronous system ------------------------------------------------------------------------------------------
 
 
-Candidate = tuple[TrainerChoice, tuple[GeneratorChoice, ...], float]
-"""A trainer, the generators beside it, and their hand-over time."""
-
-
 def split_candidates(hardware: Hardware, work: Workload, options: Options, devices: int) -> list[Candidate]:
     """Each generator that leaves devices for a trainer, with the trainers worth having on what it leaves.
 
     So every split is tried that could be the best: between two generators that differ in their
     largest share of a tick or in their layout, a device more only helps the trainer.
     """
-    modes = (False, True) if options.max_segments > 1 else (False,)
     if hardware.is_cpu:
-        lone = _core_trainers(hardware, work, options, devices)
-        return [
-            (trainer, (generator,), weight_sync_s(hardware, work.model, trainer_devices=1, replicas=[(1, generator.layout)]))
-            for cores, partial in product(range(1, devices), modes)
-            for generator in generator_choices(hardware.joined(cores), work, options, 1, partial=partial)
-            for trainer in lone
-        ]  # fmt: skip
+        return list(_core_candidates(hardware, work, options, devices, in_turns=False))
+    modes = (False, True) if options.max_segments > 1 else (False,)
     on = lru_cache(maxsize=None)(lambda most: _trainers(hardware, work, options, most))
     found: list[Candidate] = []
     for partial in modes:
@@ -486,12 +521,6 @@ def _joined(
 ) -> Plan:
     """The plan of roles on devices of their own; its step is the period of the job's graph."""
     slowest = max(generators, key=lambda choice: choice.time_s)
-    if hardware.is_cpu:
-        cores = sum(_cores_of(choice.hardware, hardware) for choice in generators)
-        longer = on_left_cores_s(trainer.time.total_s, slowest.time_s + sync_s, held=cores, cores=devices)
-        factor = longer / trainer.time.total_s
-        time = TrainerTime(**{name: seconds * factor for name, seconds in vars(trainer.time).items()})
-        trainer = replace(trainer, time=time)
     step_s, sets_pace = step_period(
         generator_s=slowest.time_s + sync_s,
         reward_s=work.reward_s,
@@ -511,19 +540,6 @@ def _joined(
         binds=_binds(sets_pace, trainer.time, slowest),
         tokens_per_s=work.tokens / step_s,
     )
-
-
-def on_left_cores_s(alone_s: float, held_s: float, *, held: int, cores: int) -> float:
-    """Seconds of a trainer that uses what another role leaves of the cores: all but ``held`` of
-    them until ``held_s``, then all.
-
-    Args:
-        alone_s: Its seconds on all ``cores``.
-    """
-    work, left = alone_s * cores, cores - held
-    if work <= left * held_s:
-        return work / left
-    return held_s + (work - left * held_s) / cores
 
 
 def _binds(role: str, time: TrainerTime, generator: GeneratorChoice) -> str:
@@ -574,16 +590,16 @@ def synchronous(hardware: Hardware, work: Workload, options: Options, devices: i
 def _pairs_in_turns(
     hardware: Hardware, work: Workload, options: Options, devices: int
 ) -> Iterator[tuple[TrainerChoice, GeneratorChoice, float]]:
-    if hardware.is_cpu:
-        trainers, of_generator, count = _core_trainers(hardware, work, options, devices), hardware.joined(devices), 1
-    else:
-        trainers = sorted(trainer_choices(hardware, work, options, devices), key=_rank)[:8]
-        of_generator, count = hardware, devices
-    generators = list(generator_choices(of_generator, work, options, count, partial=False))
+    if hardware.is_cpu:  # host memory is where both roles are
+        for trainer, (generator,), direct in _core_candidates(hardware, work, options, devices, in_turns=True):
+            yield trainer, generator, direct
+        return
+    trainers = sorted(trainer_choices(hardware, work, options, devices), key=_rank)[:8]
+    generators = list(generator_choices(hardware, work, options, devices, partial=False))
     for trainer, generator in product(trainers, generators):
         state = sum(trainer.memory.get(name, 0.0) for name in ("parameters", "optimizer"))
         replicas = [(generator.replicas, generator.layout)]
-        direct = weight_sync_s(hardware, work.model, trainer_devices=count, replicas=replicas)
+        direct = weight_sync_s(hardware, work.model, trainer_devices=devices, replicas=replicas)
         yield trainer, generator, turns_s(hardware, work.model, generator.layout, state, direct)
 
 
@@ -720,6 +736,11 @@ def _nothing_fits(hardware: Hardware, work: Workload, options: Options, devices:
     fewest devices that hold it."""
     head = f"{work.model.name} ({work.model.total_params / 1e9:.1f} B parameters) does not fit on {devices} x "
     head += f"{hardware.device.title} with {MARGIN:.0%} of memory as a margin"
+    if hardware.is_cpu and options.measured:
+        return (
+            f"no run measured this on {plural(devices, 'core')}: each layout is planned with the threads of a run, and in turns "
+            "only with a trainer that had its own cores; name another run, --fit RUN --fit OTHER"
+        )
     if hardware.is_cpu:
         return f"{head}: use a smaller model, shorter responses or a machine with more memory"
     generator = _least(lambda n: any(True for _ in generator_choices(hardware, work, options, n, partial=False)))

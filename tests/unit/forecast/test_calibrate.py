@@ -7,11 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamarl.cli.main import main
 from llamarl.config import RunConfig, save_config, validate
 from llamarl.errors import PlanError
-from llamarl.forecast.calibrate import Fit, _scale_and_rest, fit_run, lengths_of_run, non_negative_line, trainer_layout
+from llamarl.forecast.calibrate import (
+    Fit,
+    _scale_and_rest,
+    fit_run,
+    lengths_of_run,
+    non_negative_line,
+    shares_cores,
+    trainer_layout,
+)
 from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s
-from llamarl.forecast.hardware import Hardware, find_hardware
+from llamarl.forecast.hardware import Hardware, find_hardware, this_machine
 from llamarl.forecast.lengths import empirical
 from llamarl.forecast.model import find_model
 from llamarl.forecast.ticks import TrainerDemand, trainer_tick
@@ -20,13 +29,13 @@ MODEL, PROMPT = find_model("SmolLM2-135M"), 10
 GPU = find_hardware("h100")
 
 
-def write_run(folder: Path, *, ticks: int = 12, **generator: object) -> RunConfig:
+def write_run(folder: Path, *, ticks: int = 12, device: str = "cuda", **generator: object) -> RunConfig:
     """A run of an H100 whose rooflines are 3 and 5 times too fast, with 4 ms a decode step and 0.3 s a trainer's tick."""
     settings = {"group_size": 2, "sampling": {"max_new_tokens": 400}, **generator}
     config = validate(
         {
             "run": {"dir": str(folder)}, "model": {"path": "SmolLM2-135M"}, "schedule": {"prompts_per_step": 4, "max_staleness": 0},
-            "generator": settings, "trainer": {"device": "cuda"},
+            "generator": settings, "trainer": {"device": device, "threads": 1},
         }
     )  # fmt: skip
     (folder / "rollouts").mkdir(parents=True)
@@ -91,6 +100,28 @@ def test_a_run_that_cannot_be_fitted_says_why(tmp_path: Path) -> None:
         fitted(kinds, tmp_path / "kinds")
     with pytest.raises(PlanError, match="no finished run"):
         fitted(kinds.__class__(), tmp_path / "nowhere")
+
+
+def test_a_run_on_cpu_cores_measures_its_own_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    write_run(run, device="cpu", threads=1)
+    assert main(["plan", str(run), "--devices", "2", "--max-segments", "1"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith(("synchronous", "asynchronous"))]
+    assert len(rows) == 4 and all(row.count("1 thread") == 2 and "~" not in row for row in rows)
+    for change, mark in (([], ""), (["--trainer.threads", "2"], "~ extrapolated")):
+        assert main(["simulate", str(run), "--ticks", "4", *change]) == 0
+        out = capsys.readouterr().out
+        assert ("~" in out) == bool(mark) and mark in out
+    assert main(["simulate", str(run), "--fit", str(run), "--fit", str(run)]) == 2
+
+
+def test_threads_share_cores_where_both_roles_work_at_once() -> None:
+    here = this_machine()
+    two = replace(here, device=replace(here.device, devices_per_node=2))
+    sync, at_once = (validate({"schedule": {"max_staleness": staleness}}) for staleness in (0, 1))
+    one, both = {"generator": 1, "trainer": 1}, {"generator": 1, "trainer": 2}
+    assert [shares_cores(at_once, threads, two) for threads in (one, both)] == [False, True]
+    assert not shares_cores(sync, both, two) and not shares_cores(at_once, both, GPU)
 
 
 def test_lengths_and_prompts_are_those_that_a_run_kept(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from llamarl.errors import PlanError
+from llamarl.forecast.calibrate import Fit
 from llamarl.forecast.costs import GeneratorLayout, weight_sync_s
 from llamarl.forecast.hardware import Hardware, device_names, find_hardware, this_machine
 from llamarl.forecast.lengths import constant, lognormal
@@ -20,7 +21,6 @@ from llamarl.forecast.search import (
     _generator_choice,
     _shares,
     asynchronous,
-    on_left_cores_s,
     over_kinds,
     recommend,
     search_all,
@@ -162,34 +162,48 @@ def test_a_response_longer_than_the_context_says_what_would_fit() -> None:
 # -- cores of a CPU ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("alone_s", "held_s", "held", "cores", "expected"),
-    [
-        (1.0, 10.0, 1, 2, 2.0),  # two core-seconds on the one core that is left
-        (4.0, 2.0, 1, 2, 5.0),  # 2 of 8 core-seconds beside, 6 on both cores
-        (3.0, 0.0, 1, 2, 3.0),
-        (6.0, 3.0, 3, 4, 6.0 + 3 * 3 / 4),
-    ],
-)
-def test_a_trainer_has_what_the_generator_leaves_of_the_cores(
-    alone_s: float, held_s: float, held: int, cores: int, expected: float
-) -> None:
-    assert on_left_cores_s(alone_s, held_s, held=held, cores=cores) == pytest.approx(expected)
-
-
 def _two_cores() -> Hardware:
     here = this_machine()
     return replace(here, device=replace(here.device, devices_per_node=2, memory_bytes=8e9))
 
 
-def test_a_step_on_shared_cores_takes_at_least_the_work_of_both() -> None:
+def _measured(generator: int, trainer: int, *, factor: float, shares_cores: bool = False) -> Fit:
+    """A run with so many threads of each role, ``factor`` times as long as the rooflines say."""
+    hardware = _two_cores().with_efficiency(generator_scale=factor, trainer_scale=factor, estimates=())
+    return Fit(
+        model="SmolLM2-135M", precision="fp32", hardware=hardware, lengths=constant(64), prompt_tokens=8,
+        threads={"generator": generator, "trainer": trainer}, shares_cores=shares_cores, reward_s=0.0, num_ticks=9,
+        jitter={}, carried=False,
+    )  # fmt: skip
+
+
+def _threads(*runs: Fit) -> list[tuple[int, int, int]]:
+    """Of each plan on two cores: staleness, threads of the generator, threads of the trainer."""
     work = Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=8, group_size=4)
-    plan = asynchronous(_two_cores(), work, Options(max_segments=1), 2, 1)
-    turns = synchronous(_two_cores(), work, Options(max_segments=1), 2)
-    alone = plan.generator.time_s * 1 + turns.trainer.time.total_s * 2
-    assert plan.generator_devices == plan.trainer_devices == 1 and turns.trainer_devices == 2
-    assert plan.step_s >= alone / 2 * 0.999
-    assert plan.step_s < turns.step_s
+    plans = search_all(_two_cores(), work, Options(max_segments=1, measured=runs), 2, (0, 1))
+    return [(plan.max_staleness, plan.generator_devices, plan.trainer.threads) for plan in plans]
+
+
+def test_without_a_run_two_cores_are_split_by_guess() -> None:
+    assert _threads() == [(0, 2, 2), (1, 1, 2)]  # the trainer has both once the generator waits
+
+
+def test_no_threads_are_planned_that_no_run_has_measured() -> None:
+    """Of two threads each, which the guess takes for 1.7 of one, a run found that they do less than one."""
+    apart, more = _measured(1, 1, factor=2.0), _measured(2, 2, factor=5.0)
+    assert _threads(apart) == [(0, 1, 1), (1, 1, 1)]
+    assert _threads(more) == [(0, 2, 2)]  # four threads at once on two cores were not measured
+    assert _threads(more, apart) == [(0, 1, 1), (1, 1, 1)]
+    assert _threads(_measured(2, 2, factor=3.0), apart) == [(0, 2, 2), (1, 1, 1)]
+    assert _threads(_measured(2, 1, factor=3.0), _measured(1, 2, factor=2.0)) == [(0, 2, 2), (1, 1, 1)]
+
+
+def test_a_trainer_that_shared_cores_is_planned_as_it_was_measured() -> None:
+    shared = _measured(1, 2, factor=1.0, shares_cores=True)
+    assert _threads(shared) == [(1, 1, 2)]
+    assert _threads(shared, _measured(1, 1, factor=2.0)) == [(0, 1, 1), (1, 1, 2)]
+    with pytest.raises(PlanError, match="no run measured this on 2 cores"):
+        _threads(_measured(4, 4, factor=1.0))
 
 
 # -- several kinds ----------------------------------------------------------------------------------------------------
