@@ -32,7 +32,7 @@ examples:
   llamarl plan recipes/tiny.toml                 what this machine will make of a recipe, by assumed rates
   llamarl plan runs/tiny                         the same by the constants that a finished run measured
   llamarl plan --model SmolLM2-135M --fit runs/tiny      another job by the constants of that run
-  llamarl plan runs/tiny --fit runs/tiny --fit runs/two-threads    by two runs of this machine, of other threads
+  llamarl plan runs/tiny --fit runs/tiny --fit runs/wide     by two runs of this machine, of other threads
 
 response lengths:
   512                            every response has 512 tokens

@@ -58,6 +58,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
     first = plan.generators[0]
     one_kind = len(plan.generators) == 1 and first.is_even
     threads = {"threads": plan.generator_devices} if cpu else {}
+    precision = {} if cpu else {"dtype": "bfloat16"}  # of the recipe's, or its default, rates of a core are fitted
     return {
         "model": {"path": model_path},
         "schedule": {
@@ -76,7 +77,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             **threads,
             "sampling": {"max_new_tokens": work.response.limit},
             "engine": {
-                "dtype": "float32" if cpu else "bfloat16",
+                **precision,
                 "max_sequences": first.demand.slots,
                 "kv_cache_bytes": _cache_bytes(first),
             },
@@ -89,7 +90,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             "cp": t.cp,
             "ep": t.ep,
             **({"threads": plan.trainer.threads} if cpu else {}),
-            "dtype": "float32" if cpu else "bfloat16",
+            **precision,
             "max_tokens_per_microbatch": trainer_demand(work).budget(t),
             "activation_checkpointing": "full" if t.recompute else "none",
         },
