@@ -7,8 +7,7 @@ many rows and so many blocks of context::
 
     chunks ──StagedInputs──▶ one int64 array ──one copy──▶ the bucket's inputs ──replay──▶ logits [rows, V], the first N count
 
-- Of that array a step writes what is new: tables are nearly all of it, and a sequence takes a
-  further block once in ``block_size`` steps.
+- Tables are nearly all of that array, and of them a step writes what is new (``block_tables.py``).
 - Rows beyond the sequences hold token 0 and write and read the *scratch block*, one block more than
   the cache has otherwise; no sequence ever looks there.
 - A graph is recorded when its bucket is first needed: twice the step runs as it is, on a side
@@ -29,7 +28,6 @@ goes, and in which bucket, depends on its batch alone, so a resumed run takes th
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,6 +37,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from llamarl.engine.block_tables import BlockTables
 from llamarl.engine.scheduler import Chunk
 from llamarl.model_support import is_known, why_unsupported
 
@@ -114,66 +113,47 @@ class Buckets:
 class StagedInputs:
     """Inputs of decode steps on the host, [rows * (width + 4)]: block tables, tokens, positions, slots, lengths.
 
-    A row whose table is the list of a row of the step before gets what that list has gained since.
-    So entries that a decode step has read must not change; the scheduler keeps to that, and gives a
-    sequence that begins anew another list.
-
     Args:
         most_rows: Of the largest bucket.
         scratch: The block of the rows beyond the sequences.
     """
 
     def __init__(self, *, most_rows: int, block_size: int, scratch: int, device: torch.device) -> None:
-        self._most_rows, self._block_size, self._device = most_rows, block_size, device
+        self._most_rows, self._block_size, self._scratch, self._device = most_rows, block_size, scratch, device
         self._idle = np.array([[0], [0], [scratch * block_size], [1]])  # tokens, positions, slots, lengths
-        self._scratch = scratch
         self._flat = torch.empty(0, dtype=torch.int64)
-        self._tables = np.empty((0, 0), np.int64)  # [most_rows, width], where ``_flat`` begins
-        self._owners: list[list[int]] = []  # the list that each row was written from
-        self._written = np.zeros(most_rows, np.int64)  # entries of it
+        self._width = 0
+        self._num_rows = 0  # of the step before
+        self._tables = BlockTables()  # where ``_flat`` begins
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def write(self, chunks: Sequence[Chunk], starts: npt.NDArray[np.int64], bucket: Bucket) -> Tensor:
         """Inputs of a step, valid until the next call.
 
         Args:
-            chunks: One decoded token each; row i is chunk i. A table shorter than the bucket repeats its own last
-                block, so that a NaN of one sequence cannot reach another.
+            chunks: One decoded token each; row i is chunk i.
             starts: [len(chunks)] their positions.
         """
         if self._copied is not None:
             self._copied.synchronize()  # of the step before: its draws have been read since
         rows, width, n, size = bucket.rows, bucket.width, len(chunks), self._block_size
-        if self._tables.shape[1] != width:
-            self._owners = []
+        if self._width != width:
             if len(self._flat) < self._most_rows * (width + 4):
                 pinned = self._device.type == "cuda"
                 self._flat = torch.empty(self._most_rows * (width + 4), dtype=torch.int64, pin_memory=pinned)
-            self._tables = self._flat.numpy()[: self._most_rows * width].reshape(-1, width)
-        counts = starts // size + 1
-        self._write_tables([chunk.blocks for chunk in chunks], counts, rows)
+            self._tables.begin_in(self._flat.numpy()[: self._most_rows * width].reshape(-1, width))
+            self._width, self._num_rows = width, 0
         flat = self._flat[: rows * (width + 4)]
-        columns = flat.numpy()[rows * width :].reshape(4, rows)
+        values = flat.numpy()
+        tables = self._tables.write([chunk.blocks for chunk in chunks], starts // size + 1)
+        if self._num_rows != n:
+            values[n * width : rows * width] = self._scratch
+            self._num_rows = n
+        columns = values[rows * width :].reshape(4, rows)
         columns[:, n:] = self._idle
-        slots = self._tables[np.arange(n), counts - 1] * size + starts % size
+        slots = tables[np.arange(n), starts // size] * size + starts % size
         columns[:, :n] = [chunk.tokens[0] for chunk in chunks], starts, slots, starts + 1
         return flat
-
-    def _write_tables(self, owners: list[list[int]], counts: npt.NDArray[np.int64], rows: int) -> None:
-        tables, written, n = self._tables, self._written, len(owners)
-        if len(self._owners) != n or not all(map(operator.is_, owners, self._owners)):
-            row_of = {id(blocks): row for row, blocks in enumerate(self._owners)}
-            before = np.array([row_of.get(id(blocks), -1) for blocks in owners])
-            known = before >= 0
-            tables[:n][known] = tables[before[known]]
-            written[:n] = np.where(known, written[before], 0)
-            tables[n:rows] = self._scratch
-            self._owners = owners
-        for row in np.flatnonzero(written[:n] != counts).tolist():
-            blocks, first, count = owners[row], written[row], counts[row]
-            tables[row, first:count] = blocks[first:count]
-            tables[row, count:] = blocks[count - 1]
-        written[:n] = counts
 
     def copy_to_device(self, flat: Tensor, target: Tensor | None = None) -> Tensor:
         """Queue the copy of what ``write`` gave, into a tensor or a new one; on the CPU it may be what was given."""

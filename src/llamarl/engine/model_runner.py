@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from llamarl.engine.block_tables import BlockTables
 from llamarl.engine.compiled_layers import compile_layers, compiles_layers
 from llamarl.engine.cuda_graphs import (
     Buckets,
@@ -93,6 +94,7 @@ class ModelRunner:
             raise ModelError(f"{type(self.model).__name__} has no experts whose choice could be noted")
         self._routing: Routing | None = None
         """Of the last step, where it is noted."""
+        self._tables = BlockTables()
         self._row_of: list[int] = []
         """The first row of each chunk in it."""
         self._parameters = dict(self.model.named_parameters())
@@ -385,35 +387,37 @@ class ModelRunner:
         order = sorted(
             range(len(chunks)), key=lambda i: (not chunks[i].decode, -chunks[i].start if chunks[i].decode else 0, i)
         )
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
         size = self.block_size
-        decoding: list[Chunk] = []
+        decoding = [chunks[i] for i in order if chunks[i].decode]
+        starts = np.array([chunk.start for chunk in decoding], np.int64)
+        counts = starts // size + 1
+        tables = self._tables.write([chunk.blocks for chunk in decoding], counts)
+        tokens = [chunk.tokens[0] for chunk in decoding]
+        positions, slots = [starts], [tables[np.arange(len(decoding)), starts // size] * size + starts % size]
         filling: list[tuple[int, Chunk]] = []
-        for i in order:
-            chunk = chunks[i]
-            n = len(chunk.tokens)
-            first, end = len(tokens), chunk.start + n
+        filled: list[npt.NDArray[np.int64]] = []
+        for row, i in enumerate(order[: len(decoding)]):
+            first_row[i] = last_row[i] = row
+        for i in order[len(decoding) :]:
+            chunk, end = chunks[i], chunks[i].start + len(chunks[i].tokens)
+            blocks, places = np.array(chunk.blocks[: -(-end // size)]), np.arange(chunk.start, end)
+            first_row[i] = len(tokens)
+            filling.append((len(tokens), chunk))
+            filled.append(blocks)
             tokens += chunk.tokens
-            positions += range(chunk.start, end)
-            slots += [chunk.blocks[p // size] * size + p % size for p in range(chunk.start, end)]
+            positions.append(places)
+            slots.append(blocks[places // size] * size + places % size)
             last_row[i] = len(tokens) - 1
-            first_row[i] = first
-            if chunk.decode:
-                decoding.append(chunk)
-            else:
-                filling.append((first, chunk))
-        filled = [chunk.blocks[: -(-(chunk.start + len(chunk.tokens)) // size)] for _, chunk in filling]
-        cuts = self._cut_decodes(decoding)
-        cut_tables = [values for cut in cuts for values in (cut.blocks, cut.lengths)]
-        moved = iter(indices([tokens, positions, slots, *filled, *cut_tables], self.device))
+        cuts = self._cut_decodes(counts.tolist())
+        cut_tables = [part for cut in cuts for part in (tables[cut, : counts[cut.start]].ravel(), starts[cut] + 1)]
+        whole = [np.array(tokens), np.concatenate(positions), np.concatenate(slots)]
+        moved = iter(indices([*whole, *filled, *cut_tables], self.device))
         token_ids, position_ids, slot_ids = next(moved), next(moved), next(moved)
         prefills = [PrefillChunk(first, len(chunk.tokens), chunk.start, next(moved)) for first, chunk in filling]
         received = None
         if self.links is not None and not self.links.is_first:
             received = self.links.receive_hidden(len(tokens))
-        decodes = [DecodeBatch(cut.first, next(moved), next(moved), cut.width * size) for cut in cuts]
+        decodes = [DecodeBatch(cut.start, next(moved), next(moved), int(counts[cut.start]) * size) for cut in cuts]
         batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._flex, self._first_layer)
         return self._hidden(token_ids, position_ids, batch, received), last_row
 
@@ -433,35 +437,19 @@ class ModelRunner:
         batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._flex, compiled=self._compiled)
         return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
 
-    def _cut_decodes(self, decoding: list[Chunk]) -> list[_Cut]:
-        """Cut the decodes (sorted by context, longest first) into batches with little padding."""
-        size = self.block_size
-        counts = [chunk.start // size + 1 for chunk in decoding]
-        cuts: list[_Cut] = []
+    def _cut_decodes(self, counts: list[int]) -> list[slice]:
+        """Cut decodes that hold so many blocks each, the most first, into batches with little padding."""
+        most = math.inf if self._flex else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
+        cuts: list[slice] = []
         first = 0
-        while first < len(decoding):
-            width, held, last = counts[first], 0, first
-            most = math.inf if self._flex else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
-            while last < len(decoding) and width * (last + 1 - first) <= most * (held + counts[last]):
+        while first < len(counts):
+            held, last = 0, first
+            while last < len(counts) and counts[first] * (last + 1 - first) <= most * (held + counts[last]):
                 held += counts[last]
                 last += 1
-            blocks: list[int] = []
-            for chunk, count in zip(decoding[first:last], counts[first:last], strict=True):
-                blocks += chunk.blocks[:count]
-                blocks += [chunk.blocks[count - 1]] * (width - count)
-            cuts.append(_Cut(first, width, blocks, [chunk.start + 1 for chunk in decoding[first:last]]))
+            cuts.append(slice(first, last))
             first = last
         return cuts
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A ``DecodeBatch`` before its integers have gone to the device."""
-
-    first: int
-    width: int
-    blocks: list[int]
-    lengths: list[int]
 
 
 def _open_cache_bytes(device: torch.device) -> int:

@@ -8,8 +8,9 @@ copy has run, so the source may be dropped at once. On the CPU nothing is copied
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,10 +25,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def indices(lists: Sequence[Sequence[int]], device: torch.device | str) -> list[Tensor]:
-    """Lists of integers as int64 tensors on ``device``, all in one copy."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return [torch.tensor(values, dtype=torch.int64, device=device) for values in lists]
-    flat = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64)
-    return list(to_device(flat, device).split([len(values) for values in lists]))
+def indices(lists: Sequence[npt.ArrayLike], device: torch.device | str) -> list[Tensor]:
+    """Lists or arrays of integers as int64 tensors on ``device``, all in one copy."""
+    arrays = [np.asarray(values, np.int64) for values in lists]
+    flat = torch.from_numpy(np.concatenate(arrays))
+    return list(to_device(flat, device).split([len(values) for values in arrays]))

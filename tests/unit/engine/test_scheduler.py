@@ -2,11 +2,13 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.engine.block_manager import BlockManager
+from llamarl.engine.block_tables import BlockTables
 from llamarl.engine.scheduler import Member, Prompt, Scheduler, StepPlan
 from llamarl.engine.sequence import SamplingParams, Sequence
 
@@ -36,6 +38,7 @@ class _Cache:
         self.finished: list[tuple[int, int]] = []
         self.cancelled: Member | None = None
         self.under_way: deque[list[Member]] = deque()
+        self.tables = BlockTables()
 
     def step(self) -> StepPlan:
         drawing = {member.order for members in self.under_way for member in members}
@@ -56,6 +59,12 @@ class _Cache:
             self.blocks[block] = [None] * BLOCK
         for source, target in plan.copies:
             self.blocks[target] = list(self.blocks[source])
+        decodes = [chunk for chunk in plan.chunks if chunk.decode]
+        counts = [chunk.start // BLOCK + 1 for chunk in decodes]
+        tables = self.tables.write([chunk.blocks for chunk in decodes], np.array(counts, np.int64)).tolist()
+        for chunk, count, row in zip(decodes, counts, tables, strict=True):
+            assert row[:count] == chunk.blocks[:count], "a row kept from an earlier step is stale"
+            assert set(row[count:]) <= {chunk.blocks[count - 1]}
         written: set[tuple[int, int]] = set()
         for chunk in plan.chunks:
             for i, token in enumerate(chunk.tokens):
