@@ -146,9 +146,10 @@ class LayerInPlace(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """See :func:`paged_attention`."""
-        KV, D = key.shape[1], key.shape[3]
-        self.keys.view(-1, KV, D).index_copy_(0, self.slots, key[0].transpose(0, 1))
-        self.values.view(-1, KV, D).index_copy_(0, self.slots, value[0].transpose(0, 1))
+        size = self.keys.shape[1]
+        places = (self.slots // size, self.slots % size)  # through a view torch 2.11 copies the layer's whole cache
+        self.keys.index_put_(places, key[0].transpose(0, 1))
+        self.values.index_put_(places, value[0].transpose(0, 1))
         mask = self.masks[window]
         return flex_decode(query[0].transpose(0, 1), self.keys, self.values, mask, scale=scale, softcap=softcap)[None]
 

@@ -317,14 +317,14 @@ def apply_tensor_parallel(
     columns = Cut("tp", 0)
     heads_apart = Cut("tp", 0, kv_heads) if layout.tp > kv_heads else columns
     sharing = _group_of_same_part(layout, kv_heads) if training and layout.tp > kv_heads else None
-    base = model.base_model
+    base, embedding = model.base_model, model.get_input_embeddings()
     plan: Mapping[str, str] = getattr(base.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base_model_prefix}."
     cut = _spread_experts(model, layout)
     group = layout.group("tp")
     shared_input = SharedInput(group)
     for name, module in list(base.named_modules()):
-        if module in experts:
+        if module in experts or module is embedding:  # which some releases of transformers name, for tied weights
             continue
         style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
         if style is None:

@@ -1,5 +1,6 @@
 """A chat template is a program of the model's author: it may neither run for ever nor take the machine's memory."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -57,7 +58,11 @@ def is_alive(pid: int) -> bool:
 
 
 def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def render(template: str) -> str:

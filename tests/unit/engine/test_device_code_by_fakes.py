@@ -144,6 +144,19 @@ def test_fp8_needs_a_device_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert supported_quantizations(cuda) == ("none",)
 
 
+@pytest.fixture
+def fp8_on_a_cpu() -> None:
+    """Whose product knows scales of rows; torch 2.11's on a CPU knows one of the whole alone."""
+    codes, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        if "only supports per-tensor scaling for CPU" in str(error):
+            pytest.skip("this torch's fp8 product on a CPU has no scale a row")
+        raise
+
+
+@pytest.mark.usefixtures("fp8_on_a_cpu")
 @pytest.mark.parametrize(("inside", "outside", "bias"), [(32, 48, False), (24, 19, True), (16, 97, True)])
 def test_fp8_of_any_size_is_the_product_of_rounded_rows(inside: int, outside: int, bias: bool) -> None:
     """Against float32 arithmetic on the rounded codes, by the CPU's version of the product."""
@@ -169,6 +182,7 @@ def test_fp8_of_any_size_is_the_product_of_rounded_rows(inside: int, outside: in
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
 
 
+@pytest.mark.usefixtures("fp8_on_a_cpu")
 def test_fp8_weights_keep_their_addresses_over_versions() -> None:
     layer = torch.nn.Linear(24, 19)
     fp8 = _Fp8Linear([layer])
@@ -183,6 +197,7 @@ def test_fp8_weights_keep_their_addresses_over_versions() -> None:
     torch.testing.assert_close(fp8(x), -old)
 
 
+@pytest.mark.usefixtures("fp8_on_a_cpu")
 def test_a_row_of_nans_stays_alone_in_fp8() -> None:
     layer = torch.nn.Linear(32, 16)
     fp8 = _Fp8Linear([layer])

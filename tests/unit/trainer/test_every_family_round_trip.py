@@ -55,7 +55,9 @@ def test_trained_weights_reach_engine_checkpoint_and_folder(family: str, tmp_pat
             parameter.copy_(trained[name])
     engine.weights_updated(1)
     export(trainer, folder, tmp_path / "out")
-    written, missing = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    written, missing = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )  # transformers 5.17 takes another for Gemma 2, which leaves out its soft caps
     assert not missing["missing_keys"] and not missing["unexpected_keys"], missing
     assert names_in(tmp_path / "out") == names_in(folder)  # as transformers itself writes it, expert by expert
     sequence = sampled(engine)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_fixtures import make_groups, write_model
+from transformers import LlamaConfig
 
 from llamarl.models import collectives
 from llamarl.settings.algorithms import AlgorithmConfig
@@ -203,6 +204,16 @@ def test_every_rank_calls_what_its_neighbours_wait_for(mesh: str, model: Path) -
     programs, _ = walk(model, mesh)
     assert all(programs)
     assert stuck(programs) == ""
+
+
+def test_an_embedding_that_the_plan_names_is_cut_as_one_that_it_leaves_out(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.17 has it for tied weights."""
+    plan = dict(LlamaConfig.base_model_tp_plan)
+    calls = walk(model, "tp 2")
+    monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", {**plan, "embed_tokens": "embedding_rowwise"})
+    assert walk(model, "tp 2") == calls
 
 
 def test_a_micro_batch_gathers_and_reduces_each_unit_once(model: Path) -> None:
