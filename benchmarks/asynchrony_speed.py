@@ -1,11 +1,13 @@
-"""What asynchrony gains on the same cores, by model size, and whether a plan made from a run foretells what it proposes.
+"""What asynchrony gains on the same two cores, by model size, and whether a plan made from runs foretells what it proposes.
 
     python benchmarks/asynchrony_speed.py --json OUT --picture PNG
 
 Five Llama shapes with random weights and the bundled model's tokenizer and task. Of each, in turn, round by round: a core for each
-role in turns (staleness 0) and at once (staleness 1), and both cores for each role in turns. Beside the measured speed-up stands the
-theory's, (G + T) / max(G, T), from the generator's and trainer's seconds when they take turns. Then ``llamarl plan`` reads the first
-of these runs, and the recipe that it proposes is run: its forecast of a step beside the measured one.
+role in turns (staleness 0), the same at once (staleness 1), both cores for each role in turns, and, where the model is large enough
+that a trainer's threads have a micro-batch each, at once with a trainer that fills what the generator leaves. Beside the measured
+speed-up stands the theory's, (G + T) / max(G, T), from the generator's and trainer's seconds when they take turns on a core each.
+Then ``llamarl plan`` reads the first round's runs but the asynchronous one, which it has to foretell; the recipe that it proposes is
+run as well, and its step stands beside the forecast. Cores that other work had meanwhile are counted: it needs idle ones.
 """
 
 from __future__ import annotations
@@ -13,28 +15,51 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import claim, paired_ratio, spread, write_report
+from harness import claim, core_seconds, paired_ratio, spread, write_report
 
-SHAPES: dict[str, tuple[int, int, int, int, int]] = {
-    "0.5M": (128, 352, 3, 4, 2),
-    "3M": (256, 704, 4, 4, 2),
-    "12M": (384, 1056, 7, 6, 2),
-    "50M": (512, 1408, 17, 8, 4),
-    "135M": (576, 1536, 38, 9, 3),
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama, and how long it is measured: less of the larger ones, so that all take twenty minutes."""
+
+    width: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    prompts: int
+    """A tick, of eight responses each."""
+    ticks: int
+    """That are timed."""
+    fills: bool = False
+    """It has 20 million parameters, so a lone trainer computes a micro-batch a thread."""
+
+
+SHAPES = {
+    "0.5M": Shape(128, 352, 3, 4, 2, prompts=4, ticks=12),
+    "3M": Shape(256, 704, 4, 4, 2, prompts=4, ticks=12),
+    "12M": Shape(384, 1056, 7, 6, 2, prompts=2, ticks=10),
+    "50M": Shape(512, 1408, 17, 8, 4, prompts=2, ticks=5, fills=True),
+    "135M": Shape(576, 1536, 38, 9, 3, prompts=1, ticks=5, fills=True),
 }
-"""Width, width of the feed-forward part, layers, heads, key-value heads."""
-EACH, BOTH, ASYNCHRONOUS = "in turns, a core each", "in turns, both cores each", "asynchronous, a core each"
+EACH, ASYNCHRONOUS = "in turns, a core each", "asynchronous, a core each"
+BOTH, FILLING = "in turns, both cores each", "asynchronous, the trainer fills the cores"
 ARMS: dict[str, dict[str, Any]] = {
     EACH: {"schedule.max_staleness": 0, "generator.threads": 1, "trainer.threads": 1},
     ASYNCHRONOUS: {"schedule.max_staleness": 1, "generator.threads": 1, "trainer.threads": 1},
     BOTH: {"schedule.max_staleness": 0, "generator.threads": 2, "trainer.threads": 2},
+    FILLING: {"schedule.max_staleness": 1, "generator.threads": 1, "trainer.threads": 2},
 }
 WARM_UP, LEFT_OUT = 2, 1
 """Ticks at the beginning, and at the end, where the generator is idle already."""
@@ -45,84 +70,87 @@ PLANNED = 0.2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ticks", type=int, default=8, help="timed ticks a run")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--picture", type=Path, help="draw the speed-ups here (matplotlib)")
     args = parser.parse_args()
     results, claims = {}, []
-    for shape in args.shapes:
+    for name in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            found = results[shape] = measure(shape, Path(folder), args)
-        planned = found["planned"]
-        off = planned["step_s"]["median"] / planned["forecast_s"] - 1
+            found = results[name] = measure(name, Path(folder), args.rounds)
+        planned, speed_up = found["planned"], found["speed_up"]
         print(
-            f"{shape}: {found['measured']['median']:.2f} ({found['measured']['low']:.2f} to {found['measured']['high']:.2f})"
-            f" as fast as a core each in turns, theory {found['theory']:.2f}; {found['against_both']['median']:.2f} as fast as"
-            f" both cores each in turns; plan: {planned['plan']}, {planned['forecast_s']:.3g} s,"
-            f" measured {planned['step_s']['median']:.3g} s ({off:+.0%})",
+            f"{name}: {', '.join(f'{ratio:.2f} of {arm}' for arm, ratio in speed_up.items())}; theory {found['theory']:.2f}; plan: "
+            f"{planned['plan']}, {planned['forecast_s']:.3g} s, measured {planned['step_s']['median']:.3g} s ({planned['off']:+.0%}); "
+            f"{found['others']:.2f} cores at other work",
             flush=True,
         )
-        claims.append(claim(f"{shape}: measured step off the plan's", abs(off), PLANNED, at_least=False))
+        claims.append(claim(f"{name}: measured step off the plan's", abs(planned["off"]), PLANNED, at_least=False))
         write_report(args.json, results, claims)  # what is measured is kept
     if args.picture:
         draw(results, args.picture)
 
 
-def measure(shape: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     """All runs of one shape."""
+    shape = SHAPES[name]
     model = random_model(shape, folder / "model")
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for number in range(args.rounds):
-        for arm, settings in ARMS.items():
-            run = folder / f"run_{number}_{len(runs[arm])}_{list(ARMS).index(arm)}"
-            runs[arm].append(timed("tiny", run, model, settings, args))
-            print(f"  {shape}, round {number + 1}, {arm}: {runs[arm][-1]['median']:.3f} s a tick", flush=True)
+    arms = [arm for arm in ARMS if shape.fills or arm != FILLING]
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*arms, "planned"]}
+    plan: dict[str, Any] = {}
+    for number in range(rounds):
+        for arm in arms:
+            run = folder / f"{number}_{arms.index(arm)}"
+            runs[arm].append(timed("tiny", run, model, ARMS[arm], shape))
+        if not plan:
+            plan = proposed(folder, [folder / f"0_{arms.index(arm)}" for arm in arms if arm != ASYNCHRONOUS])
+        runs["planned"].append(timed(plan["path"], folder / f"{number}_planned", model, {}, shape))
+        for arm, several in runs.items():
+            print(f"  {name}, round {number + 1}, {arm}: {several[-1]['median']:.3f} s a tick", flush=True)
     step = {arm: [run["median"] for run in several] for arm, several in runs.items()}
     generator, trainer = (
         spread([run[role] for run in runs[EACH]])["median"] for role in ("time/generator_s", "time/trainer_s")
     )
+    measured = spread(step["planned"])
     return {
         "runs": runs,
         "generator_s": generator,
         "trainer_s": trainer,
         "theory": (generator + trainer) / max(generator, trainer),
-        "measured": paired_ratio(step[EACH], step[ASYNCHRONOUS]),
-        "against_both": paired_ratio(step[BOTH], step[ASYNCHRONOUS]),
-        "planned": planned(folder, folder / "run_0_0_0", model, args),
+        "speed_up": {arm: paired_ratio(step[EACH], step[arm])["median"] for arm in arms if arm != EACH},
+        "others": spread([run["others"] for several in runs.values() for run in several])["median"],
+        "planned": {**plan, "step_s": measured, "off": measured["median"] / plan["forecast_s"] - 1},
     }
 
 
-def planned(folder: Path, run: Path, model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What ``llamarl plan`` proposes on reading a run, and the proposal's ticks."""
-    recipe = folder / "plan.toml"
-    command = [sys.executable, "-m", "llamarl.cli.main", "plan", str(run), "--precision", "fp32", "--max-segments", "1"]
-    told = subprocess.run([*command, "--recipe", str(recipe)], check=True, capture_output=True, text=True, timeout=600)
-    title = recipe.read_text().splitlines()[0]
-    forecast = re.search(r"forecast ~?([\d.]+) (ms|s) a step", recipe.read_text())
-    assert forecast is not None, title
+def proposed(folder: Path, runs: list[Path]) -> dict[str, Any]:
+    """What ``llamarl plan`` proposes on reading runs: its words, its forecast of a step, and where its recipe lies."""
+    path = folder / "plan.toml"
+    command = [sys.executable, "-m", "llamarl.cli.main", "plan", str(runs[0]), "--max-segments", "1"]
+    command += [word for run in runs for word in ("--fit", str(run))]
+    told = subprocess.run([*command, "--recipe", str(path)], check=True, capture_output=True, text=True, timeout=600)
+    recipe = path.read_text()
+    forecast = re.search(r"forecast ([\d.]+) s a step", recipe)
     wrote = re.search(r"wrote .*?: (.*?), the plan marked", told.stdout)
-    assert wrote is not None, told.stdout
-    runs = [timed(str(recipe), folder / f"planned_{number}", model, {}, args) for number in range(args.rounds)]
+    assert forecast and wrote, told.stdout
+    threads = [tomllib.loads(recipe)[role]["threads"] for role in ("generator", "trainer")]
     return {
-        "plan": wrote[1],
-        "forecast_s": float(forecast[1]) / (1000 if forecast[2] == "ms" else 1),
-        "step_s": spread([run["median"] for run in runs]),
-        "recipe": recipe.read_text(),
+        "path": str(path),
+        "plan": f"{wrote[1]}, {threads[0]} + {threads[1]} threads",
+        "forecast_s": float(forecast[1]),
+        "recipe": recipe,
         "told": told.stdout,
     }
 
 
-def timed(recipe: str, run: Path, model: Path, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """One run; medians of its timed ticks."""
+def timed(recipe: str, run: Path, model: Path, settings: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """One run: its timed ticks, and the cores that other work had meanwhile."""
     every = {
         "run.dir": json.dumps(str(run)),
-        "run.num_ticks": WARM_UP + args.ticks + LEFT_OUT,
+        "run.num_ticks": WARM_UP + shape.ticks + LEFT_OUT,
         "model.path": json.dumps(str(model)),
-        "schedule.prompts_per_step": args.prompts,
-        "generator.group_size": args.group_size,
+        "schedule.prompts_per_step": shape.prompts,
+        "generator.group_size": 8,
         "generator.sampling.max_new_tokens": 64,
         "generator.max_segments": 1,
         "generator.oversubscription": 1.0,
@@ -135,17 +163,27 @@ def timed(recipe: str, run: Path, model: Path, settings: dict[str, Any], args: a
         **settings,
     }
     words = [word for key, value in every.items() for word in (f"--{key}", str(value))]
+    begun, at_work, own = time.perf_counter(), core_seconds()[0], _children_s()
     subprocess.run([sys.executable, "-m", "llamarl.cli.main", "train", recipe, *words], check=True, timeout=3600)
+    others = core_seconds()[0] - at_work - (_children_s() - own)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = rows[WARM_UP : WARM_UP + args.ticks]
+    rows = rows[WARM_UP : WARM_UP + shape.ticks]
     keys = ("time/generator_s", "time/trainer_s", "time/reward_s", "response/length_mean")
-    medians = {key: spread([row[key] for row in rows])["median"] for key in keys}
-    return {"step_s": [row["time/step_s"] for row in rows], **medians} | {
-        "median": spread([row["time/step_s"] for row in rows])["median"]
+    return {
+        "step_s": [row["time/step_s"] for row in rows],
+        "median": spread([row["time/step_s"] for row in rows])["median"],
+        **{key: spread([row[key] for row in rows])["median"] for key in keys},
+        "others": others / (time.perf_counter() - begun),
     }
 
 
-def random_model(shape: str, folder: Path) -> Path:
+def _children_s() -> float:
+    """Processor seconds of all processes that were begun here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def random_model(shape: Shape, folder: Path) -> Path:
     """A folder with a Llama model of that shape, random weights, and the bundled model's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -154,10 +192,9 @@ def random_model(shape: str, folder: Path) -> Path:
 
     tiny = resolve_model_path("bundled:tiny")
     own = json.loads((tiny / "config.json").read_text())
-    width, inner, layers, heads, kv_heads = SHAPES[shape]
     config = LlamaConfig(
-        vocab_size=own["vocab_size"], hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=256, tie_word_embeddings=True,
+        vocab_size=own["vocab_size"], hidden_size=shape.width, intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=256, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=own["eos_token_id"], pad_token_id=own["pad_token_id"],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -170,19 +207,24 @@ def random_model(shape: str, folder: Path) -> Path:
 def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    shapes = list(results)
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    axes.plot(shapes, [results[s]["theory"] for s in shapes], "k--", label="theory: (G + T) / max(G, T)")
-    axes.plot(
-        shapes, [results[s]["measured"]["median"] for s in shapes], "o-", label="over a core for each role, in turns"
-    )
-    axes.plot(
-        shapes, [results[s]["against_both"]["median"] for s in shapes], "s-", label="over both cores for each, in turns"
-    )
-    axes.axhline(1, color="grey", lw=0.5)
-    axes.set_xlabel("parameters")
-    axes.set_ylabel("speed-up of the asynchronous step")
-    axes.legend(fontsize=8)
+    names = list(results)
+    figure, (speed, foretold) = plt.subplots(1, 2, figsize=(10, 3.5))
+    speed.plot(names, [results[name]["theory"] for name in names], "k--", label="theory: (G + T) / max(G, T)")
+    for arm, mark in ((ASYNCHRONOUS, "o-"), (FILLING, "^-"), (BOTH, "s-")):
+        having = [name for name in names if arm in results[name]["speed_up"]]
+        if having:
+            speed.plot(having, [results[name]["speed_up"][arm] for name in having], mark, label=arm)
+    speed.axhline(1, color="grey", lw=0.5)
+    speed.set_ylabel("times as fast as in turns, a core each")
+    speed.legend(fontsize=7)
+    planned = [results[name]["planned"] for name in names]
+    foretold.plot(names, [plan["step_s"]["median"] / plan["forecast_s"] for plan in planned], "o")
+    foretold.axhspan(1 - PLANNED, 1 + PLANNED, color="grey", alpha=0.2)
+    foretold.axhline(1, color="grey", lw=0.5)
+    foretold.set_ylabel("measured step / planned")
+    foretold.set_ylim(bottom=0)
+    for axes in (speed, foretold):
+        axes.set_xlabel("parameters")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -270,7 +270,7 @@ def scenario_from_recipe(
         slots=own.engine.max_sequences,
         generator_devices=devices["generator"],
         trainer_devices=devices["trainer"],
-        weights_load_s=load_s,
+        weights_load_s=0.0 if fit else load_s,  # a measured tick of the generator has it
         variation=Variation(
             generator_jitter=min(1.0, fit.jitter["generator"]), trainer_jitter=min(1.0, fit.jitter["trainer"])
         )

@@ -429,7 +429,9 @@ def _core_candidates(
         for trainer, generator in product(
             sorted(trainers, key=_rank)[:1], generator_choices(generates, work, options, 1, partial=partial)
         ):
-            sync_s = weight_sync_s(hardware, work.model, trainer_devices=1, replicas=[(1, generator.layout)])
+            sync_s = 0.0  # a measured tick of the generator has it
+            if not options.measured:
+                sync_s = weight_sync_s(hardware, work.model, trainer_devices=1, replicas=[(1, generator.layout)])
             yield replace(trainer, threads=threads), (generator,), sync_s
 
 
