@@ -166,40 +166,17 @@ class StagedInputs:
         return target
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Views of the array of ``StagedInputs`` on the device; a graph reads it at this address."""
+    """Views of the array of ``StagedInputs`` on the device; a graph reads it at this address.
 
-    flat: Tensor
-    bucket: Bucket
+    ``tables`` [rows * width] block ids; of each row ``tokens``, ``positions``, ``slots`` (where its K and V go) and
+    ``lengths`` (cached tokens, the new one included).
+    """
 
-    def _column(self, index: int) -> Tensor:
-        return self.flat.narrow(0, (self.bucket.width + index) * self.bucket.rows, self.bucket.rows)
-
-    @property
-    def tokens(self) -> Tensor:
-        """[rows]."""
-        return self._column(0)
-
-    @property
-    def positions(self) -> Tensor:
-        """[rows]."""
-        return self._column(1)
-
-    @property
-    def slots(self) -> Tensor:
-        """[rows] where each token's K and V go."""
-        return self._column(2)
-
-    @property
-    def lengths(self) -> Tensor:
-        """[rows] cached tokens, the new one included."""
-        return self._column(3)
-
-    @property
-    def tables(self) -> Tensor:
-        """[rows * width] block ids."""
-        return self.flat.narrow(0, 0, self.bucket.rows * self.bucket.width)
+    def __init__(self, flat: Tensor, bucket: Bucket) -> None:
+        self.flat, self.bucket = flat, bucket
+        parts = flat.split([bucket.rows * bucket.width] + 4 * [bucket.rows])
+        self.tables, self.tokens, self.positions, self.slots, self.lengths = parts
 
 
 @dataclass(slots=True)

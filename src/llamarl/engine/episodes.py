@@ -152,6 +152,8 @@ class EpisodeEngine:
                     self._ended.append(sequence)
                 else:
                     self._end_turn(sequence, sequence.episode)
+        if not self._ended:
+            return []
         places = {key: place for place, key in enumerate(self._order)}
         ended = sorted(self._ended, key=lambda sequence: places[_key(sequence)])
         self._ended = []
