@@ -98,7 +98,7 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
     model = find_model(model_path)
     fits = _fits(args, run_dir, pools[0][0], model.name) if len(pools) == 1 else []
     if fits:
-        pools = [(fits[0].hardware, pools[0][1])]
+        pools = [(_fitted_to(fits, pools[0][0]), pools[0][1])]
         notes += [f"fitted: {fit.text()}" for fit in fits]
     lengths, prompt_tokens = _lengths(args, config, run_dir, notes)
     if config and (missing := left_out(config)):
@@ -214,7 +214,7 @@ def threads_of(config: RunConfig) -> dict[str, int]:
 
 
 def _fits(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware, model: str) -> list[Fit]:
-    """The constants that finished runs measured of ``hardware``, estimates where they ran another model; none: none was named."""
+    """What finished runs measured of ``hardware``, as estimates where they ran another model; empty: none was named."""
     from llamarl.config import load_config
     from llamarl.forecast.calibrate import fit_run
 
@@ -239,6 +239,13 @@ def _fits(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware, mo
     if len(found) > 1 and (on_gpu or len({fit.precision for fit in found}) > 1):
         raise PlanError("--fit: several runs may differ in threads on CPU cores, and in nothing else")
     return found
+
+
+def _fitted_to(fits: Sequence[Fit], here: Hardware) -> Hardware:
+    """The devices as the first run measured them, named after all runs."""
+    first = fits[0].hardware
+    title = first.device.title if len(fits) == 1 else f"{here.device.title}, fitted to {len(fits)} runs"
+    return dataclasses.replace(first, device=dataclasses.replace(first.device, title=title))
 
 
 def _lengths(

@@ -64,18 +64,16 @@ class Fit:
     num_ticks: int
     jitter: Mapping[str, float]
     """Role -> standard deviation of the logarithm of (measured tick / fitted tick)."""
-    carried: bool
-    """Responses went on over several ticks (``max_segments`` above 1), so what a tick decoded is
-    known on average only."""
 
     def text(self) -> str:
         """One line for people."""
         e = self.hardware.efficiency
         busy = "; the machine was busy: run it again idle" if max(self.jitter.values()) > _BUSY else ""
+        threads = f"{self.threads['generator']} + {self.threads['trainer']} threads: " if self.hardware.is_cpu else ""
         return (
-            f"{self.threads['generator']}+{self.threads['trainer']} threads: rooflines x {e.generator_scale:.3g} + {e.decode_step_overhead_s * 1e3:.3g} ms a decode step; trainer rooflines x "
-            f"{e.trainer_scale:.3g} + {e.train_step_overhead_s * 1e3:.3g} ms a tick; {self.num_ticks} ticks differ from that by "
-            f"{self.jitter['generator']:.0%} and {self.jitter['trainer']:.0%}{busy}"
+            f"{threads}rooflines x {e.generator_scale:.3g} + {e.decode_step_overhead_s * 1e3:.3g} ms a decode step; "
+            f"trainer rooflines x {e.trainer_scale:.3g} + {e.train_step_overhead_s * 1e3:.3g} ms a tick; {self.num_ticks} ticks "
+            f"differ from that by {self.jitter['generator']:.0%} and {self.jitter['trainer']:.0%}{busy}"
         )
 
 
@@ -165,7 +163,6 @@ def fit_run(config: RunConfig, folder: Path, hardware: Hardware, threads: Mappin
             role: float(np.log(np.maximum(seconds, 1e-9) / np.maximum(rows @ np.array(line), 1e-9)).std())
             for role, seconds, rows, line in (("generator", generated, decode, g), ("trainer", trained, train, t))
         },
-        carried=config.generator.max_segments > 1,
     )
 
 

@@ -738,10 +738,11 @@ def _nothing_fits(hardware: Hardware, work: Workload, options: Options, devices:
     fewest devices that hold it."""
     head = f"{work.model.name} ({work.model.total_params / 1e9:.1f} B parameters) does not fit on {devices} x "
     head += f"{hardware.device.title} with {MARGIN:.0%} of memory as a margin"
-    if hardware.is_cpu and options.measured:
+    both = (any(True for _ in _on_cores(hardware, options, devices, in_turns=turns)) for turns in (False, True))
+    if hardware.is_cpu and options.measured and not all(both):
         return (
-            f"no run measured this on {plural(devices, 'core')}: each layout is planned with the threads of a run, and in turns "
-            "only with a trainer that had its own cores; name another run, --fit RUN --fit OTHER"
+            f"no run measured this on {plural(devices, 'core')}: a plan has the threads of runs, and in turns a trainer that had "
+            "cores of its own; name another run, --fit RUN --fit OTHER"
         )
     if hardware.is_cpu:
         return f"{head}: use a smaller model, shorter responses or a machine with more memory"

@@ -112,7 +112,9 @@ def test_a_run_on_cpu_cores_measures_its_own_threads(tmp_path: Path, capsys: pyt
         assert main(["simulate", str(run), "--ticks", "4", *change]) == 0
         out = capsys.readouterr().out
         assert ("~" in out) == bool(mark) and mark in out
-    assert main(["simulate", str(run), "--fit", str(run), "--fit", str(run)]) == 2
+    twice = ["--fit", str(run), "--fit", str(run)]
+    assert main(["plan", str(run), "--devices", "2", *twice]) == 0 and "fitted to 2 runs" in capsys.readouterr().out
+    assert main(["simulate", str(run), *twice]) == 2
 
 
 def test_threads_share_cores_where_both_roles_work_at_once() -> None:

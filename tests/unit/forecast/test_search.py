@@ -173,7 +173,7 @@ def _measured(generator: int, trainer: int, *, factor: float, shares_cores: bool
     return Fit(
         model="SmolLM2-135M", precision="fp32", hardware=hardware, lengths=constant(64), prompt_tokens=8,
         threads={"generator": generator, "trainer": trainer}, shares_cores=shares_cores, reward_s=0.0, num_ticks=9,
-        jitter={}, carried=False,
+        jitter={},
     )  # fmt: skip
 
 
