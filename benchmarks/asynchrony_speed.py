@@ -3,11 +3,10 @@
     python benchmarks/asynchrony_speed.py --json OUT --picture PNG
 
 Five Llama shapes with random weights and the bundled model's tokenizer and task. Of each, in turn, round by round: a core for each
-role in turns (staleness 0), the same at once (staleness 1), both cores for each role in turns, and, where the model is large enough
-that a trainer's threads have a micro-batch each, at once with a trainer that fills what the generator leaves. Beside the measured
-speed-up stands the theory's, (G + T) / max(G, T), from the generator's and trainer's seconds when they take turns on a core each.
-Then ``llamarl plan`` reads the first round's runs but the asynchronous one, which it has to foretell; the recipe that it proposes is
-run as well, and its step stands beside the forecast. Cores that other work had meanwhile are counted: it needs idle ones.
+role in turns (staleness 0), the same at once (staleness 1), and both cores for each role in turns. Beside the measured speed-up
+stands the theory's, (G + T) / max(G, T), from the generator's and trainer's seconds when they take turns on a core each. Then
+``llamarl plan`` reads the first round's runs in turns, and the recipe that it proposes is run as well: its step stands beside the
+forecast. Cores that other work had meanwhile are counted: it needs idle ones.
 """
 
 from __future__ import annotations
@@ -42,24 +41,20 @@ class Shape:
     """A tick, of eight responses each."""
     ticks: int
     """That are timed."""
-    fills: bool = False
-    """It has 20 million parameters, so a lone trainer computes a micro-batch a thread."""
 
 
 SHAPES = {
     "0.5M": Shape(128, 352, 3, 4, 2, prompts=4, ticks=12),
     "3M": Shape(256, 704, 4, 4, 2, prompts=4, ticks=12),
     "12M": Shape(384, 1056, 7, 6, 2, prompts=2, ticks=10),
-    "50M": Shape(512, 1408, 17, 8, 4, prompts=2, ticks=5, fills=True),
-    "135M": Shape(576, 1536, 38, 9, 3, prompts=1, ticks=5, fills=True),
+    "50M": Shape(512, 1408, 17, 8, 4, prompts=2, ticks=6),
+    "135M": Shape(576, 1536, 38, 9, 3, prompts=1, ticks=6),
 }
-EACH, ASYNCHRONOUS = "in turns, a core each", "asynchronous, a core each"
-BOTH, FILLING = "in turns, both cores each", "asynchronous, the trainer fills the cores"
+EACH, BOTH, ASYNCHRONOUS = "in turns, a core each", "in turns, both cores each", "asynchronous, a core each"
 ARMS: dict[str, dict[str, Any]] = {
     EACH: {"schedule.max_staleness": 0, "generator.threads": 1, "trainer.threads": 1},
     ASYNCHRONOUS: {"schedule.max_staleness": 1, "generator.threads": 1, "trainer.threads": 1},
     BOTH: {"schedule.max_staleness": 0, "generator.threads": 2, "trainer.threads": 2},
-    FILLING: {"schedule.max_staleness": 1, "generator.threads": 1, "trainer.threads": 2},
 }
 WARM_UP, LEFT_OUT = 2, 1
 """Ticks at the beginning, and at the end, where the generator is idle already."""
@@ -95,15 +90,13 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     """All runs of one shape."""
     shape = SHAPES[name]
     model = random_model(shape, folder / "model")
-    arms = [arm for arm in ARMS if shape.fills or arm != FILLING]
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*arms, "planned"]}
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*ARMS, "planned"]}
     plan: dict[str, Any] = {}
     for number in range(rounds):
-        for arm in arms:
-            run = folder / f"{number}_{arms.index(arm)}"
-            runs[arm].append(timed("tiny", run, model, ARMS[arm], shape))
+        for arm, settings in ARMS.items():
+            runs[arm].append(timed("tiny", folder / f"{number} {arm}", model, settings, shape))
         if not plan:
-            plan = proposed(folder, [folder / f"0_{arms.index(arm)}" for arm in arms if arm != ASYNCHRONOUS])
+            plan = proposed(folder, [folder / f"0 {arm}" for arm in (EACH, BOTH)])
         runs["planned"].append(timed(plan["path"], folder / f"{number}_planned", model, {}, shape))
         for arm, several in runs.items():
             print(f"  {name}, round {number + 1}, {arm}: {several[-1]['median']:.3f} s a tick", flush=True)
@@ -117,7 +110,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
         "generator_s": generator,
         "trainer_s": trainer,
         "theory": (generator + trainer) / max(generator, trainer),
-        "speed_up": {arm: paired_ratio(step[EACH], step[arm])["median"] for arm in arms if arm != EACH},
+        "speed_up": {arm: paired_ratio(step[EACH], step[arm])["median"] for arm in (ASYNCHRONOUS, BOTH)},
         "others": spread([run["others"] for several in runs.values() for run in several])["median"],
         "planned": {**plan, "step_s": measured, "off": measured["median"] / plan["forecast_s"] - 1},
     }
@@ -210,10 +203,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     names = list(results)
     figure, (speed, foretold) = plt.subplots(1, 2, figsize=(10, 3.5))
     speed.plot(names, [results[name]["theory"] for name in names], "k--", label="theory: (G + T) / max(G, T)")
-    for arm, mark in ((ASYNCHRONOUS, "o-"), (FILLING, "^-"), (BOTH, "s-")):
-        having = [name for name in names if arm in results[name]["speed_up"]]
-        if having:
-            speed.plot(having, [results[name]["speed_up"][arm] for name in having], mark, label=arm)
+    for arm, mark in ((ASYNCHRONOUS, "o-"), (BOTH, "s-")):
+        speed.plot(names, [results[name]["speed_up"][arm] for name in names], mark, label=arm)
     speed.axhline(1, color="grey", lw=0.5)
     speed.set_ylabel("times as fast as in turns, a core each")
     speed.legend(fontsize=7)

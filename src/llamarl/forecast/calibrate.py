@@ -57,6 +57,8 @@ class Fit:
     prompt_tokens: int
     threads: Mapping[str, int]
     """CPU threads of a generator's and of a trainer's rank; 1 on GPUs."""
+    at_once: bool
+    """Both roles worked at the same time (staleness above 0), so each tick has what the other's costs it."""
     shares_cores: bool
     """Some of the trainer's threads had the generator's cores, so that what it takes alone is not known."""
     reward_s: float
@@ -156,6 +158,7 @@ def fit_run(config: RunConfig, folder: Path, hardware: Hardware, threads: Mappin
         lengths=lengths,
         prompt_tokens=prompt_tokens,
         threads=threads,
+        at_once=config.schedule.max_staleness > 0,
         shares_cores=shares_cores(config, threads, hardware),
         reward_s=float(np.median([tick.reward_s for tick in ticks])),
         num_ticks=len(ticks),

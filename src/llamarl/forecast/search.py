@@ -398,16 +398,20 @@ _Cores = tuple[int, Hardware]
 def _on_cores(hardware: Hardware, options: Options, cores: int, *, in_turns: bool) -> Iterator[tuple[_Cores, _Cores]]:
     """Threads of the generator and of the trainer that may be planned.
 
-    A trainer that shared the generator's cores was measured beside that generator alone. Without a
-    run it is one that has as many threads as there are cores, and what the generator leaves.
+    Of runs with as many threads the last counts, of those in turns or at once as is planned if there
+    are any. A trainer that shared the generator's cores was measured beside that generator alone.
+    Without a run it is one that has as many threads as there are cores, and what the generator leaves.
     """
     if not options.measured:
         for own in (cores,) if in_turns else range(1, cores):
             yield (own, hardware.joined(own)), (cores, hardware.joined(cores if in_turns else cores - own))
         return
-    apart = [run for run in options.measured if not run.shares_cores]
-    together = [run for run in options.measured if run.shares_cores and not in_turns]
-    for one, other in (*product(apart, apart), *zip(together, together, strict=True)):
+    runs = sorted(options.measured, key=lambda run: run.at_once != in_turns)
+    generators, trainers = (
+        {run.threads[role]: run for run in runs if not run.shares_cores} for role in ("generator", "trainer")
+    )
+    together = [(run, run) for run in runs if run.shares_cores and not in_turns]
+    for one, other in (*product(generators.values(), trainers.values()), *together):
         own, others = one.threads["generator"], other.threads["trainer"]
         if (max(own, others) if in_turns or one.shares_cores else own + others) <= cores:
             yield (own, one.hardware.joined(own)), (others, other.hardware.joined(others))

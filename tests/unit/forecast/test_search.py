@@ -17,6 +17,7 @@ from llamarl.forecast.memory import fits, trainer_memory
 from llamarl.forecast.model import find_model, tensor_parallel_sizes
 from llamarl.forecast.search import (
     Options,
+    Plan,
     Workload,
     _generator_choice,
     _shares,
@@ -167,20 +168,24 @@ def _two_cores() -> Hardware:
     return replace(here, device=replace(here.device, devices_per_node=2, memory_bytes=8e9))
 
 
-def _measured(generator: int, trainer: int, *, factor: float, shares_cores: bool = False) -> Fit:
+def _measured(generator: int, trainer: int, *, factor: float, at_once: bool = False, shares_cores: bool = False) -> Fit:
     """A run with so many threads of each role, ``factor`` times as long as the rooflines say."""
     hardware = _two_cores().with_efficiency(generator_scale=factor, trainer_scale=factor, estimates=())
     return Fit(
         model="SmolLM2-135M", precision="fp32", hardware=hardware, lengths=constant(64), prompt_tokens=8,
-        threads={"generator": generator, "trainer": trainer}, shares_cores=shares_cores, reward_s=0.0, num_ticks=9,
-        jitter={},
+        threads={"generator": generator, "trainer": trainer}, at_once=at_once, shares_cores=shares_cores, reward_s=0.0,
+        num_ticks=9, jitter={},
     )  # fmt: skip
+
+
+def _plans(*runs: Fit) -> list[Plan]:
+    work = Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=8, group_size=4)
+    return search_all(_two_cores(), work, Options(max_segments=1, measured=runs), 2, (0, 1))
 
 
 def _threads(*runs: Fit) -> list[tuple[int, int, int]]:
     """Of each plan on two cores: staleness, threads of the generator, threads of the trainer."""
-    work = Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=8, group_size=4)
-    plans = search_all(_two_cores(), work, Options(max_segments=1, measured=runs), 2, (0, 1))
+    plans = _plans(*runs)
     return [(plan.max_staleness, plan.generator_devices, plan.trainer.threads) for plan in plans]
 
 
@@ -196,6 +201,14 @@ def test_no_threads_are_planned_that_no_run_has_measured() -> None:
     assert _threads(more, apart) == [(0, 1, 1), (1, 1, 1)]
     assert _threads(_measured(2, 2, factor=3.0), apart) == [(0, 2, 2), (1, 1, 1)]
     assert _threads(_measured(2, 1, factor=3.0), _measured(1, 2, factor=2.0)) == [(0, 2, 2), (1, 1, 1)]
+
+
+def test_each_plan_rests_on_the_run_that_worked_as_it_does() -> None:
+    """At once both roles took a quarter longer than in turns: a cache that they share, for example."""
+    turns, at_once = _measured(1, 1, factor=2.0), _measured(1, 1, factor=2.5, at_once=True)
+    for runs in ((turns, at_once), (at_once, turns)):
+        assert [plan.step_s for plan in _plans(*runs)] == [_plans(turns)[0].step_s, _plans(at_once)[1].step_s]
+    assert _plans(turns)[1].step_s == pytest.approx(_plans(at_once)[1].step_s / 1.25, rel=1e-3)
 
 
 def test_a_trainer_that_shared_cores_is_planned_as_it_was_measured() -> None:
