@@ -27,6 +27,7 @@ from llamarl.engine.scheduler import Member, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens
 from llamarl.models.parallel import ParallelLayout
+from llamarl.models.repeatable import suspended
 from llamarl.settings.engine import EngineConfig
 from llamarl.types import FinishReason
 
@@ -247,10 +248,11 @@ class NativeEngine:
         sequences = [member.sequence for member in rows]
         positions = [len(sequence.tokens) for sequence in sequences]
         params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
-        if self._ranks.size == 1:
-            return sample(logits, params, seeds, positions)
-        vocabulary = self._runner.model_config.vocab_size
-        return sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
+        with suspended(self._runner.device):
+            if self._ranks.size == 1:
+                return sample(logits, params, seeds, positions)
+            vocabulary = self._runner.model_config.vocab_size
+            return sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
 
     def _end_oldest(self) -> None:
         """Give the sequences of the oldest wave what was drawn for them."""

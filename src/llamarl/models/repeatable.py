@@ -7,11 +7,11 @@ two stretches need more, or less, than that preference:
   backward pass only if determinism is demanded; merely preferred, it warns once and adds gradients
   up in whatever order they arrive. cuDNN's attention is avoided in the same way. Training goes
   through here, so that its bits repeat.
-- ``suspended``: a generator's step writes to distinct places, with the same result in any order.
-  Preferring determinism would sort the indices before each write, copy the whole target where the
-  written dimension is not the first, and in some releases ask the host, which a CUDA graph cannot
-  record. cuDNN's attention is avoided here too: it works out a plan for each new shape, and a
-  generator's shapes change with every token.
+- ``suspended``: a generator's step, draws included, writes to distinct places, with the same
+  result in any order. Preferring determinism would sort the indices before each write, copy the
+  whole target where the written dimension is not the first, warn of every running sum, and in some
+  releases ask the host, which a CUDA graph cannot record. cuDNN's attention is avoided here too: it
+  works out a plan for each new shape, and a generator's shapes change with every token.
 
 Both change settings of the process for the time of the block. Without a GPU they do nothing; where
 determinism is off they leave it off.
