@@ -181,11 +181,14 @@ def llamarl_step(
     return step
 
 
-def plain_step(folder: Path, groups: list[Group], args: argparse.Namespace) -> Callable[[], None]:
-    """The same gradient as a user of ``transformers`` would write it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+def plain_step(
+    folder: Path, groups: list[Group], args: argparse.Namespace, device: torch.device | str = "cpu"
+) -> Callable[[], None]:
+    """The same gradient as a user of ``transformers`` would write it; on a GPU with bfloat16 by autocast."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).to(device)  # type: ignore[arg-type]
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    half = torch.autocast("cuda", torch.bfloat16, enabled=torch.device(device).type == "cuda")
     rows = [(g.prompt.tokens, r, _advantage(g, r)) for g in groups for r in g.responses]
     total = sum(len(r.tokens) for _, r, _ in rows)
 
@@ -203,10 +206,13 @@ def plain_step(folder: Path, groups: list[Group], args: argparse.Namespace) -> C
                 mask[i, prompt_len - len(prompt) : prompt_len + n] = 1
                 behavior[i, :n] = torch.from_numpy(response.behavior_logprobs)
                 keep[i, :n] = 1.0
-            logits = model(ids, attention_mask=mask, logits_to_keep=response_len + 1, use_cache=False).logits[:, :-1]
-            logprobs = F.log_softmax(logits, dim=-1).gather(-1, ids[:, prompt_len:, None]).squeeze(-1)
+            ids, mask, behavior, keep = (t.to(device) for t in (ids, mask, behavior, keep))
+            with half:
+                out = model(ids, attention_mask=mask, logits_to_keep=response_len + 1, use_cache=False)
+            logits = out.logits[:, :-1]
+            logprobs = F.log_softmax(logits.float(), dim=-1).gather(-1, ids[:, prompt_len:, None]).squeeze(-1)
             weight = (logprobs - behavior).detach().exp().clamp(max=RHO)
-            advantages = torch.tensor([a for _, _, a in batch])[:, None]
+            advantages = torch.tensor([a for _, _, a in batch], device=device)[:, None]
             (-(weight * advantages * logprobs * keep).sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

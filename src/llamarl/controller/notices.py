@@ -219,7 +219,6 @@ def overview(config: RunConfig, local: RunConfig, questions: Questions) -> dict[
         "algorithm": _algorithm(config),
         **({"evaluation": _evaluation(config, questions)} if config.evaluation.every else {}),
         "memory": _memory(config, parameters),
-        **({"decoding": line} if (line := _decoding(config.generator)) else {}),
     }
 
 
@@ -295,19 +294,6 @@ def _evaluation(config: RunConfig, questions: Questions) -> str:
     return (
         f"every {plural(evaluation.every, 'tick')}, and before the first: {plural(prompts, 'held-out prompt')} x "
         f"{plural(evaluation.samples_per_prompt, 'response')}, {_times(share)} what a tick samples"
-    )
-
-
-def _decoding(generator: GeneratorConfig) -> str:
-    """What the first ticks wait for, of a generator that compiles (``engine/compiled_layers.py``)."""
-    on_gpus, ranks = generator.device.startswith("cuda"), generator.tp * generator.pp
-    engine = generator.engine
-    compiles = engine.attention == "flex" and engine.kind.native and engine.cuda_graphs != "off"
-    if not compiles or not on_gpus or ranks > 1 or generator.quantization != "none":
-        return ""
-    return (
-        "layers are compiled for each number of sequences as it first comes, minutes in the first ticks; torch keeps "
-        "what it made for later runs"
     )
 
 

@@ -14,21 +14,22 @@ many rows and so many blocks of context::
   stream, so that libraries set themselves up, then once more for the record. Graphs share one pool
   of memory, one stream and one tensor of logits, since one runs at a time: the logits of a step are
   valid until the next step.
-- The pool's segments never merge, so each wider copy of keys and values would take a further one: a
-  bucket larger than all before it starts the pool anew, and smaller ones then fit in its segments.
+- The pool's segments never merge, so each wider copy of keys and values would take a further one:
+  where they are copied, a bucket larger than all before it starts the pool anew, and smaller ones then
+  fit in its segments.
 - Weights are written in place, so graphs outlive them. If an address has moved after all, all
   graphs are forgotten.
 
 Steps with prompt tokens, and batches that no bucket fits, go the ordinary way. Which way a step
 goes, and in which bucket, depends on its batch alone, so a resumed run takes the same one.
-
-**Not yet run on a GPU.** Buckets and padding are tested on the CPU, where the padded step runs without being recorded.
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,15 +84,17 @@ class Buckets:
     Args:
         max_rows: Most sequences in a step.
         max_tokens: Longest context.
-        in_place: Whether attention reads blocks where they lie: then a wide table costs nothing, and one width does.
+        in_place: Whether attention reads blocks where they lie: then a wide table costs little, and few widths do.
     """
 
     def __init__(self, *, max_rows: int, max_tokens: int, block_size: int, in_place: bool = False) -> None:
-        self._block_size = block_size
+        self._block_size, self.in_place = block_size, in_place
         widest = -(-max_tokens // block_size)
         self._most_tokens = math.inf if in_place else _FREE_TOKENS
         self.rows = sizes_between(1, min(max_rows, _MOST_ROWS))
-        self.widths = (widest,) if in_place else sizes_between(min(widest, -(-_LEAST_TOKENS // block_size)), widest)
+        self.widths = sizes_between(min(widest, -(-_LEAST_TOKENS // block_size)), widest)
+        if in_place:  # 64, 256, 1024, ... tokens
+            self.widths = (*self.widths[:-1:4], widest)
 
     def choose(self, counts: npt.ArrayLike) -> Bucket | None:
         """The smallest bucket for sequences that hold so many blocks each.
@@ -232,7 +235,7 @@ class PaddedDecoder:
             return self._compute(DecodeInputs(self._staged.copy_to_device(flat), bucket))[: len(chunks)]
         recorded = self._graphs.get(bucket)
         if recorded is None:
-            if bucket.rows * bucket.width > self._largest:
+            if not self._buckets.in_place and bucket.rows * bucket.width > self._largest:
                 self.drop()
                 self._largest = bucket.rows * bucket.width
             inputs = DecodeInputs(torch.empty_like(flat, device=self._device), bucket)
@@ -272,10 +275,22 @@ class PaddedDecoder:
         del logits
         graph = torch.cuda.CUDAGraph()
         # other threads of the process may allocate meanwhile: a copy of the weights, a checkpoint
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with uncollected(), torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             shared.copy_(self._compute(inputs))
         self._forget()
         return _Recorded(graph, inputs, shared)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no circles meanwhile: what it freed of another engine, a graph or an event, would end the record."""
+    looked = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looked:
+            gc.enable()
 
 
 def why_layout_unsupported(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,9 +108,11 @@ class ModelRunner:
             summed=frozenset(name.removesuffix(".weight") for name, cut in cuts.items() if cut.dim == 1),
         )
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
-        self._flex = config.attention == "flex"
+        self._in_place = reads_in_place(config.attention, self.device)
+        plain = quantization == "none" and why_graphs_unsupported(self.model_config) is None
+        if plain and compiles_layers(self._in_place, self.dtype, self.ranks.size * self.ranks.num_stages):
+            compile_layers(self.model)
         padded = self._pads_decodes(config)
-        self._compiled = padded and compiles_layers(config.attention, self.device, quantization, self.ranks.size)
         self._size_cache(config, scratch=padded)
         self._cache = torch.empty(0)
         self._keys: list[Tensor] = []
@@ -140,11 +143,6 @@ class ModelRunner:
     def _size_cache(self, config: EngineConfig, *, scratch: bool) -> None:
         """Which layers and heads this rank caches, and how many blocks; with ``scratch`` the last one is nobody's."""
         self.block_size = config.block_size_on(self.device.type)
-        if self._flex and self.device.type == "cuda" and self.block_size % 16:
-            raise ConfigError(
-                'engine.attention = "flex" reads blocks of a multiple of 16 tokens on a GPU, but engine.block_size is '
-                f"{self.block_size}"
-            )
         self.cache_bytes = config.kv_cache_bytes or _open_cache_bytes(self.device)
         num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
         of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
@@ -182,7 +180,7 @@ class ModelRunner:
             max_rows=config.max_sequences,
             max_tokens=self.context_length,
             block_size=self.block_size,
-            in_place=self._flex,
+            in_place=self._in_place,
         )
         decoder = PaddedDecoder(
             self._decode_padded,
@@ -194,8 +192,6 @@ class ModelRunner:
             forget=forget,
         )
         decoder.served_from(self._addresses())
-        if self._compiled:
-            compile_layers(self.model, len(buckets.rows))
         return decoder
 
     def _addresses(self) -> tuple[int, ...]:
@@ -227,10 +223,7 @@ class ModelRunner:
             self._cache = zero_pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
         else:
             self._cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        keys, values = self._cache[0].unbind(0), self._cache[1].unbind(0)
-        if self._compiled:  # the same memory as storages of their own: what shares one is copied before it is written
-            keys, values = (tuple(map(torch.from_dlpack, layers)) for layers in (keys, values))
-        self._keys[:], self._values[:] = keys, values
+        self._keys[:], self._values[:] = self._cache[0].unbind(0), self._cache[1].unbind(0)
 
     @property
     def parked(self) -> bool:
@@ -418,7 +411,7 @@ class ModelRunner:
         if self.links is not None and not self.links.is_first:
             received = self.links.receive_hidden(len(tokens))
         decodes = [DecodeBatch(cut.start, next(moved), next(moved), int(counts[cut.start]) * size) for cut in cuts]
-        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._flex, self._first_layer)
+        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._in_place, self._first_layer)
         return self._hidden(token_ids, position_ids, batch, received), last_row
 
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
@@ -434,12 +427,12 @@ class ModelRunner:
 
     def _decode_padded(self, inputs: DecodeInputs) -> Tensor:
         decode = DecodeBatch(0, inputs.tables, inputs.lengths, inputs.bucket.width * self.block_size)
-        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._flex, compiled=self._compiled)
+        batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._in_place)
         return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
 
     def _cut_decodes(self, counts: list[int]) -> list[slice]:
         """Cut decodes that hold so many blocks each, the most first, into batches with little padding."""
-        most = math.inf if self._flex else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
+        most = math.inf if self._in_place else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
         cuts: list[slice] = []
         first = 0
         while first < len(counts):
@@ -455,6 +448,11 @@ class ModelRunner:
 def _open_cache_bytes(device: torch.device) -> int:
     """Of the KV cache of an engine outside of a run, which leaves it open: on a GPU most of what the weights left."""
     return int(0.7 * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else CPU_CACHE_BYTES
+
+
+def reads_in_place(attention: str, device: torch.device) -> bool:
+    """Whether decodes read their blocks by ``paged_kernel``, which needs Triton."""
+    return attention == "auto" and device.type == "cuda" and find_spec("triton") is not None
 
 
 def _only_decodes(plan: StepPlan) -> bool:

@@ -404,7 +404,7 @@ def register_attention(name: str, attend: Callable[..., Tensor]) -> None:
             scale=of_keys**-0.5 if scaling is None else scaling,
             window=sliding_window,
             softcap=softcap,
-            packing=_current.get() if packed_sequences is None else packed_sequences,
+            packing=packed_sequences if torch.compiler.is_compiling() else packed_sequences or _current.get(),
         )
         return found if of_keys == of_values else found[..., :of_values], None
 

@@ -6,10 +6,13 @@ function writes the K and V of all of them into the paged cache and lets each qu
     row:    d0 d1 d2 | p0 p0 p0 p0 | p1 p1        PagedBatch says: slot of each token, block tables, context lengths
     cache:  per layer  K, V  [num_blocks, block_size, KV, D]
 
-Decodes of similar length form one padded batch, so a step costs a few kernel calls a layer, not one
-a sequence. Queries that share a K/V head go through the kernel as rows of that head, so K and V are
-never repeated. Padding points at blocks of the sequence itself: a NaN in one sequence cannot reach
-another.
+On a GPU ``paged_kernel.py`` reads the blocks of all decodes where they lie. Elsewhere decodes of
+similar length form one padded batch, whose K and V are copied together first, so a step costs a few
+kernel calls a layer, not one a sequence. Queries that share a K/V head go through the kernel as rows
+of that head, so K and V are never repeated. Padding points at blocks of the sequence itself: a NaN
+in one sequence cannot reach another.
+
+In a compiled layer (``engine/compiled_layers.py``) all of this is one operator, ``llamarl::attend_pages``.
 
 Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV key/value heads, G
 = H / KV, D head size.
@@ -18,7 +21,7 @@ Shape legend: N sequences, T tokens, L cached tokens (padded), H query heads, KV
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,11 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.models.attention import fused_attention, register_attention, repeated_heads, softcapped_attention
-from llamarl.models.flex import flex_decode, page_mask
 
 __all__ = [
     "DecodeBatch",
-    "LayerInPlace",
     "PagedBatch",
     "PrefillChunk",
     "current_step",
@@ -55,13 +56,6 @@ class DecodeBatch:
     num_slots: int
     """L = B * block_size."""
     _masks: dict[Any, Any] = field(default_factory=dict)
-
-    def pages(self, window: int | None, num_blocks: int, size: int) -> Any:
-        """What the kernel that reads blocks in place needs to know of them. Made once a step."""
-        if ("pages", window) not in self._masks:
-            tables = self.blocks.view(len(self.lengths), -1)
-            self._masks["pages", window] = page_mask(tables, self.lengths, num_blocks, size, window)
-        return self._masks["pages", window]
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[N, 1, 1, L]: 0 on slots that hold tokens the query may see, -inf elsewhere. Made once a
@@ -132,28 +126,6 @@ def most_rows(keys: int, scores: int) -> int:
     return max(1, (math.isqrt((keys - 1) ** 2 + 4 * scores) - (keys - 1)) // 2)
 
 
-class LayerInPlace(NamedTuple):
-    """What one layer's attention must know of a step of decodes alone that read their blocks in place."""
-
-    keys: Tensor
-    """[num_blocks, block_size, KV, D]."""
-    values: Tensor
-    slots: Tensor
-    masks: dict[int | None, Any]
-    """Of ``page_mask``, by window."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """See :func:`paged_attention`."""
-        size = self.keys.shape[1]
-        places = (self.slots // size, self.slots % size)  # through a view torch 2.11 copies the layer's whole cache
-        self.keys.index_put_(places, key[0].transpose(0, 1))
-        self.values.index_put_(places, value[0].transpose(0, 1))
-        mask = self.masks[window]
-        return flex_decode(query[0].transpose(0, 1), self.keys, self.values, mask, scale=scale, softcap=softcap)[None]
-
-
 @dataclass(slots=True)
 class PagedBatch:
     """What ``llamarl_paged`` must know of a step."""
@@ -165,19 +137,12 @@ class PagedBatch:
     """[T] flat slot (block * block_size + offset) of each token."""
     decodes: list[DecodeBatch]
     prefills: list[PrefillChunk]
-    flex: bool = False
-    """Whether decodes read their blocks in place."""
+    in_place: bool = False
+    """Whether decodes read their blocks where they lie."""
     first_layer: int = 0
     """To which ``keys[0]`` belongs: layers keep their numbers where a pipeline stage holds some of them."""
-    compiled: bool = False
-    """Whether layers that can be compiled are: for one batch of decodes that reads its blocks in place."""
-
-    def in_place(self, layer: int, windows: Sequence[int | None]) -> LayerInPlace:
-        """Of layer ``layer``, whose attention has one of these windows."""
-        (decode,), keys = self.decodes, self.keys[layer]
-        within = {w: w if w is not None and w < decode.num_slots else None for w in windows}
-        masks = {w: decode.pages(inside, *keys.shape[:2]) for w, inside in within.items()}
-        return LayerInPlace(keys, self.values[layer], self.slots, masks)
+    layer: int = 0
+    """That is computed, where layers are compiled: code for all of them knows no number."""
 
 
 _MOST_SCORES = 1 << 25
@@ -222,12 +187,42 @@ def paged_attention(
     Returns:
         [1, T, H, D].
     """
-    if isinstance(packing, LayerInPlace):
-        return packing.attend(query, key, value, scale=scale, window=window, softcap=softcap)
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.llamarl.attend_pages(query, key, value, scale, window, softcap)
+        return found
     paged_batch = _current.get()
     if paged_batch is None:
         raise ValueError("llamarl_paged runs inside the engine only; load with attention='sdpa' otherwise")
     layer: int = module.layer_idx - paged_batch.first_layer  # type: ignore[operator, assignment]
+    return _attend(paged_batch, layer, query, key, value, scale=scale, window=window, softcap=softcap)
+
+
+@torch.library.custom_op("llamarl::attend_pages", mutates_args=())
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """What a compiled layer calls. The cache is no argument: torch would copy what an operator writes to."""
+    batch = _current.get()
+    assert batch is not None, "a compiled layer runs inside the engine only"
+    return _attend(batch, batch.layer, query, key, value, scale=scale, window=window, softcap=softcap)
+
+
+@_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+def _attend(
+    paged_batch: PagedBatch,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     keys, values = paged_batch.keys[layer], paged_batch.values[layer]
     _, H, T, D = query.shape
     KV = key.shape[1]
@@ -239,11 +234,16 @@ def paged_attention(
     for batch in paged_batch.decodes:
         N, L = len(batch.lengths), batch.num_slots
         inside = window if window is not None and window < L else None
-        if paged_batch.flex:
-            queries, pages = q_THD[batch.first : batch.first + N], batch.pages(inside, *keys.shape[:2])
-            out_THD[batch.first : batch.first + N] = flex_decode(
-                queries, keys, values, pages, scale=scale, softcap=softcap
+        if paged_batch.in_place:
+            from llamarl.models.paged_kernel import attend_pages  # needs Triton
+
+            queries, tables = q_THD[batch.first : batch.first + N], batch.blocks.view(N, -1)
+            out = attend_pages(
+                queries, keys, values, tables, batch.lengths, scale=scale, window=inside, softcap=softcap
             )
+            if N == T:
+                return out[None]
+            out_THD[batch.first : batch.first + N] = out
             continue
         k = keys.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)
         v = values.index_select(0, batch.blocks).view(N, L, KV, D).transpose(1, 2)

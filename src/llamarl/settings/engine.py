@@ -113,11 +113,11 @@ class EngineConfig:
     max_sequences: PositiveInt = 256
     """Sequences in the running batch; the rest wait in admission order."""
 
-    attention: Literal["auto", "flex"] = "auto"
-    """Kernel of decoded tokens. "auto" copies a step's keys and values out of their blocks first;
-    "flex" reads them where they lie, by a kernel of torch's that is compiled on a GPU, where it has
-    not run yet, and is slow elsewhere; there the layers around it are compiled too, for each number of
-    sequences as it first comes, which takes minutes. Prompts are computed as ever."""
+    attention: Literal["auto", "copied"] = "auto"
+    """Kernels of decoded tokens. "auto" on a GPU reads keys and values where they lie, and torch
+    compiles the layers around, in the first seconds of a run (Triton and a C compiler are needed).
+    "copied", and everything elsewhere, copies a step's keys and values out of their blocks first and
+    compiles nothing. Bits depend on it."""
 
     cuda_graphs: Literal["auto", "on", "off", "padded"] = "auto"
     """Whether a step in which every sequence decodes is replayed from a CUDA graph: a small model's

@@ -44,6 +44,7 @@ from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
 from llamarl.settings.trainer import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.compiled_layers import compile_layers
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, ValueModel, check_output_layer
@@ -148,6 +149,8 @@ def build_policy(
         )
         if not trained:
             policy.requires_grad_(False)
+        if _compiles(layout, device, dtype) and not experts and lora is None:
+            compile_layers(policy.layers, attention)
         if checkpoint_every:
             policy.checkpoint_activations(every=checkpoint_every)
         return policy
@@ -223,6 +226,10 @@ def _loaded_on(layout: ParallelLayout, device: torch.device) -> torch.device:
     return torch.device("cpu") if layout.num_ranks == 1 else device
 
 
+def _compiles(layout: ParallelLayout, device: torch.device, dtype: torch.dtype) -> bool:
+    return layout.num_ranks == 1 and device.type == "cuda" and dtype != torch.float32
+
+
 def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout) -> None:
     """Refuse experts over ranks that cannot each have as many."""
     count = num_experts(experts[0]) if experts else 0
@@ -264,7 +271,9 @@ def _spread(
         fill: Reads the weights of a model that has been built without storage.
     """
     cuts = apply_tensor_parallel(model, layout)
-    if layout.num_ranks == 1:  # on a mesh, weights are wrapped tensors that take the ordinary product
+    if (
+        layout.num_ranks == 1 and device.type == "cpu"
+    ):  # on a mesh, weights are wrapped tensors that take the ordinary product
         use_onednn_linears(model)
     module = wrap(model)
     if base_names and layout.size(SHARD) > 1:  # what learns nothing needs no more bits than are computed with

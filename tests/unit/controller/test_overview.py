@@ -37,13 +37,6 @@ def test_the_lines_of_the_shipped_recipe() -> None:
     }
 
 
-def test_layers_that_a_gpu_compiles_are_told_of_before_the_first_ticks_take_minutes() -> None:
-    flex, gpu = ["--generator.engine.attention", "flex"], ["--generator.device", "cuda"]
-    assert lines_of(*flex, *gpu)["decoding"].startswith("layers are compiled for each number of sequences")
-    for other in (flex, gpu, [*flex, *gpu, "--generator.tp", "2"], [*flex, *gpu, "--generator.quantization", "fp8"]):
-        assert "decoding" not in lines_of(*other)
-
-
 def test_the_preset_grpo_says_its_kl_term_and_its_reference_model() -> None:
     line = lines_of("--algorithm.name", "grpo")["algorithm"]
     assert line == "ppo, advantage group_std, KL term kl_coef 0.04 (k3) against bundled:tiny as a reference model"

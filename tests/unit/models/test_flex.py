@@ -8,9 +8,8 @@ from tiny_models import tiny_model
 from torch import Tensor
 from training_fixtures import make_groups, write_model
 
-from llamarl.models import flex
 from llamarl.models.attention import PackedSequences, Segment, attending
-from llamarl.models.flex import BLOCK, flex_attention, flex_decode, page_mask, visible_blocks
+from llamarl.models.flex import BLOCK, flex_attention, visible_blocks
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.shared_prompts import SharedPrompts, row_attention
@@ -96,58 +95,6 @@ def test_two_blocks_by_hand() -> None:
     # a prompt of one block, then two responses of a block each: neither looks at the other
     three = [Segment(0, 128), Segment(128, 128, 0, 128), Segment(256, 128, 0, 128)]
     assert visible_blocks(three, 1000) == [[0], [0, 1], [0, 2]]
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (5, 2.0), (16, None), (30, 2.0)])
-def test_decoding_reads_blocks_where_they_lie(window: int | None, softcap: float | None) -> None:
-    """Sequences that share blocks, end at a block's edge, hold one token; NaN in every block and slot of nobody's."""
-    torch.manual_seed(0)
-    size, H, KV, D = 4, 4, 2, 8
-    tables = torch.tensor([[5, 2, 9, 7, 1], [5, 2, 3, 3, 3], [8, 8, 8, 8, 8]])
-    lengths = torch.tensor([19, 12, 1])
-    exact_k, exact_v = torch.full((2, 11, size, KV, D), float("nan"), dtype=torch.float64)
-    for table, length in zip(tables.tolist(), lengths.tolist(), strict=True):
-        for position in range(length):
-            if exact_k[table[position // size], position % size].isnan().any():
-                exact_k[table[position // size], position % size] = torch.randn(KV, D)
-                exact_v[table[position // size], position % size] = torch.randn(KV, D)
-    query = torch.randn(3, H, D, dtype=torch.float64)
-    clean_k, clean_v = (x.nan_to_num(100.0) for x in (exact_k, exact_v))  # 100 in place of NaN: seen at once
-    mask = page_mask(tables, lengths, 11, size, window)
-    out = flex_decode(query.float(), clean_k.float(), clean_v.float(), mask, scale=0.3, softcap=softcap)
-    for i, (table, length) in enumerate(zip(tables.tolist(), lengths.tolist(), strict=True)):
-        first = max(0, length - window) if window else 0
-        slots = [(table[p // size], p % size) for p in range(first, length)]
-        k, v = (torch.stack([x[block, offset] for block, offset in slots]) for x in (exact_k, exact_v))
-        torch.testing.assert_close(out[i].double(), _attend(query[i], k, v, 0.3, softcap), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("size", "H", "KV", "tile"),
-    [(16, 8, 2, (16, 16)), (128, 4, 4, (16, 64)), (48, 14, 2, (16, 16)), (32, 40, 2, (32, 32))],
-)
-def test_a_tile_of_the_kernel_lies_in_one_block_and_holds_the_heads_that_share_it(
-    size: int, H: int, KV: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch's compiler asks; its own choice, 64 keys or more, is no part of a block of 16."""
-    asked: dict[str, int] = {}
-
-    def kernel(query: torch.Tensor, *_: torch.Tensor, kernel_options: dict[str, int], **__: object) -> torch.Tensor:
-        asked.update(kernel_options)
-        return query
-
-    monkeypatch.setattr(flex, "_kernel", lambda device: kernel)
-    cache = torch.zeros(3, size, KV, 8)
-    flex_decode(torch.zeros(1, H, 8), cache, cache, None, scale=1.0, softcap=None)
-    assert (asked["BLOCK_M"], asked["BLOCK_N"]) == tile and size % tile[1] == 0 and BLOCK % tile[0] == 0
-
-
-def test_a_step_names_the_blocks_in_sight_alone() -> None:
-    tables, lengths = torch.tensor([[5, 2, 9, 7, 1], [6, 4, 4, 4, 4]]), torch.tensor([20, 5])
-    whole, near = (page_mask(tables, lengths, 11, 4, window) for window in (None, 5))
-    assert whole.kv_num_blocks.flatten().tolist() == [5, 2]
-    assert near.kv_num_blocks.flatten().tolist() == [2, 2]  # tokens 15 to 19 lie in 7 and 1, tokens 0 to 4 in 6 and 4
-    assert near.kv_indices[0, 0, 0, :2].tolist() == [7, 1] and near.kv_indices[1, 0, 0, :2].tolist() == [6, 4]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
