@@ -192,7 +192,8 @@ def decode_steps(
     """Seconds of a step in which all sequences decode, what it launches, and the least that reading takes."""
     config, quantization = AutoConfigDims(folder), way.pop("quantization", "none")
     token_bytes = config.token_bytes
-    longest = context + repeats + 24
+    prefills = -(-rows * (context + 64) // 8192) + 1
+    longest = context + prefills + repeats + 16  # the first that begins still decodes when the last step is timed
     cache = int(1.05 * (rows + 1) * (longest + 32) * token_bytes) + (1 << 20)
     engine = NativeEngine(
         folder,
@@ -201,7 +202,7 @@ def decode_steps(
     )  # fmt: skip
     prompts = torch.randint(3, config.vocabulary, (rows, context), generator=torch.Generator().manual_seed(0)).tolist()
     engine.add(sequences_of([(prompt, longest - context) for prompt in prompts]))
-    prefill = sum(_seconds(engine.step, device) for _ in range(-(-rows * context // 8192) + 1))
+    prefill = sum(_seconds(engine.step, device) for _ in range(prefills))
     first = sum(_seconds(engine.step, device) for _ in range(3))
     times = [_seconds(engine.step, device) for _ in range(repeats)]
     step = statistics.median(times)

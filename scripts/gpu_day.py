@@ -24,23 +24,33 @@ PYTHON = sys.executable
 LLAMARL = [PYTHON, "-m", "llamarl"]
 SHORT_JOB = ["train", "recipes/tiny.toml", "--run.num_ticks", "2", "--evaluation.every", "0"]
 JOB = ["train", "recipes/tiny.toml", "--run.num_ticks", "20"]
+SHAPES = ("decode", "train", "hand_over")
 
 
 def sections(device: str, out: Path) -> dict[str, tuple[float, list[str]]]:
     """Name -> (most seconds, command)."""
     cuda = device != "cpu"
     tests = [PYTHON, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"]
-    generation = [PYTHON, "benchmarks/generation.py", "--device", device]
+    shapes = [PYTHON, "benchmarks/one_gpu.py", "--device", device, "--models", str(out / "models")]
+    shapes += ["--shape", "1.5b" if cuda else "tiny"]
+    decode, train, hand_over = ([*shapes, what, "--json", str(out / f"{what}.json")] for what in SHAPES)
+    if not cuda:
+        decode += ["--ways", "auto", "--points", "2x8", "--repeats", "1"]
+        train += ["--ways", "auto", "--prompts", "1", "--repeats", "1"]
     job = [*LLAMARL, *(JOB if cuda else SHORT_JOB), "--run.dir", str(out / "run")]
     job += [f"--{role}.device={device}" for role in ("generator", "trainer")]
     return {
-        "doctor": (120, [*LLAMARL, "doctor", "--gpu", "--device", device]),
+        "doctor": (60, [*LLAMARL, "doctor", "--gpu", "--device", device]),
         "tests": (
             270,
-            [*tests, "-n", "8", "--dist", "load", "--maxfail", "40"] if cuda else [*tests, "--collect-only"],
+            [*tests, "-n", str(min(16, os.cpu_count() or 8)), "--dist", "load", "--maxfail", "40"]
+            if cuda
+            else [*tests, "--collect-only"],
         ),
-        "generation": (120, generation if cuda else [*generation, "--help"]),
-        "job": (90, job),
+        "decode": (75, [*decode, "--points", "64x1024", "256x1024"] if cuda else decode),
+        "train": (75, train),
+        "hand_over": (50, hand_over),
+        "job": (70, job),
     }
 
 
@@ -65,7 +75,7 @@ def run_section(name: str, limit_s: float, command: Sequence[str], out: Path) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", help="of doctor, tests, generation, job (default all)")
+    parser.add_argument("sections", nargs="*", help="of doctor, tests, decode, train, hand_over, job (default all)")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results (default runs/gpu)")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script (default cuda)")
     args = parser.parse_args(argv)

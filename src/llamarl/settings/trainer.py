@@ -116,8 +116,7 @@ class TrainerConfig:
     attention: Literal["auto", "flex"] = "auto"
     """Kernel of the rows that are trained and scored. "auto": on a GPU in half precision flash attention
     over separate sequences, else padded batches. "flex": one kernel of torch's that also takes
-    shared prompts, windows and soft caps; compiled on a GPU, where it has not run yet, and slow
-    elsewhere."""
+    shared prompts, windows and soft caps; compiled on a GPU, and slow elsewhere."""
 
     share_prompts: bool | Literal["auto"] = "auto"
     """Compute a group's prompt once for all of its responses; exact to rounding. Models with

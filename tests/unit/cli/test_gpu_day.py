@@ -57,14 +57,17 @@ def test_a_day_leaves_what_it_has_after_each_section(tmp_path: Path) -> None:
 
 
 def test_the_sections_of_a_day_are_commands_that_run(tmp_path: Path) -> None:
-    """Tests and benchmark as far as their flags; the checks and a job are run elsewhere in the suite."""
+    """Tests as far as they are collected, benchmarks on a tiny model; the checks and a job are run elsewhere in the suite."""
     script = _script()
     said = {}
-    for name in ("tests", "generation"):
+    for name in ("tests", "decode", "train", "hand_over"):
         limit_s, (python, *words) = script.sections("cpu", tmp_path)[name]
         assert python == sys.executable
         ran = Started(words, cwd=script.ROOT, together=True, program=as_python)
         assert ran.wait(limit_s) == 0, ran.out
         said[name] = ran.out
     assert "tests collected" in said["tests"]
+    assert json.loads((tmp_path / "decode.json").read_text())["results"]["rows"][0]["tokens_per_s"] > 0
+    assert json.loads((tmp_path / "train.json").read_text())["results"]["rows"][0]["tokens_per_s"] > 0
+    assert json.loads((tmp_path / "hand_over.json").read_text())["results"]["rows"][-1]["gb_per_s"] > 0
     assert sum(limit for limit, _ in script.sections("cuda", tmp_path).values()) <= 600
