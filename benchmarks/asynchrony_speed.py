@@ -6,7 +6,8 @@ Five Llama shapes with random weights and the bundled model's tokenizer and task
 role in turns (staleness 0), the same at once (staleness 1), and both cores for each role in turns. Beside the measured speed-up
 stands the theory's, (G + T) / max(G, T), from the generator's and trainer's seconds when they take turns on a core each. Then
 ``llamarl plan`` reads the first round's runs in turns, and the recipe that it proposes is run as well: its step stands beside the
-forecast. Cores that other work had meanwhile are counted: it needs idle ones.
+forecast, and beside that of a plan that has read the run at once too, which shows what the roles cost each other. Cores that other
+work had meanwhile are counted: it needs idle ones.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> None:
         print(
             f"{name}: {', '.join(f'{ratio:.2f} of {arm}' for arm, ratio in speed_up.items())}; theory {found['theory']:.2f}; plan: "
             f"{planned['plan']}, {planned['forecast_s']:.3g} s, measured {planned['step_s']['median']:.3g} s ({planned['off']:+.0%}); "
+            f"having read the run at once {found['informed']['plan']}, {found['informed']['forecast_s']:.3g} s; "
             f"{found['others']:.2f} cores at other work",
             flush=True,
         )
@@ -92,11 +94,13 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     model = random_model(shape, folder / "model")
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in [*ARMS, "planned"]}
     plan: dict[str, Any] = {}
+    informed: dict[str, Any] = {}
     for number in range(rounds):
         for arm, settings in ARMS.items():
             runs[arm].append(timed("tiny", folder / f"{number} {arm}", model, settings, shape))
         if not plan:
-            plan = proposed(folder, [folder / f"0 {arm}" for arm in (EACH, BOTH)])
+            plan = proposed(folder / "plan.toml", [folder / f"0 {arm}" for arm in (EACH, BOTH)])
+            informed = proposed(folder / "informed.toml", [folder / f"0 {arm}" for arm in ARMS])
         runs["planned"].append(timed(plan["path"], folder / f"{number}_planned", model, {}, shape))
         for arm, several in runs.items():
             print(f"  {name}, round {number + 1}, {arm}: {several[-1]['median']:.3f} s a tick", flush=True)
@@ -113,12 +117,12 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
         "speed_up": {arm: paired_ratio(step[EACH], step[arm])["median"] for arm in (ASYNCHRONOUS, BOTH)},
         "others": spread([run["others"] for several in runs.values() for run in several])["median"],
         "planned": {**plan, "step_s": measured, "off": measured["median"] / plan["forecast_s"] - 1},
+        "informed": informed,
     }
 
 
-def proposed(folder: Path, runs: list[Path]) -> dict[str, Any]:
+def proposed(path: Path, runs: list[Path]) -> dict[str, Any]:
     """What ``llamarl plan`` proposes on reading runs: its words, its forecast of a step, and where its recipe lies."""
-    path = folder / "plan.toml"
     command = [sys.executable, "-m", "llamarl.cli.main", "plan", str(runs[0]), "--max-segments", "1"]
     command += [word for run in runs for word in ("--fit", str(run))]
     told = subprocess.run([*command, "--recipe", str(path)], check=True, capture_output=True, text=True, timeout=600)
@@ -208,8 +212,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     speed.axhline(1, color="grey", lw=0.5)
     speed.set_ylabel("times as fast as in turns, a core each")
     speed.legend(fontsize=7)
-    planned = [results[name]["planned"] for name in names]
-    foretold.plot(names, [plan["step_s"]["median"] / plan["forecast_s"] for plan in planned], "o")
+    for kind, mark, what in (("planned", "o", "read runs in turns"), ("informed", "x", "read the run at once too")):
+        same = [name for name in names if results[name][kind]["plan"] == results[name]["planned"]["plan"]]
+        steps = [results[name]["planned"]["step_s"]["median"] / results[name][kind]["forecast_s"] for name in same]
+        foretold.plot(same, steps, mark, label=f"plan that {what}")
+    foretold.legend(fontsize=7)
     foretold.axhspan(1 - PLANNED, 1 + PLANNED, color="grey", alpha=0.2)
     foretold.axhline(1, color="grey", lw=0.5)
     foretold.set_ylabel("measured step / planned")
