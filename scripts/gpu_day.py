@@ -34,7 +34,10 @@ def sections(device: str, out: Path) -> dict[str, tuple[float, list[str]]]:
     shapes = [PYTHON, "benchmarks/one_gpu.py", "--device", device, "--models", str(out / "models")]
     shapes += ["--shape", "1.5b" if cuda else "tiny"]
     decode, train, hand_over = ([*shapes, what, "--json", str(out / f"{what}.json")] for what in SHAPES)
+    decode_8b = [*decode, "--shape", "8b", "--ways", "auto", "fp8", "--points", "64x1024"]
+    decode_8b[decode_8b.index("--json") + 1] = str(out / "decode_8b.json")
     if not cuda:
+        decode_8b = [*decode, "--help"]
         decode += ["--ways", "auto", "--points", "2x8", "--repeats", "1"]
         train += ["--ways", "auto", "--prompts", "1", "--repeats", "1"]
     job = [*LLAMARL, *(JOB if cuda else SHORT_JOB), "--run.dir", str(out / "run")]
@@ -42,12 +45,13 @@ def sections(device: str, out: Path) -> dict[str, tuple[float, list[str]]]:
     return {
         "doctor": (60, [*LLAMARL, "doctor", "--gpu", "--device", device]),
         "tests": (
-            270,
+            170,
             [*tests, "-n", str(min(16, os.cpu_count() or 8)), "--dist", "load", "--maxfail", "40"]
             if cuda
             else [*tests, "--collect-only"],
         ),
         "decode": (75, [*decode, "--points", "64x1024", "256x1024"] if cuda else decode),
+        "decode_8b": (100, decode_8b),
         "train": (75, train),
         "hand_over": (50, hand_over),
         "job": (70, job),
@@ -75,7 +79,9 @@ def run_section(name: str, limit_s: float, command: Sequence[str], out: Path) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", help="of doctor, tests, decode, train, hand_over, job (default all)")
+    parser.add_argument(
+        "sections", nargs="*", help="of doctor, tests, decode, decode_8b, train, hand_over, job (default all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results (default runs/gpu)")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script (default cuda)")
     args = parser.parse_args(argv)

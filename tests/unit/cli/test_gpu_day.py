@@ -60,7 +60,7 @@ def test_the_sections_of_a_day_are_commands_that_run(tmp_path: Path) -> None:
     """Tests as far as they are collected, benchmarks on a tiny model; the checks and a job are run elsewhere in the suite."""
     script = _script()
     said = {}
-    for name in ("tests", "decode", "train", "hand_over"):
+    for name in ("tests", "decode", "decode_8b", "train", "hand_over"):
         limit_s, (python, *words) = script.sections("cpu", tmp_path)[name]
         assert python == sys.executable
         ran = Started(words, cwd=script.ROOT, together=True, program=as_python)
