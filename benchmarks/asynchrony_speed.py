@@ -101,7 +101,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
         if not plan:
             plan = proposed(folder / "plan.toml", [folder / f"0 {arm}" for arm in (EACH, BOTH)])
             informed = proposed(folder / "informed.toml", [folder / f"0 {arm}" for arm in ARMS])
-        runs["planned"].append(timed(plan["path"], folder / f"{number}_planned", model, {}, shape))
+        runs["planned"].append(timed(str(folder / "plan.toml"), folder / f"{number}_planned", model, {}, shape))
         for arm, several in runs.items():
             print(f"  {name}, round {number + 1}, {arm}: {several[-1]['median']:.3f} s a tick", flush=True)
     step = {arm: [run["median"] for run in several] for arm, several in runs.items()}
@@ -122,7 +122,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def proposed(path: Path, runs: list[Path]) -> dict[str, Any]:
-    """What ``llamarl plan`` proposes on reading runs: its words, its forecast of a step, and where its recipe lies."""
+    """What ``llamarl plan`` proposes on reading runs: its words and its forecast of a step. Its recipe goes to ``path``."""
     command = [sys.executable, "-m", "llamarl.cli.main", "plan", str(runs[0]), "--max-segments", "1"]
     command += [word for run in runs for word in ("--fit", str(run))]
     told = subprocess.run([*command, "--recipe", str(path)], check=True, capture_output=True, text=True, timeout=600)
@@ -132,11 +132,9 @@ def proposed(path: Path, runs: list[Path]) -> dict[str, Any]:
     assert forecast and wrote, told.stdout
     threads = [tomllib.loads(recipe)[role]["threads"] for role in ("generator", "trainer")]
     return {
-        "path": str(path),
         "plan": f"{wrote[1]}, {threads[0]} + {threads[1]} threads",
         "forecast_s": float(forecast[1]),
-        "recipe": recipe,
-        "told": told.stdout,
+        "told": told.stdout.replace(str(path.parent), "RUNS"),
     }
 
 
