@@ -332,19 +332,23 @@ class ModelRunner:
         for prompt, chunk in plan.completed:
             prompt.end_state = hidden_TE[last_row[chunk]].clone()
         # one row of logits for all members that sample from the end of one prompt
-        states: list[Tensor] = []
+        ends: list[Tensor] = []
+        states: list[int] = []
         row_of: dict[int, int] = {}
         rows: list[int] = []
         for _, source in plan.samples:
             key = id(source) if isinstance(source, Prompt) else last_row[source]
             if key not in row_of:
                 row_of[key] = len(states)
-                states.append(source.end_state if isinstance(source, Prompt) else hidden_TE[key])  # type: ignore[arg-type]
+                states.append(len(hidden_TE) + len(ends) if isinstance(source, Prompt) else key)
+                if isinstance(source, Prompt):
+                    ends.append(cast(Tensor, source.end_state))
             rows.append(row_of[key])
         if not states:
             return torch.empty(0, self.model_config.vocab_size)
-        logits = self._logits(torch.stack(states))
-        return logits if rows == list(range(len(states))) else logits.index_select(0, *indices([rows], self.device))
+        state_ids, row_ids = indices([states, rows], self.device)
+        logits = self._logits((torch.cat([hidden_TE, torch.stack(ends)]) if ends else hidden_TE)[state_ids])
+        return logits if rows == list(range(len(states))) else logits[row_ids]
 
     def chosen_experts(self, plan: StepPlan) -> list[Experts]:
         """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers of this
@@ -375,23 +379,20 @@ class ModelRunner:
         last_row = [0] * len(chunks)
         first_row = self._row_of = [0] * len(chunks)
         if not chunks:
-            return torch.empty(0, self._width, dtype=self.dtype), last_row
-        # decodes by context length, longest first, so that neighbours pad each other little
-        order = sorted(
-            range(len(chunks)), key=lambda i: (not chunks[i].decode, -chunks[i].start if chunks[i].decode else 0, i)
-        )
+            return torch.empty(0, self._width, dtype=self.dtype, device=self.device), last_row
         size = self.block_size
-        decoding = [chunks[i] for i in order if chunks[i].decode]
-        starts = np.array([chunk.start for chunk in decoding], np.int64)
+        starts = np.array([chunk.start for chunk in chunks if chunk.decode], np.int64)  # these come first
+        order = np.argsort(-starts, kind="stable")  # longest context first, so that neighbours pad each other little
+        decoding, starts = [chunks[i] for i in order.tolist()], starts[order]
         counts = starts // size + 1
         tables = self._tables.write([chunk.blocks for chunk in decoding], counts)
         tokens = [chunk.tokens[0] for chunk in decoding]
         positions, slots = [starts], [tables[np.arange(len(decoding)), starts // size] * size + starts % size]
         filling: list[tuple[int, Chunk]] = []
         filled: list[npt.NDArray[np.int64]] = []
-        for row, i in enumerate(order[: len(decoding)]):
+        for row, i in enumerate(order.tolist()):
             first_row[i] = last_row[i] = row
-        for i in order[len(decoding) :]:
+        for i in range(len(decoding), len(chunks)):
             chunk, end = chunks[i], chunks[i].start + len(chunks[i].tokens)
             blocks, places = np.array(chunk.blocks[: -(-end // size)]), np.arange(chunk.start, end)
             first_row[i] = len(tokens)

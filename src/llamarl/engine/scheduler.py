@@ -365,7 +365,9 @@ class Scheduler:
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def _must_copy(self, member: Member) -> bool:
-        """Whether the block that the member writes next has other holders."""
+        """Whether the block that the member writes next has other holders: once it has written, none."""
+        if member.num_computed > len(member.sequence.prompt_tokens):
+            return False
         block, offset = divmod(member.num_computed, self._block_size)
         return offset != 0 and self.blocks.holders(member.blocks[block]) > 1
 
