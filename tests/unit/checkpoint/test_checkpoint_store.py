@@ -250,7 +250,9 @@ def test_a_disk_that_fails_at_any_call_is_an_error_by_name_and_costs_no_earlier_
                 store.finish(2, written)
             except CheckpointError as error:
                 failed = True
-                assert os.strerror(number) in error.cause
+                # Python 3.13 passes over a file that is said to be gone, and is refused its folder
+                told = (number, errno.ENOTEMPTY) if number == errno.ENOENT else (number,)
+                assert any(os.strerror(cause) in error.cause for cause in told)
         survivor = CheckpointStore(folder, CheckpointConfig(keep=1))
         survivor.clean()
         loaded = survivor.load()

@@ -539,6 +539,7 @@ def test_an_installation_is_whole_files_of_this_python() -> None:
         ("Traceback\nMemoryError", "memory"),
         ("OSError: [Errno 28] No space left on device: 'x'\n", "disk"),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "processes"),
+        ("object type name: MemoryError\nobject repr     : MemoryError()\nlost sys.stderr\n", "memory"),
         ("ValueError: MemoryError", None),
         ("", None),
     ],

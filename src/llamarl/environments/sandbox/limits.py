@@ -67,6 +67,9 @@ _WORDS: tuple[tuple[str, Limit], ...] = (
 
 
 def limit_in_words(stderr: str) -> Limit | None:
-    """The limit that the last line of a traceback speaks of."""
+    """The limit that the last line of a traceback speaks of, or the last error for whose lines Python
+    had no memory: 3.13 then tells of the object alone."""
     last = stderr.rstrip().rpartition("\n")[2]
+    if last == "lost sys.stderr":
+        last = stderr.rpartition("object type name: ")[2]
     return next((limit for words, limit in _WORDS if last.startswith(words)), None)
