@@ -23,7 +23,7 @@ from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes
 from llamarl.roles import ROLES, Role, present_roles
-from llamarl.settings.engine import CPU_CACHE_BYTES
+from llamarl.settings.engine import CPU_CACHE_BYTES, EngineConfig
 from llamarl.settings.executors import GeneratorConfig
 from llamarl.settings.trainer import MICROBATCH_TOKENS
 
@@ -38,8 +38,6 @@ _CACHE_SHARE = 0.2
 """Of the smallest GPU, what is left to a cache when a micro-batch is chosen beside it."""
 _GRAIN = 1 << 26
 """A cache is a multiple of it, so that a driver's few megabytes change nothing."""
-_GATHERED = 4
-"""A padded step gathers up to so many times the blocks of a layer that its sequences hold."""
 
 
 @dataclass(frozen=True)
@@ -179,14 +177,19 @@ def _of_engine(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str, 
     )
 
 
+def _copied(engine: EngineConfig) -> int:
+    """So many times the blocks of a layer that its sequences hold, a padded step may copy."""
+    return 4 if engine.attention == "copied" else 0
+
+
 def _of_replica(shape: _Shape, own: GeneratorConfig) -> tuple[dict[str, float], dict[str, float]]:
     engine, tp, width = own.engine, own.tp, _width(own.engine.dtype)
     codes = 0 if own.quantization == "none" else 1  # beside the weights as they arrive
     prefill = engine.max_batch_tokens * width * (4 * shape.hidden + 4 * shape.inside / tp)
     draws = 3 * 4 * engine.max_sequences * shape.vocabulary / tp
-    gathered = _GATHERED * engine.kv_cache_bytes * own.pp / shape.layers
+    copied = _copied(engine) * engine.kv_cache_bytes * own.pp / shape.layers
     weights = shape.parameters * (width + codes) / (tp * own.pp)
-    return {"weights": weights, "KV cache": engine.kv_cache_bytes}, {"a step": gathered + prefill + draws}
+    return {"weights": weights, "KV cache": engine.kv_cache_bytes}, {"a step": copied + prefill + draws}
 
 
 def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
@@ -259,7 +262,9 @@ def _cache_bytes(
     for device in {one.device for one in engines}:
         others = [one for one in found if one.device == device and (one in engines or one.role not in in_turn)]
         left = _USABLE * sizes[device] - sum(one.total + _CONTEXT_BYTES for one in others)
-        room.append(left / (1 + _GATHERED / shape.layers) / sum(one in engines for one in others))
+        room.append(
+            left / (1 + _copied(config.generator.engine) / shape.layers) / sum(one in engines for one in others)
+        )
     return max(CPU_CACHE_BYTES // 4, int(min(room) // _GRAIN * _GRAIN))
 
 

@@ -142,8 +142,8 @@ def test_a_recipe_that_says_its_sizes_keeps_them(model: Path) -> None:
         (80, ("cuda:0", "cuda:1"), (), 16384),
         (80, ("cuda:0", "cuda:0"), (), 16384),
         (80, ("cuda:0", "cuda:0"), ("generator", "trainer"), 16384),
-        (4.2, ("cuda:0", "cuda:0"), (), 8192),
-        (3.4, ("cuda:0", "cuda:0"), (), 4096),
+        (3.5, ("cuda:0", "cuda:0"), (), 8192),
+        (2.8, ("cuda:0", "cuda:0"), (), 4096),
     ],
 )
 def test_sizes_of_a_gpu_fill_it_and_fit(
