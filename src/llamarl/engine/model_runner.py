@@ -312,8 +312,8 @@ class ModelRunner:
             return self._execute(plan)
 
     def _execute(self, plan: StepPlan) -> Tensor | None:
-        # attention multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
-        if plan.fresh:
+        # a padded kernel multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
+        if plan.fresh and not self._in_place:
             (fresh,) = indices([plan.fresh], self.device)
             self._cache.index_fill_(2, fresh, 0)
         if plan.copies:
