@@ -10,7 +10,7 @@ after one warm-up each. Workloads:
     task_tail  8 prompts of a task (grade-school sums), 8 responses each, the lengths of long_tail: what a tick of training has
     groups     4 prompts of 512 tokens, 8 responses each: is the prompt computed and stored once?
 
-``--device cuda`` measures a GPU (fp32, bf16, fp8; not yet done): clocks then wait for the device before they are read.
+``--device cuda`` measures a GPU (fp32, bf16, fp8; not done: `one_gpu.py` was): clocks then wait for the device before they are read.
 
 ``--vllm-drafts 4`` gives vLLM its own n-gram speculation.
 

@@ -65,7 +65,6 @@ class Baseline:
 
 def baseline(hardware: Hardware, work: Workload, devices: int) -> Baseline:
     """The fastest tensor-parallel size that cuts the heads evenly and whose memory holds both roles."""
-    hardware = hardware.with_efficiency(kv_passes=1.0)  # its kernel reads the cache where it lies
     model, padded = work.model, replace(work, response=constant(work.response.limit))
     best: Baseline | None = None
     for tp in (n for n in range(1, min(devices, model.heads) + 1) if model.heads % n == 0):

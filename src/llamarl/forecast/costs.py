@@ -19,7 +19,6 @@ from llamarl.forecast.model import ModelSpec, stages_of
 
 __all__ = [
     "GeneratorLayout",
-    "KERNELS_A_LAYER",
     "all_reduce_s",
     "captured_layer_s",
     "decode_step_s",
@@ -36,10 +35,10 @@ __all__ = [
     "weight_sync_s",
 ]
 
-KERNELS_A_LAYER = 39
-"""That the engine starts in a decode step of a Llama (``tests/unit/engine/test_device_code_by_fakes.py`` counts them)."""
-_KERNELS_OF_HEAD_NORMS = 16
-"""More, where heads are normalized (Qwen 3)."""
+_KERNELS_A_LAYER = 14
+"""That the engine starts in a decode step, compiled (``tests/unit/engine/test_compiled_layers.py`` counts them)."""
+_KERNELS_A_LAYER_OF_FP8 = 57
+"""Not compiled, as a card counted them (docs/results/gpu.json)."""
 
 Numbers = npt.NDArray[np.float64] | float
 
@@ -69,18 +68,13 @@ def is_captured(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -
     return layout.devices == 1 and model.quantized_by_llamarl and not model.rotary_by_length
 
 
-def _moves_its_own_way(hardware: Hardware, layout: GeneratorLayout) -> bool:
-    """Whether kernels and copies are those of llamarl's engine on a GPU: on a core their time is
-    part of what was measured."""
-    return not (layout.other_system or hardware.is_cpu)
-
-
-def captured_layer_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
+def captured_layer_s(hardware: Hardware, layout: GeneratorLayout) -> float:
     """What a layer of a decode step takes besides its work where it is launched from a graph."""
     e = hardware.efficiency
-    if not _moves_its_own_way(hardware, layout):
+    if layout.other_system or hardware.is_cpu:
         return e.fused_layer_overhead_s
-    return (KERNELS_A_LAYER + (_KERNELS_OF_HEAD_NORMS if model.qk_norm else 0)) * e.kernel_gap_s
+    compiled = layout.precision == hardware.device.train_precision
+    return (_KERNELS_A_LAYER if compiled else _KERNELS_A_LAYER_OF_FP8) * e.kernel_gap_s
 
 
 def group_link(hardware: Hardware, ranks: int, stride: int = 1) -> float:
@@ -176,8 +170,8 @@ def decode_step_s(
     """Time in which each of ``active`` sequences of one replica gains one token; arrays in, arrays out.
 
     A layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then
-    the cache's bytes, as often as they are moved; then two all-reduces. With ``pp`` stages the sequences go through in ``pp``
-    waves of ``active / pp``.
+    the cache's bytes, read once; then two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of
+    ``active / pp``.
     """
     e, size = hardware.efficiency, hardware.device.activation_bytes
     wave = np.maximum(np.asarray(active, dtype=np.float64) / layout.pp, np.minimum(active, 1.0))
@@ -185,13 +179,12 @@ def decode_step_s(
     weights = _layer_weight_bytes(model, layout.precision, wave) / layout.tp / hardware.memory_rate
     flops = 2.0 * model.active_layer_params * wave / layout.tp / rate
     cache_shards = min(layout.tp, model.kv_shards)
-    passes = e.kv_passes if _moves_its_own_way(hardware, layout) else 1.0
-    kv = passes * wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
+    kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
     attention = wave * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
     messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
     if is_captured(hardware, model, layout):
-        layer = device_layer + captured_layer_s(hardware, model, layout)
+        layer = device_layer + captured_layer_s(hardware, layout)
     else:
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
     head_bytes = model.head_params * BYTES_PER_WEIGHT[layout.precision] / layout.tp
@@ -252,7 +245,7 @@ def pulled_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
 def weight_sync_s(
     hardware: Hardware, model: ModelSpec, *, trainer_devices: int, replicas: Sequence[tuple[int, GeneratorLayout]]
 ) -> float:
-    """Direct hand-over of one version: the busiest rank's bytes over its link.
+    """Direct hand-over of one version: the busiest rank's bytes over its link, and in one host their proof.
 
     Each generator rank pulls its own slice; the copies are spread over all trainer ranks. On one node the node's links
     carry it, else the network.
@@ -265,8 +258,10 @@ def weight_sync_s(
     sent = copies * hardware.device.activation_bytes / trainer_devices
     device, e = hardware.device, hardware.efficiency
     one_node = trainer_devices + sum(n * layout.devices for n, layout in replicas) <= device.devices_per_node
-    link = device.intra_node_bytes_per_s if one_node else device.inter_node_bytes_per_s
-    return max(most, sent) / (link * e.link) + (e.intra_node_latency_s if one_node else e.inter_node_latency_s)
+    if one_node:
+        proof_s = e.hand_over_passes * most / hardware.memory_rate
+        return max(most, sent) / (device.intra_node_bytes_per_s * e.link) + e.intra_node_latency_s + proof_s
+    return max(most, sent) / (device.inter_node_bytes_per_s * e.link) + e.inter_node_latency_s
 
 
 def turns_s(

@@ -111,8 +111,8 @@ class Efficiency:
     compute_units: int
     kernel_gap_s: float = 0.0
     """Of each kernel that the engine starts in a captured graph."""
-    kv_passes: float = 1.0
-    """Times that the engine moves what a decode step reads of the cache."""
+    hand_over_passes: float = 0.0
+    """Times that a hand-over between GPUs of one host moves a version's bytes in memory, mostly for checksums."""
     generator_scale: float = 1.0
     """Measured seconds over forecast ones of what grows with the work of decoding; 1 until a run was fitted."""
     trainer_scale: float = 1.0

@@ -9,7 +9,7 @@ taken once and used again at every tick. Between the two, ``where`` gives a tens
 lie in host memory: what hands weights over or saves them reads those.
 
 On a CPU nothing is moved, host memory being all there is: what the tick has freed is given back, no
-more. The copies to and from a GPU have not yet run on one.
+more.
 """
 
 from __future__ import annotations
