@@ -263,7 +263,9 @@ def test_kernels_of_a_layer_are_those_that_a_card_counted() -> None:
 
 def test_fp8_is_not_forecast_to_be_faster_where_it_was_slower() -> None:
     hardware, model = find_hardware("h200"), _shape("8b")
-    plain, fp8 = (float(decode_step_s(hardware, model, GeneratorLayout(precision=p), 64, 1024)) for p in ("bf16", "fp8"))
+    plain, fp8 = (
+        float(decode_step_s(hardware, model, GeneratorLayout(precision=p), 64, 1024)) for p in ("bf16", "fp8")
+    )
     assert fp8 > 1.2 * plain
 
 
