@@ -62,7 +62,8 @@ def generator_memory(
     sampled = profile.peak_active / layout.pp
     rows = max(sampled, min(_MAX_BATCH_TOKENS, prompts / layout.pp))
     prefill = rows * width * (4 * model.hidden + 2 * model.head_dim + 4 * model.intermediate / layout.tp)
-    decode = _PADDED * cache / model.layers + sampled * width * 4 * model.hidden
+    copied = _PADDED * cache / model.layers if hardware.is_cpu else 0.0  # a GPU reads blocks where they lie
+    decode = copied + sampled * width * 4 * model.hidden
     draws = rows * width * model.hidden + 8.0 * sampled * model.vocab / layout.tp
     workspace = {"weights": weight_bytes(hardware, model, layout), "kv_cache": cache}
     return {**workspace, "workspace": max(prefill, decode, draws)}
