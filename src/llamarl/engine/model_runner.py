@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +37,7 @@ from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model_support import Use, why_unsupported
+from llamarl.models.compiler import check_compiler
 from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching
@@ -452,8 +452,15 @@ def _open_cache_bytes(device: torch.device) -> int:
 
 
 def reads_in_place(attention: str, device: torch.device) -> bool:
-    """Whether decodes read their blocks by ``paged_kernel``, which needs Triton."""
-    return attention == "auto" and device.type == "cuda" and find_spec("triton") is not None
+    """Whether decodes read their blocks by ``paged_kernel``.
+
+    Raises:
+        ConfigError: They would, but its compiler is missing.
+    """
+    if attention != "auto" or device.type != "cuda":
+        return False
+    check_compiler("kernels of decoded tokens", 'generator.engine.attention = "copied"')
+    return True
 
 
 def _only_decodes(plan: StepPlan) -> bool:

@@ -23,6 +23,7 @@ from llamarl.models.adapters import (
     keeping_adapters,
     with_storage_of_one,
 )
+from llamarl.models.compiler import check_compiler
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import num_experts, watch_experts
 from llamarl.models.loading import load_model
@@ -227,7 +228,10 @@ def _loaded_on(layout: ParallelLayout, device: torch.device) -> torch.device:
 
 
 def _compiles(layout: ParallelLayout, device: torch.device, dtype: torch.dtype) -> bool:
-    return layout.num_ranks == 1 and device.type == "cuda" and dtype != torch.float32
+    if layout.num_ranks > 1 or device.type != "cuda" or dtype == torch.float32:
+        return False
+    check_compiler("layers of a trainer")
+    return True
 
 
 def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout) -> None:
