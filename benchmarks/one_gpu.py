@@ -39,7 +39,6 @@ from llamarl.engine.engine import NativeEngine
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.engine import EngineConfig
 from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
-from llamarl.trainer import building
 from llamarl.trainer.step import Trainer
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -65,13 +64,11 @@ WAYS: dict[str, dict[str, Any]] = {
 """Of decoding -> what differs from the defaults."""
 ROWS_OF_TRAINER: dict[str, dict[str, Any]] = {
     "auto": {},
-    "not_compiled": {},
     "4096_tokens": {"max_tokens_per_microbatch": 4096},
     "shared": {"share_prompts": True},
     "flex": {"attention": "flex"},
 }
 _MOST_S = 120.0
-_COMPILES = building._compiles
 _SPEC = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=1, capacity=1)
 
 
@@ -281,7 +278,7 @@ def train(
             if way == "plain":
                 step = plain_step(folder, groups, shape, device)
             else:
-                step = trainer_step(folder, groups, device, ROWS_OF_TRAINER[way], way != "not_compiled")
+                step = trainer_step(folder, groups, device, ROWS_OF_TRAINER[way])
             built = peak(device)
             first = _seconds(step, device)
             times = [_seconds(step, device) for _ in range(max(1, args.repeats // 8))]
@@ -298,10 +295,7 @@ def train(
         free(device)
 
 
-def trainer_step(
-    folder: Path, groups: Any, device: torch.device, settings: dict[str, Any], compiled: bool
-) -> Callable[[], None]:
-    building._compiles = (lambda *_: False) if not compiled else _COMPILES
+def trainer_step(folder: Path, groups: Any, device: torch.device, settings: dict[str, Any]) -> Callable[[], None]:
     given = {"max_tokens_per_microbatch": 16384, "dtype": "bfloat16", "share_prompts": False, **settings}
     trainer = Trainer(
         folder, TrainerConfig(skip_zero_advantage=False, **given), OptimizerConfig(lr=1e-6), AlgorithmConfig(rho=4.0),

@@ -194,7 +194,7 @@ def _resolved(hint: Any) -> Any:
     """What an alias of a ``type`` statement stands for, its arguments filled in; any other annotation as it is.
     NumPy's ``NDArray`` is one from Python 3.12 on. 3.11 has no class for them, so ``__value__`` tells."""
     while hasattr(hint, "__value__"):
-        value, given = hint.__value__, dict(zip(hint.__type_params__, get_args(hint), strict=True))
+        value, given = hint.__value__, dict(zip(hint.__type_params__, get_args(hint), strict=False))
         hint = value[tuple(given[parameter] for parameter in value.__parameters__)] if given else value
     return hint
 

@@ -9,7 +9,10 @@ cache as one operator (``models/paged_attention.py``). Each of the rest becomes 
   compiles twice a kind of layer, for one row and for more, in seconds each; a layer does not look
   up its own number: the step holds it.
 - **Weights are inputs**, so versions are written in place.
-- **No timing decides a sum.** In which order a kernel adds follows from shapes alone, so the bits of a run repeat.
+- **No timing decides a sum, and no run's first step.** Torch fits to the first rows that it sees in
+  which order code for any number of rows adds; those are the same in every run (``FIRST_ROWS``). So
+  bits repeat, whatever a run or its resume begins with.
+- **What torch makes lies in llamarl's cache folder**, which only its user can write to.
 
 Not compiled: int8 and fp8 products, sparse layers, engines of several ranks, models in float32.
 """
@@ -29,8 +32,10 @@ from llamarl.errors import ConfigError
 from llamarl.models.decoder import decoder_layers
 from llamarl.models.paged_attention import current_step
 
-__all__ = ["compile_layers", "compiles_layers"]
+__all__ = ["FIRST_ROWS", "compile_layers", "compiles_layers"]
 
+FIRST_ROWS = (256, 1)
+"""For which layers are compiled: for more than one row, and for one."""
 _MOST_KINDS = 8
 """Of layers, in all engines of a process, for each of which there is code for one row and for more."""
 
@@ -45,7 +50,9 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Have the decoder layers compiled when a step first comes."""
     import torch._dynamo  # seconds, for nothing elsewhere
 
-    compiled = torch.compile(_layer, fullgraph=True, dynamic=True, options={"deterministic": True})
+    compiled = torch.compile(
+        _layer, fullgraph=True, dynamic=True, options={"deterministic": True, "compile_threads": 1}
+    )
     for index, layer in enumerate(decoder_layers(model)):
         # a layer that held itself would keep its weights until Python looks for circles
         layer.forward = partial(_forward, compiled, ref(layer), index)

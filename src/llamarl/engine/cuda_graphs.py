@@ -165,7 +165,7 @@ class StagedInputs:
         else:
             target.copy_(flat, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device))
         return target
 
 

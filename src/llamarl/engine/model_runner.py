@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llamarl.engine.block_tables import BlockTables
-from llamarl.engine.compiled_layers import compile_layers, compiles_layers
+from llamarl.engine.compiled_layers import FIRST_ROWS, compile_layers, compiles_layers
 from llamarl.engine.cuda_graphs import (
     Buckets,
     DecodeInputs,
@@ -110,7 +110,10 @@ class ModelRunner:
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         self._in_place = reads_in_place(config.attention, self.device)
         plain = quantization == "none" and why_graphs_unsupported(self.model_config) is None
-        if plain and compiles_layers(self._in_place, self.dtype, self.ranks.size * self.ranks.num_stages):
+        self._uncompiled = plain and compiles_layers(
+            self._in_place, self.dtype, self.ranks.size * self.ranks.num_stages
+        )
+        if self._uncompiled:
             compile_layers(self.model)
         padded = self._pads_decodes(config)
         self._size_cache(config, scratch=padded)
@@ -311,6 +314,21 @@ class ModelRunner:
         with suspended(self.device):
             return self._execute(plan)
 
+    def _compile(self) -> None:
+        """Have the layers compiled for rows that are the same in every run, before the first real ones.
+
+        Torch fits to the first rows that it sees in which order code for any number of them adds, and a resumed run
+        begins with others. They are written into the scratch block; without one nothing is cached yet.
+        """
+        self._uncompiled = False
+        slot = self.num_blocks % self._cache_blocks * self.block_size
+        for rows in FIRST_ROWS:
+            tokens, positions = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
+            positions += torch.arange(rows, device=self.device)
+            chunk = PrefillChunk(0, rows, 0, tokens[:1])
+            batch = PagedBatch(self._keys, self._values, tokens + slot, [], [chunk], self._in_place)
+            self._hidden(tokens, positions, batch)
+
     def _execute(self, plan: StepPlan) -> Tensor | None:
         # a padded kernel multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh and not self._in_place:
@@ -418,6 +436,8 @@ class ModelRunner:
     def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
         """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the
         stage before, if there is one."""
+        if self._uncompiled:
+            self._compile()
         self._routing = Routing(len(self._expert_layers)) if self._expert_layers else None
         with paged_step(batch), watching(self._routing):
             if self._stage is not None:

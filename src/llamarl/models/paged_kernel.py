@@ -62,18 +62,21 @@ def attend_pages(
     """
     N, H, D = query.shape
     size, KV = keys.shape[1:3]
+    query = query if query.stride(2) == 1 else query.contiguous()
     parts, group = num_parts(N, KV), H // KV
     wide = triton.next_power_of_2(D)
     sums = torch.empty(N, H, parts, D, dtype=torch.float32, device=query.device)
     stats = torch.empty(N, H, parts, 2, dtype=torch.float32, device=query.device)
     out = torch.empty(N, H, D, dtype=query.dtype, device=query.device)
-    _attend_part[(N, KV, parts)](
-        query, keys, values, tables, lengths, sums, stats,
-        scale, softcap or 0.0, window or 0, query.stride(0), query.stride(1), tables.stride(0),
-        D=D, KV=KV, SIZE=size, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D_PAD=max(16, wide),
-        TILE=_TILE_BYTES // keys.element_size(), PARTS=parts, CAPPED=softcap is not None, num_warps=4, num_stages=2,
-    )  # fmt: skip
-    _join_parts[(N, H)](sums, stats, out, D=D, D_PAD=wide, PARTS=parts, num_warps=2)
+    tile = _TILE_BYTES // keys.element_size() // (2 if D > 256 else 1)  # what a multiprocessor of any card holds
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        _attend_part[(N, KV, parts)](
+            query, keys, values, tables, lengths, sums, stats,
+            scale, softcap or 0.0, window or 0, query.stride(0), query.stride(1), tables.stride(0),
+            D=D, KV=KV, SIZE=size, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), D_PAD=max(16, wide),
+            TILE=tile, PARTS=parts, CAPPED=softcap is not None, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        _join_parts[(N, H)](sums, stats, out, D=D, D_PAD=wide, PARTS=parts, num_warps=2)
     return out
 
 

@@ -23,7 +23,6 @@ from llamarl.models.adapters import (
     keeping_adapters,
     with_storage_of_one,
 )
-from llamarl.models.compiler import check_compiler
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import num_experts, watch_experts
 from llamarl.models.loading import load_model
@@ -45,7 +44,6 @@ from llamarl.models.small_copy import small_model
 from llamarl.models.stages import check_stages, cut_into_stage
 from llamarl.models.value import HEAD, load_value_model, value_skeleton
 from llamarl.settings.trainer import CriticConfig, LoraConfig, ReferenceConfig, TrainerConfig
-from llamarl.trainer.compiled_layers import compile_layers
 from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, check_context_parallel
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy, ValueModel, check_output_layer
@@ -150,8 +148,6 @@ def build_policy(
         )
         if not trained:
             policy.requires_grad_(False)
-        if _compiles(layout, device, dtype) and not experts and lora is None:
-            compile_layers(policy.layers, attention)
         if checkpoint_every:
             policy.checkpoint_activations(every=checkpoint_every)
         return policy
@@ -225,13 +221,6 @@ def _loaded_on(layout: ParallelLayout, device: torch.device) -> torch.device:
     """Where a whole model is read: in host memory, from where a lone rank takes it rounded. Its
     float32 weights beside those that it computes with would be what bounds a GPU."""
     return torch.device("cpu") if layout.num_ranks == 1 else device
-
-
-def _compiles(layout: ParallelLayout, device: torch.device, dtype: torch.dtype) -> bool:
-    if layout.num_ranks > 1 or device.type != "cuda" or dtype == torch.float32:
-        return False
-    check_compiler("layers of a trainer")
-    return True
 
 
 def _check_experts(experts: Sequence[nn.Module], layout: ParallelLayout) -> None:
