@@ -21,7 +21,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -212,10 +212,19 @@ def decode_steps(
     }
     found |= {"tokens_per_s": rows / step, **launches(engine.step, device)}
     engine.suspend()
-    weights = sum(p.numel() * p.element_size() for p in engine.parameters_for_sync().values())
+    weights = weight_bytes(engine.parameters_for_sync(), 1 if quantization == "fp8" else 2)
     least = (weights + rows * (context + repeats / 2) * token_bytes) / bounds["copy_bytes_per_s"]
     del engine
     return found | {"bound_ms": 1e3 * least, "share_of_bound": least / step, "peak_gib": peak(device) / 2**30}
+
+
+def weight_bytes(parameters: Mapping[str, torch.Tensor], width: int) -> int:
+    """That a step reads: all but an embedding apart from the output layer; ``width`` bytes of each of the layers' products."""
+    bytes_of = {
+        name: p.numel() * (width if ".layers." in name and p.dim() == 2 else 2) for name, p in parameters.items()
+    }
+    apart = any(name.startswith("lm_head") for name in parameters)
+    return sum(size for name, size in bytes_of.items() if not (apart and "embed_tokens" in name))
 
 
 class AutoConfigDims:

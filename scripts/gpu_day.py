@@ -52,7 +52,7 @@ def sections(device: str, out: Path) -> dict[str, tuple[float, list[str]]]:
         ),
         "decode": (75, [*decode, "--points", "64x1024", "256x1024"] if cuda else decode),
         "decode_8b": (100, decode_8b),
-        "train": (75, train),
+        "train": (75, [*train, "--ways", "auto", "plain"] if cuda else train),
         "hand_over": (50, hand_over),
         "job": (70, job),
     }

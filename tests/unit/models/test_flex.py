@@ -1,4 +1,4 @@
-"""``flex_attention`` in the trainer's rows and over the engine's blocks, against attention worked out token by token in float64."""
+"""``flex_attention`` in the trainer's rows, against attention worked out token by token in float64."""
 
 from pathlib import Path
 
