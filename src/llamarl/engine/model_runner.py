@@ -322,7 +322,7 @@ class ModelRunner:
         """
         self._uncompiled = False
         slot = self.num_blocks % self._cache_blocks * self.block_size
-        for rows in FIRST_ROWS:
+        for rows in (min(most, self.context_length) for most in FIRST_ROWS):
             tokens, positions = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
             positions += torch.arange(rows, device=self.device)
             chunk = PrefillChunk(0, rows, 0, tokens[:1])
