@@ -14,7 +14,7 @@ cache as one operator (``models/paged_attention.py``). Each of the rest becomes 
   bits repeat, whatever a run or its resume begins with.
 - **What torch makes lies in llamarl's cache folder**, which only its user can write to.
 
-Not compiled: int8 and fp8 products, sparse layers, engines of several ranks, models in float32.
+Not compiled: int8 products, sparse layers, engines of several ranks, models in float32.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as shape_config
 from transformers import PreTrainedModel
 
 from llamarl.errors import ConfigError
@@ -66,8 +67,8 @@ def _forward(
     if batch is None:
         return _layer(layer, args, kwargs)
     batch.layer = index
-    try:
-        with torch._dynamo.config.patch(recompile_limit=2 * _MOST_KINDS):
+    try:  # sizes that are equal by chance, such as the first rows and a head's width, are not one size
+        with torch._dynamo.config.patch(recompile_limit=2 * _MOST_KINDS), shape_config.patch(use_duck_shape=False):
             return compiled(layer, args, kwargs)
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())

@@ -109,8 +109,8 @@ class ModelRunner:
         )
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         self._in_place = reads_in_place(config.attention, self.device)
-        plain = quantization == "none" and why_graphs_unsupported(self.model_config) is None
-        self._uncompiled = plain and compiles_layers(
+        fused = quantization != "int8" and why_graphs_unsupported(self.model_config) is None
+        self._uncompiled = fused and compiles_layers(
             self._in_place, self.dtype, self.ranks.size * self.ranks.num_stages
         )
         if self._uncompiled:

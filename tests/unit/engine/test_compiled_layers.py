@@ -73,16 +73,22 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend="eager", options=None))
 
 
-def make_runner(family: str, folder: Path, attention: Literal["auto", "copied"] = "auto") -> ModelRunner:
+def make_runner(
+    family: str,
+    folder: Path,
+    attention: Literal["auto", "copied"] = "auto",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    quantization: str = "none",
+) -> ModelRunner:
     tiny_model(family, "eager").save_pretrained(folder)
     config = EngineConfig(
         block_size=SIZE,
-        kv_cache_bytes=2 * 3 * BLOCKS * SIZE * 2 * 16 * 4,
-        dtype="float32",
+        kv_cache_bytes=2 * 3 * BLOCKS * SIZE * 2 * 16 * getattr(torch, dtype).itemsize,
+        dtype=dtype,
         cuda_graphs="padded",
         attention=attention,
     )
-    runner = ModelRunner(folder, config, device="cpu", quantization="none")
+    runner = ModelRunner(folder, config, device="cpu", quantization=quantization)
     runner._cache.normal_(generator=torch.Generator().manual_seed(1))
     return runner
 
@@ -145,6 +151,26 @@ def test_a_compiled_layer_is_fourteen_kernels_and_computes_what_it_did(family: s
         changed.weights_updated()
     assert_equal_steps(runner, plain, 4)  # weights are read where they lie: nothing was folded into the code
     assert (computed(runner, 4)[0] - before).abs().max() > 0.1 and graphs() == 0
+
+
+@pytest.mark.usefixtures("fp8_on_a_cpu")
+def test_rounding_to_fp8_is_fused_and_no_further_from_the_model_than_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two or three kernels more a product, where a layer that is not compiled starts 59 in all."""
+    monkeypatch.setattr(model_runner, "supported_quantizations", lambda device: ("none", "fp8"))
+    plain, compiled = (make_runner("llama", tmp_path, kind, "bfloat16", "fp8") for kind in ("copied", "auto"))
+    runners = make_runner("llama", tmp_path, "copied"), plain, compiled
+    (kernels, _), _ = kernels_of(lambda: computed(compiled, 5))
+    assert kernels - 1 + 4 <= 25
+    errors = []
+    for seed in range(12):  # caches
+        for runner in runners:
+            runner._cache.normal_(generator=torch.Generator().manual_seed(seed))
+        exact, *rounded = (computed(runner, 5)[0] for runner in runners)
+        errors.append([float((one - exact).abs().mean() / exact.abs().mean()) for one in rounded])
+    of_plain, of_compiled = torch.tensor(errors).mean(0).tolist()
+    assert of_compiled < 1.1 * of_plain < 0.2
 
 
 @pytest.mark.usefixtures("traced_alone")
@@ -215,6 +241,20 @@ def test_layers_are_compiled_for_rows_that_no_run_chooses(
     assert tuple(seen) == compiled_layers.FIRST_ROWS
 
 
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize("first", [16, 32])
+def test_rows_as_many_as_a_head_or_a_state_is_wide_are_still_any_number_of_rows(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's heads are 256 wide, as many as the first rows: torch takes sizes that are equal at first for one size."""
+    monkeypatch.setattr(model_runner, "FIRST_ROWS", (first, 1))
+    runner = make_runner("gemma2", tmp_path)
+    computed(runner, 5)
+    assert graphs() == 2 * 2
+    computed(runner, 3)
+    assert graphs() == 0
+
+
 def test_a_layer_that_torch_cannot_take_whole_ends_the_step_with_the_settings_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,14 +270,16 @@ def test_a_layer_that_torch_cannot_take_whole_ends_the_step_with_the_settings_na
         ("none", "llama", "bfloat16", True),
         ("none", "llama", "float32", False),
         ("int8", "llama", "bfloat16", False),
+        ("fp8", "llama", "bfloat16", True),
         ("none", "qwen3_moe", "bfloat16", False),
     ],
 )
-def test_dense_layers_of_plain_products_in_half_precision_are_compiled(
+def test_dense_layers_in_half_precision_are_compiled_but_for_int8_products(
     quantization: str, family: str, dtype: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(model_runner, "reads_in_place", lambda *_: True)
+    monkeypatch.setattr(model_runner, "supported_quantizations", lambda device: ("none", "int8", "fp8"))
     asked: list[Any] = []
     monkeypatch.setattr(model_runner, "compile_layers", asked.append)
     tiny_model(family, "eager").save_pretrained(tmp_path)

@@ -144,18 +144,6 @@ def test_fp8_needs_a_device_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert supported_quantizations(cuda) == ("none",)
 
 
-@pytest.fixture
-def fp8_on_a_cpu() -> None:
-    """Whose product knows scales of rows; torch 2.11's on a CPU knows one of the whole alone."""
-    codes, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        torch._scaled_mm(codes, codes.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
-    except RuntimeError as error:
-        if "only supports per-tensor scaling for CPU" in str(error):
-            pytest.skip("this torch's fp8 product on a CPU has no scale a row")
-        raise
-
-
 @pytest.mark.usefixtures("fp8_on_a_cpu")
 @pytest.mark.parametrize(("inside", "outside", "bias"), [(32, 48, False), (24, 19, True), (16, 97, True)])
 def test_fp8_of_any_size_is_the_product_of_rounded_rows(inside: int, outside: int, bias: bool) -> None:
