@@ -10,11 +10,12 @@ WORKERS ?= 3
 ENVIRONMENTS_VENV ?= .venv-environments
 VERIFIERS_VENV ?= .venv-verifiers
 S3_VENV ?= .venv-s3-server
+TRITON ?= .triton
 
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-image test-browser test-vllm test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
+.PHONY: train test test-long chaos test-wheel test-image test-browser test-vllm test-kernel test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -52,6 +53,9 @@ test-storage: install $(S3_VENV)/.installed  ## the mirror of a run on an S3 ser
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
+test-kernel: install $(TRITON)/.installed  ## the decode kernel for GPUs against float64, by Triton's interpreter (0.7 GB)
+	TRITON_INTERPRET=1 PYTHONPATH="$(abspath $(TRITON))" $(BIN)/python -m pytest tests/gpu/test_paged_kernel.py
+
 test-environments: $(ENVIRONMENTS_VENV)/.installed  ## the adapters on openenv-core, textarena and openai, in an environment of their own
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/with_environments
 
@@ -86,6 +90,10 @@ $(S3_VENV)/.installed:
 	$(S3_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server]==5.2.5'
 	touch $@
 
+$(TRITON)/.installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TRITON) triton==3.6.0 numpy==2.3.5
+	touch $@
+
 $(ENVIRONMENTS_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
 	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0 textarena==0.7.4 openai xxhash \
@@ -101,4 +109,4 @@ $(VERIFIERS_VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) $(S3_VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) $(S3_VENV) $(TRITON) runs .pytest_cache .mypy_cache .ruff_cache

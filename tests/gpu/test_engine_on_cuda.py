@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import paged_reference
 import pytest
 import torch
 from engine_runs import make_sequences, run
@@ -68,34 +67,6 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize(("dtype", "largest"), [("float32", 1e-6), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize(
-    ("H", "KV", "D", "size", "window", "softcap"),
-    [(12, 2, 128, 16, None, None), (8, 8, 64, 3, 1, None), (32, 8, 80, 16, 700, 5.0), (4, 1, 256, 4, None, 2.0)],
-)
-def test_the_kernel_over_blocks_equals_float64_and_repeats(
-    H: int, KV: int, D: int, size: int, window: int | None, softcap: float | None, dtype: str, largest: float,
-    device: torch.device,
-) -> None:  # fmt: skip
-    """Contexts of one token, at tiles' and parts' edges and of thousands; NaN in every slot of nobody's."""
-    from llamarl.models.paged_kernel import attend_pages
-
-    torch.manual_seed(0)
-    lengths = torch.tensor([1, 64, 65, 1000, 1, 4097, 128, 2])
-    tables = 1 + torch.randperm(len(lengths) * (width := -(-4097 // size))).view(len(lengths), width)
-    keys, values = torch.full((2, tables.numel() + 1, size, KV, D), float("nan"), dtype=getattr(torch, dtype))
-    for table, length in zip(tables, lengths.tolist(), strict=True):
-        at = table[torch.arange(length) // size], torch.arange(length) % size
-        keys[at], values[at] = (torch.randn(length, KV, D, dtype=keys.dtype) for _ in range(2))
-    query = torch.randn(len(lengths), H, D, dtype=keys.dtype)
-    how: dict[str, Any] = {"scale": D**-0.5, "window": window, "softcap": softcap}
-    expected = paged_reference.attend_pages(query.double(), keys, values, tables, lengths, **how)
-    there = [x.to(device) for x in (query, keys, values, tables, lengths)]
-    found = [attend_pages(*there, **how).cpu() for _ in range(2)]
-    assert (found[0].double() - expected).abs().max() < largest * expected.abs().max()
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("attention", ["auto", "copied"])
