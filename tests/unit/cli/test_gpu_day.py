@@ -61,10 +61,10 @@ def test_the_sections_of_a_day_are_commands_that_run(tmp_path: Path) -> None:
     script = _script()
     said = {}
     for name in ("tests", "decode", "decode_8b", "train", "hand_over"):
-        limit_s, (python, *words) = script.sections("cpu", tmp_path)[name]
+        _, (python, *words) = script.sections("cpu", tmp_path)[name]
         assert python == sys.executable
         ran = Started(words, cwd=script.ROOT, together=True, program=as_python)
-        assert ran.wait(limit_s) == 0, ran.out
+        assert ran.wait(120) == 0, ran.out  # the section's own limit is a card's
         said[name] = ran.out
     assert "tests collected" in said["tests"]
     assert json.loads((tmp_path / "decode.json").read_text())["results"]["rows"][0]["tokens_per_s"] > 0
