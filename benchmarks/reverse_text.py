@@ -143,16 +143,22 @@ def run_once(run: Path, command: list[str]) -> None:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
+    import numpy as np
 
     figure, axes = plt.subplots(figsize=(6, 3.5))
+    of_staleness: dict[str, list[list[float]]] = {}
     for name, curve in results["curves"].items():
-        staleness = name.split("_")[1]
-        axes.plot(curve["reward"], color={"0": "C0", "1": "C1"}.get(staleness, "C2"), alpha=0.7, label=name)
+        of_staleness.setdefault(name.split("_")[1], []).append(curve["reward"])
+    for staleness, curves in sorted(of_staleness.items()):
+        (line,) = axes.plot(np.mean(curves, axis=0), lw=2, label=f"staleness {staleness}, mean of {len(curves)} seeds")
+        for one in curves:
+            axes.plot(one, color=line.get_color(), lw=0.7, alpha=0.5)
     before, after = results["published"]
     axes.axhline(after, color="grey", ls="--", lw=1, label=f"published after 20 steps (before SFT: {before})")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward of the step's samples")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

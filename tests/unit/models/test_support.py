@@ -122,7 +122,7 @@ def cut(folder: Path) -> None:
     plan = AutoConfig.from_pretrained(folder).base_model_tp_plan
     if plan is None:
         raise ModelError("no plan")
-    of_layers = {style for name, style in plan.items() if ".experts" not in name and name != "embed_tokens"}
+    of_layers = {style for name, style in plan.items() if "*" in name and ".experts" not in name}  # no embedding
     if not of_layers or (unknown := of_layers - set(_STYLES)):
         raise ModelError(f"styles {unknown}" if of_layers else "experts alone")
     if not any("attn" in name or "attention" in name for name in plan):
