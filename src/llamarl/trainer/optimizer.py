@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -165,11 +166,12 @@ class MasterWeights:
                 local = initial[name].to("cpu" if offload else local.device, torch.float32)
             elif offload:
                 local = local.to("cpu", copy=True)
+            self.tensors[name] = nn.Parameter(local)
             if apart:
                 self._apart.add(name)
                 if not isinstance(parameter, DTensor):  # FSDP2 adds up its own gradients, in float32 already
-                    parameter.register_post_accumulate_grad_hook(self._accumulator(name))
-            self.tensors[name] = nn.Parameter(local)
+                    # a hook that knew these weights would keep all of them for good: Python does not see into one
+                    parameter.register_post_accumulate_grad_hook(partial(_hand_over, self.tensors[name]))
         device = next(iter(self.parameters.values())).device
         self.optimizer = _make(config, self.tensors, shards=shards or {}, layout=layout, device=device)
         self.kinds = frozenset({"weight"}.union(*self.optimizer.kinds.values()))
@@ -183,7 +185,7 @@ class MasterWeights:
             if gradient is None:
                 continue
             if name in self._apart:
-                self._add_to_master(name, gradient)
+                _add_to(self.tensors[name], gradient)
             else:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
@@ -285,17 +287,16 @@ class MasterWeights:
                 self.optimizer.update.state.pop(tensor, None)
         self.copy_to_parameters()
 
-    def _accumulator(self, name: str):  # type: ignore[no-untyped-def]
-        def accumulate(parameter: Tensor) -> None:
-            self._add_to_master(name, local_tensor(parameter.grad))  # type: ignore[arg-type]
-            parameter.grad = None
 
-        return accumulate
+def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
+    """Add a parameter's gradient to its master's."""
+    _add_to(master, local_tensor(parameter.grad))  # type: ignore[arg-type]
+    parameter.grad = None
 
-    def _add_to_master(self, name: str, gradient: Tensor) -> None:
-        master = self.tensors[name]
-        gradient = gradient.to(master.device, torch.float32)
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+def _add_to(master: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(master.device, torch.float32)
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
 def _sum_of_squares(norms: list[Tensor], zero: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
+import gc
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -95,6 +97,20 @@ def test_microbatch_gradients_of_a_bfloat16_weight_add_up_in_float32() -> None:
         (parameter * value).sum().backward()
     masters.collect_gradients()
     assert masters.gradient_norm().item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_nobody_holds_are_freed(dtype: torch.dtype) -> None:
+    """A next run in the same process has the memory of a first one again: 14 bytes a parameter."""
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+    masters = _masters(parameter, OptimizerConfig(), initial={"w": torch.ones(2, 2)})
+    (parameter * 2.0).sum().backward()
+    masters.collect_gradients()
+    masters.step(1e-4)
+    left = [ref(one) for one in (parameter, masters, masters.tensors["w"])]
+    del parameter, masters
+    gc.collect()
+    assert [one() for one in left] == [None, None, None]
 
 
 OWN = """
