@@ -15,7 +15,7 @@ TRITON ?= .triton
 # What Python and pytest compile of our files is kept: each of the tests' processes would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-long chaos test-wheel test-image test-browser test-vllm test-kernel test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
+.PHONY: train test test-long chaos test-wheel test-image test-browser test-vllm test-kernels test-environments test-verifiers test-cluster test-slurm test-storage check check-torch gpu install clean
 
 train: install  ## the true asynchronous job on this machine, in minutes
 	$(BIN)/llamarl train $(RECIPE)
@@ -53,8 +53,8 @@ test-storage: install $(S3_VENV)/.installed  ## the mirror of a run on an S3 ser
 test-vllm: $(VLLM_VENV)/.installed  ## the vLLM engine on vLLM's CPU build, in an environment of its own (4 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
-test-kernel: install $(TRITON)/.installed  ## the decode kernel for GPUs against float64, by Triton's interpreter (0.7 GB)
-	TRITON_INTERPRET=1 PYTHONPATH="$(abspath $(TRITON))" $(BIN)/python -m pytest tests/gpu/test_paged_kernel.py
+test-kernels: install $(TRITON)/.installed  ## the kernels for GPUs against float64 and the CPU's checksums, by Triton's interpreter (0.7 GB)
+	TRITON_INTERPRET=1 PYTHONPATH="$(abspath $(TRITON))" $(BIN)/python -m pytest tests/gpu/test_triton_kernels.py
 
 test-environments: $(ENVIRONMENTS_VENV)/.installed  ## the adapters on openenv-core, textarena and openai, in an environment of their own
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/with_environments

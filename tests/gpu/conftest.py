@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            interpreted = os.environ.get("TRITON_INTERPRET") == "1" and item.path.name == "test_paged_kernel.py"
+            interpreted = os.environ.get("TRITON_INTERPRET") == "1" and item.path.name == "test_triton_kernels.py"
             if not (interpreted or torch.cuda.is_available()):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch finds none"))
 

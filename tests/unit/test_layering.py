@@ -15,6 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {"types", "errors", "determinism", "strict", "running_time", "process_tree", "frames"}
         | {
             "bounded_server",
+            "compiler",
             "plural",
             "progress",
             "reading",

@@ -67,8 +67,10 @@ def _forward(
     if batch is None:
         return _layer(layer, args, kwargs)
     batch.layer = index
-    try:  # sizes that are equal by chance, such as the first rows and a head's width, are not one size
-        with torch._dynamo.config.patch(recompile_limit=2 * _MOST_KINDS), shape_config.patch(use_duck_shape=False):
+    # sizes that are equal by chance, such as the first rows and a head's width, are not one size
+    apart = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2 * _MOST_KINDS), apart:
             return compiled(layer, args, kwargs)
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from llamarl.compiler import check_compiler
 from llamarl.engine.block_tables import BlockTables
 from llamarl.engine.compiled_layers import FIRST_ROWS, compile_layers, compiles_layers
 from llamarl.engine.cuda_graphs import (
@@ -37,7 +38,6 @@ from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
 from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model_support import Use, why_unsupported
-from llamarl.models.compiler import check_compiler
 from llamarl.models.decoder import logit_scale, logit_softcap
 from llamarl.models.device_memory import give_back_freed, own_storages, zero_pages
 from llamarl.models.experts import Routing, num_experts, watch_experts, watching

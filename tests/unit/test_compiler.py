@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from llamarl import compiler
+from llamarl.compiler import check_compiler
 from llamarl.errors import ConfigError
-from llamarl.models import compiler
-from llamarl.models.compiler import check_compiler
 
 
 @pytest.fixture
