@@ -8,7 +8,7 @@ wanted any more, and then gives up every handle's count, opened or not. So a sin
 open its handle again, and one that was killed, or never came, keeps no memory of the source. A
 sink's waits for its device have the pull's deadline.
 
-Blocks are larger than on the CPU: each costs the sink one wait for its checksum. CUDA cannot open a
+Blocks are larger than on the CPU: each costs the sink a few launches; it waits once for all of them. CUDA cannot open a
 handle in the process that made it, so where both ends share a process (runtime ``inline``) the sink
 is given the source's buffer itself.
 

@@ -22,7 +22,7 @@ import torch
 
 from llamarl.errors import PlanError, WeightSyncError
 from llamarl.transports.base import SinkTransport
-from llamarl.transports.checksum import ChecksumKind, block_digest
+from llamarl.transports.checksum import ChecksumKind, block_digest, mix64
 from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
 from llamarl.weight_sync.catalog import Block, Catalog, Region
 from llamarl.weight_sync.layout import (
@@ -184,29 +184,54 @@ class Puller:
             self._compiled = (key, self.compile(catalogs, copies, local))
         pulls = self._compiled[1]
         by_rank = {slot.handle.source_rank: slot for slot in slots}
-        ahead = 0  # the first pull that is not on its way
         with self._transport.pulling(clock):
-            for number, pull in enumerate(pulls):
-                slot = by_rank[pull.source_rank]
-                promised = slot.checksum(pull.index, clock)
-                ahead = max(ahead, number)
-                while ahead < len(pulls) and by_rank[pulls[ahead].source_rank].expect(pulls[ahead].index, clock):
-                    ahead += 1
-                self._pull_block(slot, pull, promised, clock)
+            on_device = catalogs and all(catalog.checksum == "mix64" for catalog in catalogs)
+            (self._pull_together if on_device else self._pull_in_turn)(pulls, by_rank, clock)
         for slot in slots:
             slot.finish(clock)
         return sum(pull.block.nbytes for pull in pulls)
 
+    def _pull_in_turn(self, pulls: Sequence[_Pull], slots: Mapping[int, RemoteSlot], clock: Clock) -> None:
+        """Prove each block while its bytes are in a core's cache, with the next ones on their way."""
+        ahead = 0  # the first pull that is not on its way
+        for number, pull in enumerate(pulls):
+            slot = slots[pull.source_rank]
+            promised = slot.checksum(pull.index, clock)
+            ahead = max(ahead, number)
+            while ahead < len(pulls) and slots[pulls[ahead].source_rank].expect(pulls[ahead].index, clock):
+                ahead += 1
+            self._pull_block(slot, pull, promised, clock)
+
+    def _pull_together(self, pulls: Sequence[_Pull], slots: Mapping[int, RemoteSlot], clock: Clock) -> None:
+        """Queue all copies and checksums on the device, and wait for it once; what fails its proof is pulled again."""
+        sums = []
+        for pull in pulls:
+            slot, mine = slots[pull.source_rank], self._where_pulled(pull)
+            slot.checksum(pull.index, clock)
+            slot.read(pull.block.offset, mine, clock)
+            sums.append(mix64(mine))
+            _place(pull)
+        if not sums:
+            return
+        if (found := torch.stack(sums)).is_cuda:
+            wait_for_device(torch.cuda.current_stream(found.device).record_event(), clock, "copying and proving blocks")
+        for pull, one in zip(pulls, found.tolist(), strict=True):
+            slot = slots[pull.source_rank]
+            promised = slot.checksum(pull.index, clock)
+            if one % (1 << 64) != promised:
+                self._pull_block(slot, pull, promised, clock)
+
     def _pull_block(self, slot: RemoteSlot, pull: _Pull, promised: int, clock: Clock) -> None:
-        block = pull.block
-        mine = pull.direct if pull.direct is not None else self._scratch[: block.nbytes]
+        mine = self._where_pulled(pull)
         for attempt in range(MAX_ATTEMPTS):
-            slot.read(block.offset, mine, clock, fresh=attempt > 0)
+            slot.read(pull.block.offset, mine, clock, fresh=attempt > 0)
             if _digest(mine, slot.catalog.checksum, clock, pull.index) == promised:
-                for raw, target in pull.placements:
-                    target.copy_(raw)
+                _place(pull)
                 return
         slot.refuse_block(pull.index, MAX_ATTEMPTS, clock)
+
+    def _where_pulled(self, pull: _Pull) -> torch.Tensor:
+        return pull.direct if pull.direct is not None else self._scratch[: pull.block.nbytes]
 
     def compile(
         self, catalogs: Sequence[Catalog], copies: Sequence[SliceCopy], local: Mapping[str, torch.Tensor]
@@ -407,6 +432,11 @@ def _direct(block: Block, raw: torch.Tensor, target: torch.Tensor, device: torch
     if len(block.regions) != 1 or not same or raw.numel() * raw.element_size() != block.nbytes:
         return None
     return target.reshape(-1).view(torch.uint8)
+
+
+def _place(pull: _Pull) -> None:
+    for raw, target in pull.placements:
+        target.copy_(raw)
 
 
 def _digest(data: torch.Tensor, kind: ChecksumKind, clock: Clock, block: int) -> int:

@@ -1,6 +1,7 @@
 """Choice of transport, and what of the GPU path runs without a GPU: its checksum, and the protocol around it."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from whole_versions import read_all
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
+from llamarl.transports import shared_memory
 from llamarl.transports.checksum import block_digest, digest
 from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource, pack_handles, unpack_handles
 from llamarl.transports.deadline import deadline_clock, wait_for_device
@@ -103,7 +105,7 @@ class SharedMemoryWithMix64(SharedMemorySource):
     block_bytes = 4096
 
 
-def test_sink_uses_the_checksum_that_the_catalog_names() -> None:
+def test_sink_proves_blocks_of_a_gpu_together_and_pulls_again_what_was_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
     ends = {"rank": 0, "num_source_ranks": 1, "num_sink_ranks": 1}
     sender = WeightsSender(spec, **ends, transport=SharedMemoryWithMix64())
@@ -114,6 +116,18 @@ def test_sink_uses_the_checksum_that_the_catalog_names() -> None:
     assert version is not None
     got = read_all(version)
     assert all(torch.equal(got[name], tensor) for name, tensor in sent.items())
+    read, torn = shared_memory._Remote.read, []
+
+    def read_torn(self: Any, offset: int, into: torch.Tensor, deadline_s: float, *, fresh: bool = False) -> None:
+        read(self, offset, into, deadline_s, fresh=fresh)
+        if offset >= handle.data_offset and len(torn) < 2:
+            torn.append(offset)
+            into[5] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory._Remote, "read", read_torn)
+        got = read_all(version)
+    assert len(torn) == 2 and all(torch.equal(got[name], tensor) for name, tensor in sent.items())  # pulled again
     sender._slots[0].buffer.data[9000] ^= 4
     with pytest.raises(WeightSyncError, match="w: the bytes pulled"):
         read_all(version)
