@@ -1,0 +1,119 @@
+"""SmolLM2-135M on GSM8K, the whole chain: SFT, then RL at several staleness, each judged by every test question.
+
+    python benchmarks/gsm8k.py --model PATH --train GSM8K/train.jsonl --test GSM8K/test.jsonl --runs runs/gsm8k \\
+        --json OUT --picture PNG
+
+One pass of SFT over the training answers, then ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with
+partial rollouts; seeds are paired (the same prompts and draws). Judged are the base model, the tuned one and each arm's last, under the
+same prompt: greedy and at temperature 1, pass@1 and pass@n, format apart from answers. Runs and scores are kept in ``--runs``: what is
+finished is not made again, and an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import write_report
+from reverse_text import run_once, settings
+
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gsm8k-smollm2.toml"
+ARMS: dict[str, dict[str, Any]] = {
+    "staleness_1": {},
+    "staleness_0": {"schedule.max_staleness": 0, "generator.max_segments": 1, "generator.oversubscription": 1.0},
+    "staleness_4": {"schedule.max_staleness": 4},
+}
+ONCE = "staleness_4"
+"""The arm that the first seed alone has."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--train", type=Path, required=True, help="GSM8K's training rows")
+    parser.add_argument("--test", type=Path, required=True, help="its test rows")
+    parser.add_argument("--runs", type=Path, default=Path("runs/gsm8k"))
+    parser.add_argument("--n", type=int, default=8, help="samples of each test question at temperature 1")
+    parser.add_argument("--ticks", type=int, default=60, help="of RL")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", help="write the report here")
+    parser.add_argument("--picture", type=Path)
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    of_sft = settings({"task.eval_data": args.test, "evaluation.num_prompts": 64, "evaluation.every": 78})
+    of_sft += settings({"optimizer.lr": 1e-4, "checkpoint.every": 26})
+    run_once(args.runs / "sft", ["sft", args.model, str(args.train), "--epochs", "1", *of_sft])
+    tuned = args.runs / "sft" / "model"
+    results: dict[str, Any] = {"scores": {}, "curves": {}}
+    for name, folder in (("base", Path(args.model)), ("sft", tuned)):
+        results["scores"][name] = scores(args, name, folder)
+    for seed in args.seeds:
+        for arm in ARMS:
+            if arm == ONCE and seed != args.seeds[0]:
+                continue
+            name = f"{arm}_seed_{seed}"
+            own = {"run.seed": seed, "run.num_ticks": args.ticks, "model.path": tuned, **data(args), **ARMS[arm]}
+            run_once(args.runs / name, ["train", str(RECIPE), *settings(own)])
+            results["curves"][name] = curve(args.runs / name)
+            results["scores"][name] = scores(args, name, args.runs / name / "model")
+            write_report(args.json, results, [])
+    for name, found in results["scores"].items():
+        print(name, {key: round(value, 4) for key, value in found.items() if isinstance(value, float)})
+    write_report(args.json, results, [])
+    if args.picture:
+        draw(results, args.picture)
+
+
+def data(args: argparse.Namespace) -> dict[str, Any]:
+    return {"task.data": args.train.resolve(), "task.eval_data": args.test.resolve()}
+
+
+def scores(args: argparse.Namespace, name: str, model: Path) -> dict[str, Any]:
+    """What ``llamarl eval`` says of a model over the whole test set."""
+    kept = args.runs / f"{name}_n{args.n}.json"
+    if not kept.exists():
+        print(f"judging {name} ...", flush=True)
+        words = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
+        count = sum(bool(line.strip()) for line in args.test.read_text().splitlines())
+        asked = ["--prompts", str(count), "--n", str(args.n), "--greedy", "--evaluation.threads", "2"]
+        said = subprocess.run([*words, *asked, *settings(data(args))], check=True, stdout=subprocess.PIPE, text=True)
+        kept.write_text(said.stdout)
+    found: dict[str, Any] = json.loads(kept.read_text())
+    return found
+
+
+def curve(run: Path) -> dict[str, Any]:
+    """What each tick of a run says that a reader may ask for."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = (
+        "reward/mean",
+        "groups/no_signal",
+        "response/length_mean",
+        "mismatch/kl",
+        "entropy",
+        "tokens/generated",
+        "time/step_s",
+    )
+    return {key: [row[key] for row in rows] for key in keys}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    for name, found in results["curves"].items():
+        color = {"staleness_0": "C0", "staleness_1": "C1"}.get(name.partition("_seed")[0], "C2")
+        axes.plot(found["reward/mean"], color=color, alpha=0.7, label=name.replace("_", " "))
+    axes.set_xlabel("tick")
+    axes.set_ylabel("share of right answers of a tick's samples")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
