@@ -73,6 +73,8 @@ FAULTS = {
 )
 def test_a_fault_that_is_put_back_is_caught(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
+    if "compiled" in fault.guard and shutil.which("g++") is None:
+        pytest.skip("torch's compiler needs g++ on a CPU")
     shutil.copytree(SOURCE, tmp_path / "llamarl", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "llamarl" / fault.file
     text = file.read_text()
@@ -81,7 +83,7 @@ def test_a_fault_that_is_put_back_is_caught(name: str, tmp_path: Path) -> None:
         file.write_text(text if sound else text.replace(fault.right, fault.wrong))
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(UNIT / fault.guard)]
         found = subprocess.run(
-            words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=250
+            words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=140
         )
         assert found.returncode == (0 if sound else 1), found.stdout
     assert fault.says in found.stdout

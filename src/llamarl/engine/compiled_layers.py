@@ -10,8 +10,8 @@ cache as one operator (``models/paged_attention.py``). Each of the rest becomes 
   up its own number: the step holds it.
 - **Weights are inputs**, so versions are written in place.
 - **No timing decides a sum, and no run's first step.** Torch fits to the first rows that it sees in
-  which order code for any number of rows adds; those are the same in every run (``FIRST_ROWS``). So
-  bits repeat, whatever a run or its resume begins with.
+  which order code for any number of rows adds; those are the same in every run (``FIRST_ROWS``), and
+  nothing is compiled later. So bits repeat, whatever a run or its resume begins with.
 - **What torch makes lies in llamarl's cache folder**, which only its user can write to.
 
 Not compiled: int8 products, sparse layers, engines of several ranks, models in float32.
@@ -19,9 +19,11 @@ Not compiled: int8 products, sparse layers, engines of several ranks, models in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -33,12 +35,13 @@ from llamarl.errors import ConfigError
 from llamarl.models.decoder import decoder_layers
 from llamarl.models.paged_attention import current_step
 
-__all__ = ["FIRST_ROWS", "compile_layers", "compiles_layers"]
+__all__ = ["FIRST_ROWS", "compile_layers", "compiles_layers", "compiling"]
 
-FIRST_ROWS = (256, 1)
+FIRST_ROWS = (512, 1)
 """For which layers are compiled: for more than one row, and for one."""
 _MOST_KINDS = 8
 """Of layers, in all engines of a process, for each of which there is code for one row and for more."""
+_open: ContextVar[bool] = ContextVar("open", default=False)
 
 
 def compiles_layers(in_place: bool, dtype: torch.dtype, num_ranks: int) -> bool:
@@ -48,15 +51,42 @@ def compiles_layers(in_place: bool, dtype: torch.dtype, num_ranks: int) -> bool:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Have the decoder layers compiled when a step first comes."""
+    """Have the decoder layers compiled for the rows that come under ``compiling``."""
     import torch._dynamo  # seconds, for nothing elsewhere
 
-    compiled = torch.compile(
-        _layer, fullgraph=True, dynamic=True, options={"deterministic": True, "compile_threads": 1}
-    )
+    options: dict[str, Any] = {"deterministic": True, "compile_threads": 1}
+    compiled = torch.compile(_layer, fullgraph=True, dynamic=True, backend=_backend, options=options)
     for index, layer in enumerate(decoder_layers(model)):
         # a layer that held itself would keep its weights until Python looks for circles
         layer.forward = partial(_forward, compiled, ref(layer), index)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let code be made, which is refused at any other time: it would follow from what a run does."""
+    token = _open.set(True)
+    try:
+        with (
+            torch._dynamo.config.patch(recompile_limit=2 * _MOST_KINDS),
+            # sizes that are equal by chance, such as the first rows and a head's width, are not one size
+            shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            # code that was kept is looked up without the rows that it was fitted to
+            torch.compiler.config.patch(cache_key_tag=f"llamarl, rows {FIRST_ROWS}"),  # type: ignore[attr-defined]
+        ):
+            yield
+    finally:
+        _open.reset(token)
+
+
+def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor import compile_fx
+
+    if not _open.get():
+        raise RuntimeError(
+            "a step came with rows, or settings of torch, for which nothing was compiled before the first one, "
+            "so its bits would depend on the run"
+        )
+    return cast(Callable[..., Any], compile_fx.compile_fx(graph, list(inputs), config_patches=options))
 
 
 def _forward(
@@ -67,11 +97,8 @@ def _forward(
     if batch is None:
         return _layer(layer, args, kwargs)
     batch.layer = index
-    # sizes that are equal by chance, such as the first rows and a head's width, are not one size
-    apart = shape_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     try:
-        with torch._dynamo.config.patch(recompile_limit=2 * _MOST_KINDS), apart:
-            return compiled(layer, args, kwargs)
+        return compiled(layer, args, kwargs)
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         raise ConfigError(

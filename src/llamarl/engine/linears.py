@@ -13,8 +13,8 @@ version.
 ``int8``    CPU     int8 weights, one scale an output channel; int8 activations, one scale a token, so that a row's result
                     does not depend on the rest of the batch; oneDNN product. Without VNNI instructions that product
                     adds pairs in 16 bits, which saturate: the same codes are then multiplied in float32
-``fp8``     CUDA    e4m3 weights and activations, one scale a row each, ``torch._scaled_mm``; slower than bfloat16 on an H200,
-                    for its rounding is eight kernels a product
+``fp8``     CUDA    e4m3 weights and activations, one scale a row each, ``torch._scaled_mm``; slower than bfloat16 on an H200
+                    while its rounding was eight kernels a product, which the compiler has fused since
 ==========  ======  ===================================================================================================
 """
 
@@ -295,7 +295,8 @@ def _filled_up(x: Tensor, *, rows: bool = False) -> Tensor:
 
 def _rows_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] as e4m3, and the scale of each row, [N, 1] fp32."""
-    peak = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
+    # in float32 beforehand: compiled, ``dtype=`` would round the peak of some kernels and not of others
+    peak = torch.linalg.vector_norm(x.float(), torch.inf, dim=1, keepdim=True)
     scale = (peak / torch.finfo(torch.float8_e4m3fn).max).clamp_(min=1e-12)
     return (x / scale).to(torch.float8_e4m3fn), scale
 

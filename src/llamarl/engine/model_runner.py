@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llamarl.compiler import check_compiler
 from llamarl.engine.block_tables import BlockTables
-from llamarl.engine.compiled_layers import FIRST_ROWS, compile_layers, compiles_layers
+from llamarl.engine.compiled_layers import FIRST_ROWS, compile_layers, compiles_layers, compiling
 from llamarl.engine.cuda_graphs import (
     Buckets,
     DecodeInputs,
@@ -327,7 +327,8 @@ class ModelRunner:
             positions += torch.arange(rows, device=self.device)
             chunk = PrefillChunk(0, rows, 0, tokens[:1])
             batch = PagedBatch(self._keys, self._values, tokens + slot, [], [chunk], self._in_place)
-            self._hidden(tokens, positions, batch)
+            with compiling():
+                self._hidden(tokens, positions, batch)
 
     def _execute(self, plan: StepPlan) -> Tensor | None:
         # a padded kernel multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN

@@ -38,7 +38,7 @@ __all__ = [
 _KERNELS_A_LAYER = 14
 """That the engine starts in a decode step, compiled (``tests/unit/engine/test_compiled_layers.py`` counts them)."""
 _KERNELS_A_LAYER_OF_FP8 = 57
-"""As a card counted them while such layers were not compiled (docs/results/gpu.json); no card has timed the 25 since."""
+"""As a card counted them while such layers were not compiled (docs/results/gpu.json); none has timed the 15 to 18 since."""
 
 Numbers = npt.NDArray[np.float64] | float
 
