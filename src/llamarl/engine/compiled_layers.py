@@ -83,8 +83,8 @@ def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[s
 
     if not _open.get():
         raise RuntimeError(
-            "a step came with rows, or settings of torch, for which nothing was compiled before the first one, "
-            "so its bits would depend on the run"
+            "a step came with rows, or settings of torch (threads, precision of products, determinism), for which "
+            "nothing was compiled before the first one, so its bits would depend on the run"
         )
     return cast(Callable[..., Any], compile_fx.compile_fx(graph, list(inputs), config_patches=options))
 
