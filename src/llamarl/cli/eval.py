@@ -229,7 +229,10 @@ def _before(named: NamedModel, config: Any) -> dict[str, Any]:
     from llamarl.config import load_config
     from llamarl.observability.metrics import read_metrics
 
-    then = load_config(named.run / "config.toml")
+    try:
+        then = load_config(named.run / "config.toml")
+    except ConfigError:  # of another version, which may have asked anything: no reason to lose what was sampled
+        return {}
     if (then.evaluation.num_prompts, then.evaluation.samples_per_prompt, then.evaluation.temperature, then.task) != (
         config.evaluation.num_prompts, config.evaluation.samples_per_prompt, config.evaluation.temperature, config.task
     ):  # fmt: skip
