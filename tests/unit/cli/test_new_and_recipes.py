@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llamarl.cli import eval as eval_verb
 from llamarl.cli.main import main
-from llamarl.config import load_config
+from llamarl.config import load_config, validate
 from llamarl.controller.preflight import find_missing
 from llamarl.errors import ConfigError
 from llamarl.reading import find_recipe, shipped_or_path, shipped_recipes
@@ -75,3 +76,16 @@ def test_what_is_no_number_is_null_in_the_json_of_an_evaluation(
     monkeypatch.setattr(eval_verb, "_compute_as_in_a_run", lambda threads: None)
     assert main(["eval", "bundled:tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == scores | {"accuracy_error": None}
+
+
+@pytest.mark.parametrize(("key", "expected"), [("", {"accuracy_before": 0.25}), ("of_another_version = 1", {})])
+def test_a_run_of_another_version_has_no_accuracy_before_and_costs_no_evaluation(
+    key: str, expected: dict[str, float], tmp_path: Path
+) -> None:
+    """It is read when everything has been sampled."""
+    config = validate({"model": {"path": "bundled:tiny"}, "task": {"name": "steps"}})
+    (tmp_path / "config.toml").write_text(
+        f'[model]\npath = "bundled:tiny"\n[task]\nname = "steps"\n[checkpoint]\n{key}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/policy_version": 0, "eval/accuracy": 0.25}\n')
+    assert eval_verb._before(SimpleNamespace(run=tmp_path), config) == expected  # type: ignore[arg-type]
