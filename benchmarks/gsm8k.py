@@ -5,8 +5,8 @@
 
 One pass of SFT over the training answers, then ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with
 partial rollouts; seeds are paired (the same prompts and draws). Judged are the base model, the tuned one and each arm's last, under the
-same prompt: greedy and at temperature 1, pass@1 and pass@n, format apart from answers. Runs and scores are kept in ``--runs``: what is
-finished is not made again, and an interrupted run goes on.
+same prompt: greedy and at temperature 1, pass@1 and pass@n (of seeds after the first pass@1), format apart from answers. Runs and scores
+are kept in ``--runs``: what is finished is not made again, and an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, required=True, help="its test rows")
     parser.add_argument("--runs", type=Path, default=Path("runs/gsm8k"))
     parser.add_argument("--n", type=int, default=8, help="samples of each test question at temperature 1")
-    parser.add_argument("--ticks", type=int, default=60, help="of RL")
+    parser.add_argument("--ticks", type=int, default=40, help="of RL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--picture", type=Path)
@@ -49,21 +49,23 @@ def main() -> None:
     run_once(args.runs / "sft", ["sft", args.model, str(args.train), "--epochs", "1", *of_sft])
     tuned = args.runs / "sft" / "model"
     results: dict[str, Any] = {"scores": {}, "curves": {}}
-    for name, folder in (("base", Path(args.model)), ("sft", tuned)):
-        results["scores"][name] = scores(args, name, folder)
+    judged = {"base": (Path(args.model), args.n), "sft": (tuned, args.n)}
     for seed in args.seeds:
         for arm in ARMS:
             if arm == ONCE and seed != args.seeds[0]:
                 continue
             name = f"{arm}_seed_{seed}"
             own = {"run.seed": seed, "run.num_ticks": args.ticks, "model.path": tuned, **data(args), **ARMS[arm]}
+            own["evaluation.every"] = 0  # judged at the end, on more
             run_once(args.runs / name, ["train", str(RECIPE), *settings(own)])
             results["curves"][name] = curve(args.runs / name)
-            results["scores"][name] = scores(args, name, args.runs / name / "model")
+            judged[name] = (args.runs / name / "model", args.n if seed == args.seeds[0] else 1)
             write_report(args.json, results, [])
+    for name, (folder, n) in judged.items():
+        results["scores"][name] = scores(args, name, folder, n)
+        write_report(args.json, results, [])
     for name, found in results["scores"].items():
         print(name, {key: round(value, 4) for key, value in found.items() if isinstance(value, float)})
-    write_report(args.json, results, [])
     if args.picture:
         draw(results, args.picture)
 
@@ -72,14 +74,14 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
     return {"task.data": args.train.resolve(), "task.eval_data": args.test.resolve()}
 
 
-def scores(args: argparse.Namespace, name: str, model: Path) -> dict[str, Any]:
+def scores(args: argparse.Namespace, name: str, model: Path, n: int) -> dict[str, Any]:
     """What ``llamarl eval`` says of a model over the whole test set."""
-    kept = args.runs / f"{name}_n{args.n}.json"
+    kept = args.runs / f"{name}_n{n}.json"
     if not kept.exists():
         print(f"judging {name} ...", flush=True)
         words = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
         count = sum(bool(line.strip()) for line in args.test.read_text().splitlines())
-        asked = ["--prompts", str(count), "--n", str(args.n), "--greedy", "--evaluation.threads", "2"]
+        asked = ["--prompts", str(count), "--n", str(n), "--greedy", "--evaluation.threads", "2"]
         said = subprocess.run([*words, *asked, *settings(data(args))], check=True, stdout=subprocess.PIPE, text=True)
         kept.write_text(said.stdout)
     found: dict[str, Any] = json.loads(kept.read_text())
