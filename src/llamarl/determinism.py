@@ -11,8 +11,6 @@ count on the thread that makes them, so the shell makes them on the thread that 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import platform
 import sys
@@ -29,7 +27,6 @@ __all__ = [
     "derive_seed",
     "environment",
     "joint_facts",
-    "keep_freed_memory",
     "pin",
     "platform_differences",
     "platform_facts",
@@ -100,7 +97,6 @@ hold a core that another executor's thread waits for, and perhaps the very one t
 for."""
 _SAID = bool(os.environ.keys() & _ASLEEP.keys())
 """By the user, before anything of ours could have set them."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of ``mallopt``
 _CUBLAS, _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # cuBLAS repeats itself only with fixed workspaces
 
 
@@ -131,21 +127,6 @@ def environment(threads: int) -> Mapping[str, str]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         "LRU_CACHE_CAPACITY": "1",
     }
-
-
-def keep_freed_memory(variables: Mapping[str, str]) -> None:
-    """Do in this process what :func:`environment` says of memory, which the C library reads only as a process begins.
-
-    Without it a forked trainer, of a vocabulary of 49,152, takes 1.80 s of a core a step instead of 1.45.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        libc = ctypes.CDLL(None)
-        if variables.get("MALLOC_MMAP_MAX_") == "0":
-            libc.mallopt(_M_MMAP_MAX, 0)
-        if "MALLOC_TRIM_THRESHOLD_" in variables:
-            libc.mallopt(_M_TRIM_THRESHOLD, -1)
-        if variables.get("MALLOC_ARENA_MAX") == "1":
-            libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def pin(threads: int, *, deterministic: bool) -> None:

@@ -256,9 +256,8 @@ def _compute_as_in_a_run(threads: int) -> None:
     Args:
         threads: As the run recorded it; 0: as many as torch takes.
     """
-    from llamarl.determinism import environment, keep_freed_memory, pin
+    from llamarl.determinism import environment, pin
 
-    keep_freed_memory(environment(max(1, threads)))
     if threads and "torch" not in sys.modules:
         os.environ.update(environment(threads))
     import torch

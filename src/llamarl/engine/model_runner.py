@@ -52,9 +52,12 @@ from llamarl.models.stages import Stage
 from llamarl.models.transfer import indices
 from llamarl.settings.engine import CPU_CACHE_BYTES, EngineConfig
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "cut_decodes"]
 
 _MAX_PADDED_RATIO = 1.25  # decodes share a batch while its padded size stays within this factor of what they hold
+_MOST_COPIED = 8 << 20
+"""Bytes of K and V that a batch on a CPU copies together, a layer: attention then finds them in the processor's cache,
+and the C library keeps their memory, which of copies over 32 MB it would give back and fault in again in each layer."""
 
 
 class ModelRunner:
@@ -421,7 +424,9 @@ class ModelRunner:
             positions.append(places)
             slots.append(blocks[places // size] * size + places % size)
             last_row[i] = len(tokens) - 1
-        cuts = self._cut_decodes(counts.tolist())
+        copied = _MOST_COPIED * self._num_layers // self.block_bytes if self.device.type == "cpu" else math.inf
+        padding = math.inf if self._in_place else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
+        cuts = cut_decodes(counts.tolist(), padding=padding, copied=copied)
         cut_tables = [part for cut in cuts for part in (tables[cut, : counts[cut.start]].ravel(), starts[cut] + 1)]
         whole = [np.array(tokens), np.concatenate(positions), np.concatenate(slots)]
         moved = iter(indices([*whole, *filled, *cut_tables], self.device))
@@ -452,19 +457,27 @@ class ModelRunner:
         batch = PagedBatch(self._keys, self._values, inputs.slots, [decode], [], self._in_place)
         return self._logits(self._hidden(inputs.tokens, inputs.positions, batch))
 
-    def _cut_decodes(self, counts: list[int]) -> list[slice]:
-        """Cut decodes that hold so many blocks each, the most first, into batches with little padding."""
-        most = math.inf if self._in_place else _MAX_PADDED_RATIO  # a kernel that reads blocks in place pads nothing
-        cuts: list[slice] = []
-        first = 0
-        while first < len(counts):
-            held, last = 0, first
-            while last < len(counts) and counts[first] * (last + 1 - first) <= most * (held + counts[last]):
-                held += counts[last]
-                last += 1
-            cuts.append(slice(first, last))
-            first = last
-        return cuts
+
+def cut_decodes(counts: list[int], *, padding: float, copied: float) -> list[slice]:
+    """Cut decodes that hold so many blocks each, the most first, into batches, which are padded to their longest.
+
+    Args:
+        padding: How often what a batch's decodes hold it may be, padded.
+        copied: Blocks that a batch of more than one may be, padded.
+    """
+    cuts: list[slice] = []
+    first = 0
+    while first < len(counts):
+        held, last = counts[first], first + 1
+        while last < len(counts):
+            held += counts[last]
+            padded = counts[first] * (last + 1 - first)
+            if padded > padding * held or padded > copied:
+                break
+            last += 1
+        cuts.append(slice(first, last))
+        first = last
+    return cuts
 
 
 def _open_cache_bytes(device: torch.device) -> int:

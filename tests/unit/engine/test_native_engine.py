@@ -1,12 +1,16 @@
 import copy
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
 
 from llamarl.determinism import derive_seed
+from llamarl.engine import model_runner
 from llamarl.engine.engine import NativeEngine
+from llamarl.engine.model_runner import cut_decodes
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
@@ -44,6 +48,42 @@ def _run(engine: NativeEngine, sequences: list[Sequence]) -> list[Sequence]:
             return done
         done += engine.step()
     raise AssertionError("the engine did not finish")
+
+
+@pytest.mark.parametrize(
+    ("counts", "copied", "sizes"),
+    [
+        ([], 8, []),
+        ([5], 4, [1]),  # one alone may be more than is copied together
+        ([4, 4, 4], 8, [2, 1]),
+        ([4, 4, 4], math.inf, [3]),
+        ([5, 4, 4, 4], 100, [4]),  # 20 for 17 held: 1.18
+        ([5, 4, 3, 3], 100, [3, 1]),  # three are 15 for 12 held, 1.25; four would be 20 for 15, 1.33
+        ([9, 1, 1, 1], 100, [1, 3]),
+    ],
+)
+def test_decodes_share_a_batch_while_little_is_padded_and_not_too_much_copied(
+    counts: list[int], copied: float, sizes: list[int]
+) -> None:
+    cuts = cut_decodes(counts, padding=1.25, copied=copied)
+    assert [cut.stop - cut.start for cut in cuts] == sizes
+    assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(len(counts)))
+
+
+def test_batches_cut_for_the_processors_cache_sample_the_same_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[slice]] = []
+    monkeypatch.setattr(model_runner, "cut_decodes", lambda *a, **k: made.append(cut_decodes(*a, **k)) or made[-1])
+    sequences = []
+    for copied in (1 << 30, 80 * TOKEN_BYTES // 3):  # all; 80 tokens a layer, which none has alone
+        monkeypatch.setattr(model_runner, "_MOST_COPIED", copied)
+        sequences.append(_sequences([prompt[:3] for prompt in _prompts(6)]))
+        _run(_engine(folder), sequences[-1])
+    assert max(map(len, made[: len(made) // 2])) == 1 and max(map(len, made[len(made) // 2 :])) > 1
+    whole, cut = sequences
+    assert [s.tokens for s in cut] == [s.tokens for s in whole]
+    np.testing.assert_allclose([s.logprobs for s in cut], [s.logprobs for s in whole], atol=1e-5)
 
 
 def _greedy(folder: Path, prompt: list[int], n: int) -> list[int]:
