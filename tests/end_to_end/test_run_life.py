@@ -191,11 +191,14 @@ def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
     source, fork = tmp_path / "source", tmp_path / "fork"
-    llamarl.train(source, STALE | {"run.num_ticks": 2})
+    carrying = {"generator.max_segments": 2, "generator.oversubscription": 1.5}
+    llamarl.train(source, STALE | carrying | {"run.num_ticks": 2})
     before = contents(source)
     words = ["train", "--resume", str(source), "--optimizer.lr", "0.01"]
     refused = llamarl.run(words, status=2)
     assert "--fork" in refused.stderr and "optimizer.lr: it has" in refused.stderr
+    refused = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4", "--run.seed", "5"], status=2)
+    assert "run.seed" in refused.stderr and "unfinished responses to prompts that it chose" in refused.stderr
     llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4"])
     assert contents(source) == before
     assert untimed(fork)[:2] == untimed(source) and len(rows(fork)) == 4

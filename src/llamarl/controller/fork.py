@@ -153,7 +153,7 @@ def copy_history(
 
 def _carries_responses(checkpoint: Checkpoint) -> bool:
     """Whether responses were unfinished when it was taken."""
-    states = checkpoint.path.glob("generator/rank_*/generator.json")
+    states = checkpoint.path.glob("*/rank_*/shard_*.json")  # of every generator
     return any(json.loads(state.read_text(encoding="utf-8"))["active"] for state in states)
 
 
