@@ -18,9 +18,12 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import claim, core_seconds, spread, write_report
+
+if TYPE_CHECKING:
+    from llamarl.config import RunConfig
 
 TASK = "reasoning_gym:gsm_symbolic"
 BARS = {"float32": 0.25, "bfloat16": 0.2}
@@ -127,14 +130,14 @@ def trl_python(folder: Path) -> Path:
     return python
 
 
-def export_prompts(model: str, count: int, recipe: Path | None = None) -> list[dict[str, str]]:
-    """The first ``count`` prompts of llamarl's own stream (of ``TASK``, or of a recipe), as text, for TRL."""
-    from llamarl.config import load_config, validate
+def export_prompts(model: str, count: int, config: RunConfig | None = None) -> list[dict[str, str]]:
+    """The first ``count`` prompts of llamarl's own stream (of ``TASK``, or of a run's task), as text, for TRL."""
+    from llamarl.config import validate
     from llamarl.data.prompts import PromptStream
     from llamarl.environments.factory import make_task
     from llamarl.models.loading import load_tokenizer
 
-    config = validate({"task": {"name": TASK}}) if recipe is None else load_config(str(recipe))
+    config = config or validate({"task": {"name": TASK}})
     stream = PromptStream(make_task(config.task, config.run.seed), load_tokenizer(model), config.data, config.run.seed)
     prompts = [stream.get(index) for index in range(count)]
     return [{"text": p.text, "answer": p.answer or ""} for p in prompts]
@@ -190,12 +193,17 @@ def run_llamarl(
     }
 
 
-def run_trl(python: Path, job: dict[str, Any]) -> dict[str, Any]:
+def run_trl(python: Path, job: dict[str, Any], limit_s: int = 3600) -> dict[str, Any]:
     """What TRL's process answers. Its first step is warm-up."""
     script = Path(__file__).with_name("trl_baseline.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [str(python), str(script)], input=json.dumps(job), capture_output=True, text=True, timeout=3600, env=environment
+        [str(python), str(script)],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env=environment,
     )
     if done.returncode:
         raise SystemExit(f"TRL failed:\n{done.stderr[-4000:]}")

@@ -6,7 +6,8 @@
 One pass of SFT over the training answers, then ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with
 partial rollouts; seeds are paired (the same prompts and draws). Judged are the base model, the tuned one and each arm's last, under the
 same prompt: greedy and at temperature 1, pass@1 and pass@n (of seeds after the first pass@1), format apart from answers. Runs and scores
-are kept in ``--runs``: what is finished is not made again, and an interrupted run goes on.
+are kept in ``--runs``: what is finished is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds TRL's
+GRPO from the same tuned model, on the prompts of the first seed (its environment is made if it is missing).
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from end_to_end import run_trl, trl_python
 from harness import write_report
+from learning_against_trl import trl_job
 from reverse_text import run_once, settings
+
+from llamarl.config import load_config
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gsm8k-smollm2.toml"
 ARMS: dict[str, dict[str, Any]] = {
@@ -40,6 +45,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8, help="samples of each test question at temperature 1")
     parser.add_argument("--ticks", type=int, default=40, help="of RL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--trl-env", type=Path, help="virtual environment for TRL, which is then an arm too")
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
@@ -61,6 +67,8 @@ def main() -> None:
             results["curves"][name] = curve(args.runs / name)
             judged[name] = (args.runs / name / "model", args.n if seed == args.seeds[0] else 1)
             write_report(args.json, results, [])
+    if args.trl_env:
+        results["curves"]["trl_seed_0"], judged["trl_seed_0"] = trl_arm(args, tuned)
     for name, (folder, n) in judged.items():
         results["scores"][name] = scores(args, name, folder, n)
         write_report(args.json, results, [])
@@ -68,6 +76,22 @@ def main() -> None:
         print(name, {key: round(value, 4) for key, value in found.items() if isinstance(value, float)})
     if args.picture:
         draw(results, args.picture)
+
+
+def trl_arm(args: argparse.Namespace, tuned: Path) -> tuple[dict[str, Any], tuple[Path, int]]:
+    """TRL's curve of the first seed, and what is to be judged of it."""
+    folder = (args.runs / "trl_seed_0").resolve()
+    kept = folder / "result.json"
+    if not kept.exists():
+        folder.mkdir(exist_ok=True)
+        paths = {"model.path": tuned, **data(args)}
+        own = {"run.seed": args.seeds[0], "run.num_ticks": args.ticks} | {key: str(at) for key, at in paths.items()}
+        job = trl_job(load_config(RECIPE, own), tuned, args.ticks)
+        job |= {"answer_after": "####", "output_dir": str(folder), "save_every": 5, "resume": True}
+        kept.write_text(json.dumps(run_trl(trl_python(args.trl_env), job, limit_s=1 << 20)))
+    found = json.loads(kept.read_text())
+    curve = {"reward/mean": found["rewards"], "time/step_s": found["step_s"]}
+    return curve, (folder / f"checkpoint-{args.ticks}", args.n)
 
 
 def data(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,7 +132,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6, 3.5))
     for name, found in results["curves"].items():
-        color = {"staleness_0": "C0", "staleness_1": "C1"}.get(name.partition("_seed")[0], "C2")
+        color = {"staleness_0": "C0", "staleness_1": "C1", "trl": "C3"}.get(name.partition("_seed")[0], "C2")
         axes.plot(found["reward/mean"], color=color, alpha=0.7, label=name.replace("_", " "))
     axes.set_xlabel("tick")
     axes.set_ylabel("share of right answers of a tick's samples")

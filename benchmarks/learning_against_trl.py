@@ -26,7 +26,7 @@ from asynchrony_quality import STUDIES, folder_name, run
 from end_to_end import export_prompts, run_trl, trl_python
 from harness import write_report
 
-from llamarl.config import load_config
+from llamarl.config import RunConfig, load_config
 from llamarl.models.folders import resolve_model_path
 
 Curve = list[tuple[float, float]]
@@ -105,17 +105,22 @@ def our_step_s(args: argparse.Namespace, settings: dict[str, Any]) -> float:
 
 def their_job(args: argparse.Namespace, precision: str, num_steps: int) -> dict[str, Any]:
     config = load_config(str(args.recipe))
+    job = trl_job(config, args.model, num_steps) | {"micro_batch": args.micro_batch, "precision": precision}
+    return job | {"answer_after": "#"} if config.task.name == "steps" else job
+
+
+def trl_job(config: RunConfig, model: str | Path, num_steps: int) -> dict[str, Any]:
+    """What TRL must know to train as a recipe does, on the same prompts."""
+    model = str(resolve_model_path(str(model)))
     return {
-        "model": str(resolve_model_path(args.model)),
-        "prompts": export_prompts(args.model, num_steps * config.schedule.prompts_per_step, args.recipe),
-        "answer_after": "#" if config.task.name == "steps" else "",
+        "model": model,
+        "prompts": export_prompts(model, num_steps * config.schedule.prompts_per_step, config),
         "prompts_per_step": config.schedule.prompts_per_step,
         "group_size": config.generator.group_size,
         "max_new_tokens": config.generator.sampling.max_new_tokens,
         "num_steps": num_steps,
         "threads": len(os.sched_getaffinity(0)),
-        "micro_batch": args.micro_batch,
-        "precision": precision,
+        "micro_batch": 8,
         "learning_rate": config.optimizer.lr,
         "schedule": config.optimizer.schedule,
         "warmup_steps": config.optimizer.warmup_ticks,

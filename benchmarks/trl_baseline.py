@@ -1,8 +1,10 @@
 """One GRPO run by TRL, timed a step: the baseline of ``end_to_end.py``, run with TRL's own environment.
 
 Reads a JSON job on standard input (model folder, prompts as token texts with answers, sizes, threads; for a run that learns also
-output_dir, save_every, learning_rate, schedule, warmup_steps) and prints one JSON object: seconds of each step. Precision "bfloat16" is TRL's ``bf16=True``: float32 weights, products in bfloat16. The reward is 1 where the
-answer is the last number of the response, or with answer_after what follows that mark's last occurrence.
+output_dir, save_every, learning_rate, schedule, warmup_steps) and prints one JSON object: seconds of each step and its mean reward.
+With ``resume`` it goes on from the last checkpoint in output_dir; seconds are then of the steps since. Precision "bfloat16" is TRL's
+``bf16=True``: float32 weights, products in bfloat16. The reward is 1 where the answer is the last number of the response, or with
+answer_after what follows that mark's last occurrence.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -36,7 +39,7 @@ def main() -> None:
     def last_answer(text: str) -> str | None:
         if mark := job.get("answer_after"):
             _, found, given = text.rpartition(mark)
-            return given.strip() if found else None
+            return given.strip().replace(",", "") if found else None
         numbers = re.findall(r"-?\d+", text)
         return numbers[-1] if numbers else None
 
@@ -74,8 +77,10 @@ def main() -> None:
         report_to="none",
         save_strategy="steps" if job.get("save_every") else "no",
         save_steps=job.get("save_every", 500),
-        save_only_model=True,
-        logging_strategy="no",
+        save_only_model=not job.get("resume"),
+        save_total_limit=2 if job.get("resume") else None,
+        logging_strategy="steps" if job.get("resume") else "no",
+        logging_steps=1,
         disable_tqdm=True,
         seed=0,
     )
@@ -88,11 +93,14 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
-    trainer.train()
+    resumes = bool(job.get("resume")) and any(Path(config.output_dir).glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=resumes)
     import trl
 
-    mean_length = sum(lengths) / len(lengths)
-    print(json.dumps({"step_s": steps, "length_mean": mean_length, "trl": trl.__version__, "torch": torch.__version__}))
+    mean_length = sum(lengths) / max(1, len(lengths))
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    found = {"step_s": steps, "rewards": rewards, "length_mean": mean_length}
+    print(json.dumps(found | {"trl": trl.__version__, "torch": torch.__version__}))
 
 
 if __name__ == "__main__":
