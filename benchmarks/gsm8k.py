@@ -41,6 +41,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face folder of SmolLM2-135M-Instruct")
     parser.add_argument("--train", type=Path, required=True, help="GSM8K's training rows")
     parser.add_argument("--test", type=Path, required=True, help="its test rows")
+    parser.add_argument(
+        "--math", type=Path, help="MATH-500: the base, the tuned and a trained model answer it greedily"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/gsm8k"))
     parser.add_argument("--n", type=int, default=8, help="samples of each test question at temperature 1")
     parser.add_argument("--ticks", type=int, default=40, help="of RL")
@@ -70,7 +73,10 @@ def main() -> None:
     if args.trl_env:
         results["curves"]["trl_seed_0"], judged["trl_seed_0"] = trl_arm(args, tuned)
     for name, (folder, n) in judged.items():
-        results["scores"][name] = scores(args, name, folder, n)
+        results["scores"][name] = scores(args, name, folder, n, args.test, data(args))
+        if args.math and name in ("base", "sft", f"staleness_1_seed_{args.seeds[0]}"):
+            of_math = {"task.name": "math", "task.data": args.train.resolve(), "task.eval_data": args.math.resolve()}
+            results["scores"][f"{name}, MATH-500"] = scores(args, f"{name}_math", folder, 1, args.math, of_math)
         write_report(args.json, results, [])
     for name, found in results["scores"].items():
         print(name, {key: round(value, 4) for key, value in found.items() if isinstance(value, float)})
@@ -98,15 +104,17 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
     return {"task.data": args.train.resolve(), "task.eval_data": args.test.resolve()}
 
 
-def scores(args: argparse.Namespace, name: str, model: Path, n: int) -> dict[str, Any]:
-    """What ``llamarl eval`` says of a model over the whole test set."""
+def scores(
+    args: argparse.Namespace, name: str, model: Path, n: int, questions: Path, task: dict[str, Any]
+) -> dict[str, Any]:
+    """What ``llamarl eval`` says of a model over all questions of a file."""
     kept = args.runs / f"{name}_n{n}.json"
     if not kept.exists():
         print(f"judging {name} ...", flush=True)
         words = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
-        count = sum(bool(line.strip()) for line in args.test.read_text().splitlines())
-        asked = ["--prompts", str(count), "--n", str(n), "--greedy", "--evaluation.threads", "2"]
-        said = subprocess.run([*words, *asked, *settings(data(args))], check=True, stdout=subprocess.PIPE, text=True)
+        count = sum(bool(line.strip()) for line in questions.read_text().splitlines())
+        asked = ["--prompts", str(count), "--n", str(n), "--greedy", "--evaluation.threads", "2", *settings(task)]
+        said = subprocess.run([*words, *asked], check=True, stdout=subprocess.PIPE, text=True)
         kept.write_text(said.stdout)
     found: dict[str, Any] = json.loads(kept.read_text())
     return found
