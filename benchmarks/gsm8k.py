@@ -3,8 +3,10 @@
     python benchmarks/gsm8k.py --model PATH --train GSM8K/train.jsonl --test GSM8K/test.jsonl --runs runs/gsm8k \\
         --json OUT --picture PNG
 
-One pass of SFT over the training answers, then ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with
-partial rollouts; seeds are paired (the same prompts and draws). Judged are the base model, the tuned one and each arm's last, under the
+One pass of SFT over the training answers; then, of the first ``--asked`` training questions, those that the tuned model answers right at
+least once in four samples (groups without a right answer teach nothing, and nearly all are such); on these
+``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with partial rollouts; seeds are paired (the same
+prompts and draws). Judged are the base model, the tuned one and each arm's last, under the
 same prompt: greedy and at temperature 1, pass@1 and pass@n (of seeds after the first pass@1), format apart from answers. Runs and scores
 are kept in ``--runs``: what is finished is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds TRL's
 GRPO from the same tuned model, on the prompts of the first seed (its environment is made if it is missing).
@@ -46,6 +48,9 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/gsm8k"))
     parser.add_argument("--n", type=int, default=8, help="samples of each test question at temperature 1")
+    parser.add_argument(
+        "--asked", type=int, default=1500, help="training questions of which those within reach are kept"
+    )
     parser.add_argument("--ticks", type=int, default=40, help="of RL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--trl-env", type=Path, help="virtual environment for TRL, which is then an arm too")
@@ -57,23 +62,26 @@ def main() -> None:
     of_sft += settings({"optimizer.lr": 1e-4, "checkpoint.every": 26})
     run_once(args.runs / "sft", ["sft", args.model, str(args.train), "--epochs", "1", *of_sft])
     tuned = args.runs / "sft" / "model"
-    results: dict[str, Any] = {"scores": {}, "curves": {}}
+    within_reach = choose(args, tuned)
+    results: dict[str, Any] = {"questions": len(within_reach.read_text().splitlines()), "scores": {}, "curves": {}}
     judged = {"base": (Path(args.model), args.n), "sft": (tuned, args.n)}
     for seed in args.seeds:
         for arm in ARMS:
             if arm == ONCE and seed != args.seeds[0]:
                 continue
             name = f"{arm}_seed_{seed}"
-            own = {"run.seed": seed, "run.num_ticks": args.ticks, "model.path": tuned, **data(args), **ARMS[arm]}
+            own = {"run.seed": seed, "run.num_ticks": args.ticks, "model.path": tuned, **ARMS[arm]}
+            own |= {"task.data": within_reach, "task.eval_data": args.test.resolve()}
             own["evaluation.every"] = 0  # judged at the end, on more
             run_once(args.runs / name, ["train", str(RECIPE), *settings(own)])
             results["curves"][name] = curve(args.runs / name)
             judged[name] = (args.runs / name / "model", args.n if seed == args.seeds[0] else 1)
             write_report(args.json, results, [])
     if args.trl_env:
-        results["curves"]["trl_seed_0"], judged["trl_seed_0"] = trl_arm(args, tuned)
+        results["curves"]["trl_seed_0"], judged["trl_seed_0"] = trl_arm(args, tuned, within_reach)
     for name, (folder, n) in judged.items():
-        results["scores"][name] = scores(args, name, folder, n, args.test, data(args))
+        of_test = {"task.data": args.train.resolve(), "task.eval_data": args.test.resolve()}
+        results["scores"][name] = scores(args, name, folder, n, args.test, of_test)
         if args.math and name in ("base", "sft", f"staleness_1_seed_{args.seeds[0]}"):
             of_math = {"task.name": "math", "task.data": args.train.resolve(), "task.eval_data": args.math.resolve()}
             results["scores"][f"{name}, MATH-500"] = scores(args, f"{name}_math", folder, 1, args.math, of_math)
@@ -84,13 +92,13 @@ def main() -> None:
         draw(results, args.picture)
 
 
-def trl_arm(args: argparse.Namespace, tuned: Path) -> tuple[dict[str, Any], tuple[Path, int]]:
+def trl_arm(args: argparse.Namespace, tuned: Path, questions: Path) -> tuple[dict[str, Any], tuple[Path, int]]:
     """TRL's curve of the first seed, and what is to be judged of it."""
     folder = (args.runs / "trl_seed_0").resolve()
     kept = folder / "result.json"
     if not kept.exists():
         folder.mkdir(exist_ok=True)
-        paths = {"model.path": tuned, **data(args)}
+        paths = {"model.path": tuned, "task.data": questions, "task.eval_data": args.test.resolve()}
         own = {"run.seed": args.seeds[0], "run.num_ticks": args.ticks} | {key: str(at) for key, at in paths.items()}
         job = trl_job(load_config(RECIPE, own), tuned, args.ticks)
         job |= {"answer_after": "####", "output_dir": str(folder), "save_every": 5, "resume": True}
@@ -100,8 +108,31 @@ def trl_arm(args: argparse.Namespace, tuned: Path) -> tuple[dict[str, Any], tupl
     return curve, (folder / f"checkpoint-{args.ticks}", args.n)
 
 
-def data(args: argparse.Namespace) -> dict[str, Any]:
-    return {"task.data": args.train.resolve(), "task.eval_data": args.test.resolve()}
+def choose(args: argparse.Namespace, tuned: Path) -> Path:
+    """The training questions that the tuned model answers right at least once in four samples."""
+    kept = args.runs.resolve() / "within_reach.jsonl"
+    if not kept.exists():
+        asked, said = args.runs / "asked.jsonl", args.runs / "answers.jsonl"
+        rows = args.train.read_text().splitlines()[: args.asked]
+        asked.write_text("\n".join(rows) + "\n")
+        as_held_out = {"task.data": args.test.resolve(), "task.eval_data": asked.resolve()}
+        judge(tuned, [*counted(asked, 4), *settings(as_held_out), "--responses", str(said)])
+        right = {row["prompt"] for row in map(json.loads, said.read_text().splitlines()) if row.get("reward") == 1.0}
+        kept.write_text("".join(f"{row}\n" for row in rows if any(json.loads(row)["question"] in it for it in right)))
+    return kept
+
+
+def judge(model: Path, words: list[str]) -> str:
+    """What ``llamarl eval`` says of a model, as JSON."""
+    command = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
+    command += ["--evaluation.threads", "2", *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def counted(questions: Path, n: int) -> list[str]:
+    """Flags: all questions of a file, ``n`` samples of each."""
+    count = sum(bool(line.strip()) for line in questions.read_text().splitlines())
+    return ["--prompts", str(count), "--n", str(n)]
 
 
 def scores(
@@ -111,11 +142,7 @@ def scores(
     kept = args.runs / f"{name}_n{n}.json"
     if not kept.exists():
         print(f"judging {name} ...", flush=True)
-        words = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
-        count = sum(bool(line.strip()) for line in questions.read_text().splitlines())
-        asked = ["--prompts", str(count), "--n", str(n), "--greedy", "--evaluation.threads", "2", *settings(task)]
-        said = subprocess.run([*words, *asked], check=True, stdout=subprocess.PIPE, text=True)
-        kept.write_text(said.stdout)
+        kept.write_text(judge(model, [*counted(questions, n), "--greedy", *settings(task)]))
     found: dict[str, Any] = json.loads(kept.read_text())
     return found
 
