@@ -330,9 +330,6 @@ def _cross_checks(config: RunConfig) -> Iterator[Mistake]:
     yield from wiring_mistakes(config)
     if config.schedule.colocated:
         yield from _colocation_checks(config)
-    if config.run.runtime == "inline" and config.recovery.straggler_multiple:
-        why = "it ends slow processes, and inline has one: set it to 0, or run.runtime to 'local'"
-        yield _clash(config, "recovery.straggler_multiple", "run.runtime", why)
     if config.run.runtime == "inline" and config.hosts.wanted:
         why = "inline runs everything in one process: set it to 'local', or leave the cluster out"
         yield _clash(config, "run.runtime", "hosts.cluster", why)

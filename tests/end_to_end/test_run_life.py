@@ -73,7 +73,6 @@ ELSEWHERE = {
         "runs on a cluster: tests/cluster",
     ),
     **dict.fromkeys(("evaluation.dp", "evaluation.tp"), "test_evaluator_parallel.py"),
-    "recovery.straggler_multiple": "test_survival.py",
     "run.epochs": "becomes run.num_ticks before a run starts: test_small_data.py",
     "observability.prometheus_port": "test_recorder.py",
     "evaluation.patience": "test_sft_runs.py",

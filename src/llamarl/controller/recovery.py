@@ -17,23 +17,17 @@ executor begins with the last checkpoint and repeats the ticks since then, from 
 which is held. Nobody hears of what these make; the marking does not move. docs/survival.md proves
 that all this ends in the same marking and the same bits; tests explore every interleaving of deaths
 with it.
-
-A rank that takes too long at a tick is ended, and does it again as after any death: longer than the
-median of its executor's last ticks, times ``recovery.straggler_multiple``. Only executors whose state before the tick is held are ended, so no other tick is repeated (trainer
-and critic never are), and none for being slow at a tick that follows a start of their processes.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from llamarl.controller.marking import Firing, Marking
 from llamarl.runtime.base import Death
 
-__all__ = ["LEAST_S", "MAX_CRASHES", "MAX_KILLS", "MIN_TICKS", "Recovery", "Redo", "Stragglers", "WINDOW"]
+__all__ = ["MAX_CRASHES", "MAX_KILLS", "Recovery", "Redo"]
 
 
 MAX_CRASHES = 2
@@ -189,10 +183,6 @@ class Recovery:
         lines = [attempt.line(now_s) for attempt in (*self._attempts, *attempts)]
         return "\n".join([f"{why}. Deaths of this run:", *lines])
 
-    def has_room(self, now_s: float) -> bool:
-        """Whether there may be one more restart within ``window_s``."""
-        return self._recent(now_s) < self._max_restarts
-
     def _recent(self, now_s: float) -> int:
         return sum(now_s - attempt.at_s <= self._window_s for attempt in self._attempts)
 
@@ -212,53 +202,3 @@ def _same(one: _Attempt, other: _Attempt) -> bool:
         theirs.doing,
         theirs.cause,
     )
-
-
-MIN_TICKS = 3
-"""Ticks that must have been seen before any is said to take too long."""
-WINDOW = 20
-"""How many of the last ones are looked at."""
-LEAST_S = 10.0
-"""Seconds below which no tick takes too long."""
-
-
-class Stragglers:
-    """Knows how long ticks of each executor usually take.
-
-    Args:
-        multiple: Of the median; a tick that takes longer takes too long.
-        least_s: See ``LEAST_S``.
-    """
-
-    def __init__(self, *, multiple: float, least_s: float = LEAST_S) -> None:
-        self._multiple, self._least_s = multiple, least_s
-        self._seen: dict[tuple[str, bool], deque[float]] = {}
-        self._started: dict[str, int] = {}
-        """Executor -> the first tick that its present processes count: it includes their start."""
-
-    def note(self, firing: Firing, seconds: float) -> None:
-        """Remember how long a tick took."""
-        self._seen.setdefault(_kind(firing), deque(maxlen=WINDOW)).append(seconds)
-
-    def restarted(self, executor: str, tick: int) -> None:
-        """Let an executor take its time at the tick with which its new processes begin."""
-        self._started[executor] = tick
-
-    def limits_s(self, busy: Mapping[str, Firing], replaceable: Mapping[str, int]) -> dict[str, float]:
-        """Executor -> seconds after which its tick takes too long, for those that may be ended for it.
-
-        Args:
-            busy: Executor -> the tick that is out.
-            replaceable: Executor -> the first tick that it would do again.
-        """
-        limits = {}
-        for name, firing in busy.items():
-            seen = self._seen.get(_kind(firing), ())
-            if len(seen) >= MIN_TICKS and replaceable.get(name) == firing.tick > self._started.get(name, -1):
-                limits[name] = max(self._least_s, self._multiple * median(seen))
-        return limits
-
-
-def _kind(firing: Firing) -> tuple[str, bool]:
-    """Tell ticks with nothing to read apart, such as those of an evaluator between two evaluations."""
-    return firing.executor, any(handle is not None for handles in firing.inputs.values() for handle in handles)

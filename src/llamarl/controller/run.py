@@ -34,7 +34,7 @@ from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import Prepared, absolute_dir, description, prepare
 from llamarl.controller.products import write_products
 from llamarl.controller.recorder import Recorder, describe_job
-from llamarl.controller.recovery import Recovery, Stragglers
+from llamarl.controller.recovery import Recovery
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, mark, refuse_a_run
 from llamarl.controller.saving import RunCheckpoints, Saving
 from llamarl.controller.settle import fetch_weights, record_models
@@ -369,7 +369,6 @@ class RunParts:
         settings = self._prepared.config.recovery
         if not settings.max_restarts:
             return runtime
-        multiple = settings.straggler_multiple
         return SurvivingRuntime(
             runtime,
             self.marking,
@@ -377,7 +376,6 @@ class RunParts:
             self.saving,
             tell=lambda redo: self.recorder.restarted(redo.next_tick, redo.describe()),
             log=self._log,
-            stragglers=Stragglers(multiple=multiple) if multiple else None,
         )
 
 

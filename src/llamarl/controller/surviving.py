@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llamarl.controller.marking import Firing, Marking
-from llamarl.controller.recovery import Recovery, Redo, Stragglers
+from llamarl.controller.recovery import Recovery, Redo
 from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
 from llamarl.runtime.base import (
@@ -47,7 +47,6 @@ class SurvivingRuntime:
         saving: Of the loop.
         tell: Called with each replacement as it begins.
         log: Writes each report that counts.
-        stragglers: Says which ticks take too long: an executor at one is ended and does it again.
     """
 
     def __init__(
@@ -59,10 +58,9 @@ class SurvivingRuntime:
         *,
         tell: Callable[[Redo], None] = lambda redo: None,
         log: TickLog | None = None,
-        stragglers: Stragglers | None = None,
     ) -> None:
         self._runtime, self._marking, self._recovery, self._saving = runtime, marking, recovery, saving
-        self._tell, self._log, self._stragglers = tell, log, stragglers
+        self._tell, self._log = tell, log
         self._behind: dict[str, int] = {}
         """Executor whose state is older than what has counted, until its repeats begin -> its next
         tick by that state."""
@@ -119,7 +117,7 @@ class SurvivingRuntime:
         while True:
             self._release()
             try:
-                report = self._runtime.wait(limit_s, self._limits_s())
+                report = self._runtime.wait(limit_s)
             except ProcessesDied as error:
                 self.bring_back(error, error.deaths, error.readers)
             except Overdue as error:
@@ -145,8 +143,6 @@ class SurvivingRuntime:
                 self._marking.put_back(channel, report.tick, handles)
             self._repeat_next(name)
             return report
-        if self._stragglers is not None:
-            self._stragglers.note(self._marking.busy[name], report.finished_s - report.started_s)
         report = self._with_costs(report)
         if self._log is not None:
             self._log.append(report)
@@ -170,8 +166,6 @@ class SurvivingRuntime:
         for redo in redos:
             self._saving.redo(redo.executor, redo.first_tick)
             self._do_again(redo.executor, redo.first_tick)
-            if self._stragglers is not None:
-                self._stragglers.restarted(redo.executor, redo.next_tick)
         return redos
 
     def _replace(self, error: LlamaRLError, deaths: Sequence[Death], readers: Sequence[str] = ()) -> tuple[Redo, ...]:
@@ -245,11 +239,6 @@ class SurvivingRuntime:
     def _send(self, order: Order) -> None:
         self._runtime.fire(order)
         self._since_s[order.executor] = self.now()
-
-    def _limits_s(self) -> Mapping[str, float]:
-        if self._stragglers is None or not self._recovery.has_room(time.monotonic()):
-            return {}
-        return self._stragglers.limits_s(self._marking.busy, self._runtime.replaceable())
 
     def _release(self, *, wait: bool = False) -> None:
         """Let go of what is held to do ticks again that are in a checkpoint by now."""

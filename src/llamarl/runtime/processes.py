@@ -280,11 +280,8 @@ class ProcessRuntime:
             if executor == news.executor:
                 out.num_bytes += num_bytes
 
-    def wait(self, limit_s: float, limits_s: Mapping[str, float] = {}) -> Report:
+    def wait(self, limit_s: float) -> Report:
         """The next report.
-
-        Args:
-            limits_s: Executors that have less time than ``limit_s`` for the tick at which they are.
 
         Raises:
             ProcessesDied: Processes of executors have ended by themselves.
@@ -292,11 +289,10 @@ class ProcessRuntime:
         """
         assert self._ranks is not None and self._out, "wait without an order out: it could never end"
         while True:
-            limits = {key: min(limit_s, limits_s.get(key[0], limit_s)) for key in self._out}
-            first = min(limits, key=lambda key: self._out[key].sent_s + limits[key])
-            answer = self._next_answer(self._out[first].sent_s + limits[first] - self.now())
+            first = min(self._out, key=lambda key: self._out[key].sent_s)
+            answer = self._next_answer(self._out[first].sent_s + limit_s - self.now())
             if answer is None:
-                raise self._overdue_order(*first, limits[first])
+                raise self._overdue_order(*first, limit_s)
             if isinstance(answer.result, RankSetup):  # of one that is brought up again; its order is out, or will be
                 continue
             out = self._out[answer.executor, answer.result.tick]

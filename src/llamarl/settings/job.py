@@ -107,20 +107,6 @@ class RecoveryConfig:
     was lost is done again, to the same bits (trainer and critic repeat those since their last
     checkpoint). 0: every death ends the run."""
 
-    straggler_multiple: Annotated[NonNegativeFloat, NO_BITS] = 0.0
-    """A rank whose tick takes longer than so many times the median of its executor's last ticks,
-    and 10 s at least, is ended, and the tick done again as after any death, to the same bits. 0:
-    none is. Not trainer and critic, which would repeat earlier ticks."""
-
-    def __post_init__(self) -> None:
-        refuse(self._mistakes())
-
-    def _mistakes(self) -> Iterator[Mistake]:
-        if self.straggler_multiple and self.straggler_multiple <= 1.0:
-            yield Mistake("straggler_multiple", f"must be 0 or more than 1, got {self.straggler_multiple:g}")
-        if self.straggler_multiple and not self.max_restarts:
-            yield Mistake("straggler_multiple", "needs max_restarts >= 1: without, no state is held", ("max_restarts",))
-
 
 HERE = "here"
 """Names the controller's node among hosts."""
