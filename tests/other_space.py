@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llamarl.transports import network
+from llamarl.transports import network, segment_server
 from llamarl.transports.network import Network, TlsFiles
-from llamarl.transports.segment_server import close_server
 
 KEY = bytes(range(32))
 
@@ -32,5 +31,7 @@ def alone_again() -> Iterator[None]:
     try:
         yield
     finally:
-        close_server()
+        if segment_server._here is not None:
+            segment_server._here[1].close()
+            segment_server._here = None
         network.join(None)

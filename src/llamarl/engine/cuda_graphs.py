@@ -220,10 +220,6 @@ class PaddedDecoder:
         self._logits = torch.empty(0)
         self._addresses: tuple[int, ...] | None = None
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
-
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Logits [len(chunks), V] of a step of decodes, valid until the next call; None if no bucket fits."""
         starts = np.array([chunk.start for chunk in chunks])

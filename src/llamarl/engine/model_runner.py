@@ -79,12 +79,7 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, name)
         self.ranks = EngineRanks(layout)
         self.model, cuts = load_tensor_parallel(
-            model_path,
-            layout or ParallelLayout(fsdp=1, tp=1, mesh=None),
-            dtype=self.dtype,
-            device=self.device,
-            attention="llamarl_paged",
-            section="generator",
+            model_path, layout or ParallelLayout(fsdp=1, tp=1, mesh=None), dtype=self.dtype, device=self.device
         )
         self._stage = Stage(self.model, self.ranks.stage, self.ranks.num_stages) if self.ranks.num_stages > 1 else None
         self.model.requires_grad_(False)

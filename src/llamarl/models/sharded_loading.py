@@ -105,20 +105,13 @@ def _read_buffers(path: str | Path, model: nn.Module) -> None:
 
 
 def load_tensor_parallel(
-    path: str | Path,
-    layout: ParallelLayout,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-    section: str,
+    path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict[str, Cut]]:
-    """This rank's part of a model that only computes, of its pipeline stage and cut over
+    """This rank's part of a model that an engine samples from, of its pipeline stage and cut over
     tensor-parallel ranks, in eval mode; whole if there is one rank.
 
     Args:
         layout: Its data axis counts whole copies (replicas), and so does ``cp``.
-        section: Of the configuration, with the keys ``tp`` and ``pp`` of the sizes, to name in errors.
 
     Returns:
         The model, and parameter name -> how it was cut.
@@ -127,17 +120,17 @@ def load_tensor_parallel(
         ModelError: The model cannot be loaded, or not be cut so.
     """
     if layout.tp * layout.pp == 1:
-        return load_model(path, dtype=dtype, device=device, attention=attention), {}
-    model = make_skeleton(path, attention=attention)
+        return load_model(path, dtype=dtype, device=device, attention="llamarl_paged"), {}
+    model = make_skeleton(path, attention="llamarl_paged")
     parts = where_stored(path, model)
     if parts is None:
-        model = load_model(path, dtype=dtype, device=device, attention=attention)
+        model = load_model(path, dtype=dtype, device=device, attention="llamarl_paged")
     if layout.pp > 1:
         small = small_model(model.config)
         small.set_attn_implementation("llamarl_packed")
-        check_stages(small, layout.pp, key=f"{section}.pp")
-    cut_into_stage(model, layout.pp_rank, layout.pp, key=f"{section}.pp")
-    cuts = apply_tensor_parallel(model, layout, key=f"{section}.tp", training=False)
+        check_stages(small, layout.pp, key="generator.pp")
+    cut_into_stage(model, layout.pp_rank, layout.pp, key="generator.pp")
+    cuts = apply_tensor_parallel(model, layout, key="generator.tp", training=False)
     if parts is not None:
         parameters = dict(model.named_parameters())
         shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1, cp=1), str(dtype).split(".")[1])

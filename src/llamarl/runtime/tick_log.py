@@ -220,10 +220,6 @@ class TickLog:
         assert held is not None, "memory of this process has gone"
         return held
 
-    @property
-    def num_segments(self) -> int:
-        return len(self._segments)
-
     def replaceable(self) -> Mapping[str, int]:
         """Executors of which all that is needed is held -> the first tick that each would do again."""
         return {

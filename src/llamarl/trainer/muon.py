@@ -103,15 +103,13 @@ class Muon(torch.optim.Optimizer):
         shards: Mapping[str, ParameterShard],
         layout: ParallelLayout,
         device: torch.device,
-        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
             matrices: This rank's parts, float32, by name: those that ``OptimizerConfig.is_matrix`` names.
             rest: Of other weights; it steps when this one does, and shares state and groups with it.
             shards: Which part of each this rank holds; empty: each is whole.
-            device: Where collectives work, and matrices are computed.
-            dtype: That they are computed in; None: bfloat16 on a GPU, float32 on a CPU.
+            device: Where collectives work, and matrices are computed: in bfloat16 on a GPU, in float32 on a CPU.
         """
         super().__init__(list(matrices.values()), {"lr": lr, "weight_decay": weight_decay})
         self._own = self.param_groups[0]
@@ -120,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         rest.state = self.state
         self._matrices = dict(matrices)
         self._device = device
-        self._dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._rank = layout.rank
         stage = range(layout.pp_rank * layout.ranks_of_stage, (layout.pp_rank + 1) * layout.ranks_of_stage)
         self._boxes: dict[str, dict[int, _Box]] = {}

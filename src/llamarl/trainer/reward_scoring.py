@@ -29,6 +29,7 @@ from llamarl.trainer.shared_prompts import row_attention
 
 __all__ = ["RewardScorer", "distinct", "padded_batches"]
 
+_KEY = "reward_model.path"
 _TOLERANCE = 2e-3
 """Between the two ways to compute a score, as a share of the largest in magnitude, or of 1; in
 float32 rounding gives some 1e-6."""
@@ -46,14 +47,12 @@ class RewardScorer:
         dtype: torch.dtype = torch.float32,
         max_tokens: int = 8192,
         device: str = "cpu",
-        key: str = "reward_model.path",
     ) -> None:
         """
         Args:
             path: Hugging Face folder.
             dtype: Of its weights as computed with.
             max_tokens: Of one forward pass.
-            key: The configuration key to name in errors.
 
         Raises:
             ModelError: It has no single score, does not divide by ``tp``, or is not computed here as transformers does.
@@ -67,15 +66,15 @@ class RewardScorer:
         if is_packed(path):
             attention, share_prompts = row_attention(TrainerConfig(), str(self.device), path)
             model = build_reward_model(
-                path, self.layout, dtype=dtype, attention=attention, device=self.device, key=key
+                path, self.layout, dtype=dtype, attention=attention, device=self.device, key=_KEY
             ).module
             self._computes = Computes(model, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
             self.config = model.model.config
-            self._prove(path, dtype, key)
+            self._prove(path, dtype)
         elif self.layout.num_ranks > 1:
-            raise ModelError.at(key, f": {path} lies on one rank only: set reward_model.fsdp and tp to 1")
+            raise ModelError.at(_KEY, f": {path} lies on one rank only: set reward_model.fsdp and tp to 1")
         else:
-            self._whole = load_reward_model(path, dtype=dtype, device=device, attention=None, key=key)
+            self._whole = load_reward_model(path, dtype=dtype, device=device, attention=None, key=_KEY)
             self.config = self._whole.config
 
     @property
@@ -135,7 +134,7 @@ class RewardScorer:
         longest = max(map(len, rows))
         return torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.device)
 
-    def _prove(self, path: str | Path, dtype: torch.dtype, key: str) -> None:
+    def _prove(self, path: str | Path, dtype: torch.dtype) -> None:
         """Packed scores of a few made-up texts against transformers' own forward, one text at a
         time; one rank, float32. With its plain attention: what transformers 5.17 takes by itself
         leaves out Gemma 2's soft caps.
@@ -148,14 +147,15 @@ class RewardScorer:
         tokens = min(self.config.get_text_config().vocab_size, 97)
         texts = [[[(5 + 7 * i + 3 * j * j) % tokens for j in range(4 + 3 * i)] for i in range(3)]]
         texts[0].append([*texts[0][0], *texts[0][1]])
-        library = load_reward_model(path, dtype=dtype, device=self.device, attention="eager", key=key)
+        library = load_reward_model(path, dtype=dtype, device=self.device, attention="eager", key=_KEY)
         with torch.no_grad():
             true = [float(library(torch.tensor([text], device=self.device)).logits[0, 0]) for text in texts[0]]
         ours = self.score(texts)
         gap = max(abs(a - b) for a, b in zip(true, ours, strict=True)) / max(1.0, *map(abs, true))
         if not gap <= _TOLERANCE:
             raise ModelError.at(
-                key, f": {os.fspath(path)} is not computed here as transformers computes it: scores differ by {gap:.3g}"
+                _KEY,
+                f": {os.fspath(path)} is not computed here as transformers computes it: scores differ by {gap:.3g}",
             )
 
 

@@ -53,7 +53,7 @@ from llamarl.transports.segment_wire import (
     shut,
 )
 
-__all__ = ["Answer", "Endpoint", "Limits", "Relay", "SegmentServer", "close_server", "join_chain", "server_here"]
+__all__ = ["Answer", "Endpoint", "Limits", "Relay", "SegmentServer", "join_chain", "server_here"]
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,6 @@ class SegmentServer:
         self._listener.close()
         for connection in connections:
             shut(connection)
-
-    @property
-    def num_connections(self) -> int:
-        """Proved and unproved."""
-        with self._lock:
-            return len(self._unproved) + len(self._proved)
 
     def _accept(self) -> None:
         while True:
@@ -350,15 +344,6 @@ def server_here() -> SegmentServer | None:
             except ConfigError as error:
                 raise ChannelError(str(error)) from error
         return _here[1]
-
-
-def close_server() -> None:
-    """End this process's server, if it has one."""
-    global _here
-    with _here_lock:
-        if _here is not None:
-            _here[1].close()
-        _here = None
 
 
 def _forked() -> None:

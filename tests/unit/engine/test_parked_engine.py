@@ -79,7 +79,7 @@ def test_padded_decode_steps_survive_parking_and_their_records_do_not(tmp_path: 
     assert decoder is not None
     decoder._graphs[None] = None  # type: ignore[assignment, index]  # stands for a recorded step
     parked.park()
-    assert decoder.num_graphs == 0
+    assert not decoder._graphs
     parked.unpark()
     load(parked, weights, 1)
     assert sampled(parked) == expected

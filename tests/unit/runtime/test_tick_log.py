@@ -88,14 +88,14 @@ def test_token_and_state_outlive_their_process_and_are_let_go_when_no_one_needs_
     source.die()
     assert (received(first), received(second)) == ([0, 1], [1, 2])
     assert [read_state(state) for state in kept.states("source")] == [b"state after 1"]
-    assert kept.num_segments == 2 + 1  # two slots, one state
+    assert len(kept._segments) == 2 + 1  # two slots, one state
     again = Source()  # the next incarnation: its first slot stands where the second of the old one stood
     kept.take(Report(executor="sink", tick=0))
     third = kept.take(again.report(2))
     assert (received(second), received(third)) == ([1, 2], [2, 3])
     kept.take(Report(executor="sink", tick=1))
     kept.take(again.report(3))
-    assert kept.num_segments == 2 + 1  # nothing of the old one
+    assert len(kept._segments) == 2 + 1  # nothing of the old one
     kept.close()
     again.die()
 
@@ -109,7 +109,7 @@ def test_a_report_whose_process_has_ended_is_not_taken() -> None:
     assert isinstance(state, State)
     of_the_dead = replace(state, address=replace(state.address, pid=child.pid))
     assert kept.take(replace(report, journal=(of_the_dead,))) is None
-    assert kept.num_segments == 0 and kept.replaceable() == {"source": 0, "sink": 0}
+    assert not kept._segments and kept.replaceable() == {"source": 0, "sink": 0}
     source.die()
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_held_of_a_living_process_is_passed_on_as_it_is_and_its_d
     else:
         source.die()
     assert kept.take(report) is report
-    assert kept.replaceable() == {} and kept.num_segments == 0
+    assert kept.replaceable() == {} and not kept._segments
     source.die()
 
 
@@ -145,9 +145,9 @@ def test_what_is_read_by_one_whose_state_is_in_checkpoints_alone_is_held_until_o
     ]
     kept.saved(1)
     assert kept.replaceable() == {"source": 4, "sink": 2}
-    assert kept.num_segments == 2 + 1  # two tokens, one state
+    assert len(kept._segments) == 2 + 1  # two tokens, one state
     kept.saved(3)
-    assert kept.num_segments == 1
+    assert len(kept._segments) == 1
     kept.close()
 
 
@@ -176,7 +176,7 @@ def test_when_too_much_was_read_nothing_of_it_is_held_until_the_next_checkpoint(
     for tick in range(3):
         kept.take(source.report(tick))
         kept.take(Report(executor="sink", tick=tick))
-    assert kept.replaceable() == {"source": 3} and kept.num_segments == 1
+    assert kept.replaceable() == {"source": 3} and len(kept._segments) == 1
     kept.saved(1)
     assert kept.replaceable() == {"source": 3}  # tick 2 cannot be done again
     kept.saved(2)
@@ -199,7 +199,7 @@ def test_tokens_that_lie_on_an_edge_at_start_are_held_too() -> None:
     source.die()
     assert received(replace(start, outputs={"numbers": ready["source"].initial_tokens["numbers"][-1]})) == [-1, 0]
     kept.take(Report(executor="sink", tick=0))
-    assert kept.num_segments == 0
+    assert not kept._segments
 
 
 def test_a_held_segment_is_the_same_memory_and_its_descriptor_goes_with_the_last_who_wants_it() -> None:

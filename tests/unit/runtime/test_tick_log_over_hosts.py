@@ -85,7 +85,7 @@ def test_token_and_state_of_a_rank_elsewhere_are_read_on_any_host_after_it_has_g
             assert read_state(kept.states("source")[0], 5.0) == b"state after 0"
     with being_at(CONTROLLER):
         kept.take(Report(executor="sink", tick=0))
-        assert kept.num_segments == 1  # the state
+        assert len(kept._segments) == 1  # the state
         kept.close()
     with being_at(OTHER_HOST), pytest.raises(ChannelError, match="closed it"):
         received(taken.outputs["numbers"][0])
@@ -125,7 +125,7 @@ def test_versions_elsewhere_stay_where_they_are_and_all_of_them_go_with_their_pr
         handle = trainer.send(-1, version)
     with being_at(CONTROLLER):
         kept, ready = TickLog(), publishing(handle)
-        assert kept.begin([WEIGHTS], ready, ["sink"]) == ready and kept.num_segments == 0
+        assert kept.begin([WEIGHTS], ready, ["sink"]) == ready and not kept._segments
         assert kept.replaceable() == {"trainer": 0, "sink": 0}
         assert kept.torn("trainer") == {("weights", -1)}
         again = kept.take(Report(executor="trainer", tick=-1, outputs={"weights": (handle,)}, at_start=True))

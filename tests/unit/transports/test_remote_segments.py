@@ -186,7 +186,7 @@ def test_half_open_connections_are_ended_and_hold_up_nobody() -> None:
     connection = dial(server)
     connection.sendall(struct.pack("<16sQQ", bytes(16), 1, 2))
     assert connection.recv(100, socket.MSG_WAITALL)[:18] == struct.pack("<QQ", 0, 2) + b"bc"
-    wait_until(lambda: server.num_connections == 1)
+    wait_until(lambda: (len(server._unproved), len(server._proved)) == (0, 1))
     for end in silent:
         end.settimeout(5)
         while end.recv(100):  # its challenge, then the end
@@ -204,7 +204,7 @@ def test_peer_that_takes_nothing_is_ended_and_others_are_served_meanwhile() -> N
     lazy.sendall(struct.pack("<16sQQ", bytes(16), 0, memory.nbytes))
     quick.sendall(struct.pack("<16sQQ", bytes(16), 0, 4))
     assert len(quick.recv(20, socket.MSG_WAITALL)) == 20
-    wait_until(lambda: server.num_connections == 1)
+    wait_until(lambda: (len(server._unproved), len(server._proved)) == (0, 1))
     server.close()
 
 
@@ -247,7 +247,7 @@ def test_connections_opened_and_dropped_by_the_thousand_leave_it_serving(number:
         thread.start()
     for thread in threads:
         thread.join(120)
-    wait_until(lambda: server.num_connections == 0, 30)
+    wait_until(lambda: not server._unproved and not server._proved, 30)
     connection = dial(server)
     connection.sendall(struct.pack("<16sQQ", bytes(16), 0, 3))
     assert connection.recv(19, socket.MSG_WAITALL).endswith(b"abc")
