@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 __all__ = [
     "DEMONSTRATIONS",
+    "EVAL_INDEX_OFFSET",
     "Failure",
     "FailureKind",
     "FinishReason",
@@ -27,6 +28,9 @@ __all__ = [
     "Score",
     "Turn",
 ]
+
+EVAL_INDEX_OFFSET = 1 << 30
+"""Held-out prompts are numbered from here, so that no sampling seed of theirs is a training prompt's."""
 
 DEMONSTRATIONS = "demonstrations"
 """``Response.sampled_by`` of a row to imitate: nobody's distribution is known that wrote it."""
@@ -183,6 +187,11 @@ class Group:
     prompt_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
     """[P, sparse layers, k] of the prompt's tokens, where responses have ``routed_experts``: of the
     first member that has any."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is evaluated and never trained on."""
+        return self.prompt.index >= EVAL_INDEX_OFFSET
 
     @property
     def num_tokens(self) -> int:

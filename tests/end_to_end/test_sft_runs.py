@@ -66,6 +66,27 @@ def test_it_passes_over_the_rows_as_often_as_asked_and_learns_them(undisturbed: 
     assert losses[-1] < losses[0] / 2, losses
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"trainer.fsdp": 2}, {"algorithm.kl_coef": 0.1, "trainer.max_tokens_per_microbatch": 96}],
+    ids=["two ranks", "reference"],
+)
+def test_what_is_held_out_changes_nothing_of_what_is_learnt(
+    llamarl: CommandLine, data: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    uneven = tmp_path / "uneven.jsonl"
+    long = [{"prompt": "9" * (1 + k % 9) + "+1=", "completion": str(7**60)[: 5 + 7 * k % 40]} for k in range(40)]
+    uneven.write_text("".join(json.dumps(row) + "\n" for row in long))
+    for every in (0, 1):
+        runtime = [] if "trainer.fsdp" in settings else [INLINE]
+        given = {**settings, "evaluation.every": every, "run.num_ticks": 3, "task.eval_fraction": 0.3}
+        llamarl.run(
+            [*(w for w in words(uneven, tmp_path / str(every), **given) if w not in EPOCHS), "--batch", "8", *runtime]
+        )
+    assert contents(tmp_path / "0" / "model") == contents(tmp_path / "1" / "model")
+    assert sum("eval/loss" in row for row in rows(tmp_path / "1")) == 3
+
+
 OVERFITTING = {"optimizer.lr": 1e-2, "evaluation.every": 3, "evaluation.patience": 2, "checkpoint.every": 3}
 
 

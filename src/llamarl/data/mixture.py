@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.data.items import Split
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream, splitmix
+from llamarl.data.prompts import PromptStream, splitmix
 from llamarl.determinism import derive_seed
-from llamarl.types import Prompt
+from llamarl.types import EVAL_INDEX_OFFSET, Prompt
 
 __all__ = ["MixedStream", "choose_tasks"]
 

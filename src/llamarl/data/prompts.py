@@ -26,10 +26,9 @@ from llamarl.data.template_process import TemplateLimitError, render_template
 from llamarl.determinism import derive_seed
 from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
-from llamarl.types import Opening, Prompt
+from llamarl.types import EVAL_INDEX_OFFSET, Opening, Prompt
 
 __all__ = [
-    "EVAL_INDEX_OFFSET",
     "Opened",
     "Opener",
     "PromptStream",
@@ -46,9 +45,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-EVAL_INDEX_OFFSET = 1 << 30
-"""Eval prompts are numbered from here, so that no sampling seed of theirs is a training prompt's."""
 
 _MAX_REPLACEMENTS = 100
 _MAX_NAMED = 5

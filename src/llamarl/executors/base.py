@@ -276,5 +276,11 @@ class BaseExecutor:
         return [item for channel in data for item in inputs[channel.name]]
 
     def outputs_of(self, items: list[Any]) -> dict[str, Any]:
-        """The same items on every data channel that it writes."""
+        """The same items on every data channel that it writes; held-out rows in a share of their own, so that they
+        change nothing of which rank gets which of the others."""
+        if held_out := [item for item in items if getattr(item, "is_held_out", False)]:
+            from llamarl.channels.data import Shares  # needs torch
+
+            others = [item for item in items if not getattr(item, "is_held_out", False)]
+            items = Shares([(self.context.rank, others), (self.context.rank, held_out)])
         return {channel.name: items for channel in self.context.writes if channel.kind is not ChannelKind.WEIGHTS}

@@ -37,7 +37,7 @@ __all__ = ["CriticExecutor", "ReferenceExecutor"]
 
 
 class ReferenceExecutor(Stateless, BaseExecutor):
-    """Scores groups; stateless between ticks, so a checkpoint of it is an empty folder.
+    """Scores groups that are trained on; stateless between ticks, so a checkpoint of it is an empty folder.
 
     With ``options.tasks`` it scores groups of these tasks alone and hands the others on as they are: one teacher a task.
     """
@@ -68,7 +68,8 @@ class ReferenceExecutor(Stateless, BaseExecutor):
         groups = self.items_of(inputs)
         if self._versions:
             inputs[self._versions].load_into(self.scorer.tensors)
-        own = [i for i, group in enumerate(groups) if self._tasks is None or group.prompt.task in self._tasks]
+        tasks, trained = self._tasks, [i for i, group in enumerate(groups) if not group.is_held_out]
+        own = [i for i in trained if tasks is None or groups[i].prompt.task in tasks]
         for i, scored in zip(own, self.scorer.score([self._shown(groups[i]) for i in own]), strict=True):
             groups[i] = dataclasses.replace(groups[i], responses=scored.responses)
         layout = self.scorer.layout  # tensor-parallel peers and stages hold the same groups: one of them sends

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.data.items import Split, split_questions
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, Tokenizer, shuffled
+from llamarl.data.prompts import Tokenizer, shuffled
 from llamarl.errors import DataError
 from llamarl.observability.rollouts import Rollout, read_rollouts
-from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
+from llamarl.types import DEMONSTRATIONS, EVAL_INDEX_OFFSET, Group, Prompt, Response, Score
 
 __all__ = ["RecordedStream", "numbered"]
 

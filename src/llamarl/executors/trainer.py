@@ -22,7 +22,6 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload
 from llamarl.checkpoint.storage import RunIdentity
 from llamarl.config import RunConfig
-from llamarl.data.prompts import EVAL_INDEX_OFFSET
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.device_lease import DeviceLease
@@ -168,8 +167,8 @@ class TrainerExecutor(BaseExecutor):
             self._lease.take()
         started = time.monotonic()
         arrived: list[Group] = self.items_of(inputs)
-        groups = [group for group in arrived if group.prompt.index < EVAL_INDEX_OFFSET]
-        held_out = [group for group in arrived if group.prompt.index >= EVAL_INDEX_OFFSET]
+        groups = [group for group in arrived if not group.is_held_out]
+        held_out = [group for group in arrived if group.is_held_out]
         files: list[Path] = []
         evaluated = self._measure(held_out, tick) if tick == 0 else {}
         log = TokenLog(groups) if self._logs_tokens(tick) else None

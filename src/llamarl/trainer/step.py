@@ -208,7 +208,8 @@ class Trainer(ShardedModel[Policy]):
         Args:
             groups: This data-parallel rank's, judged; every rank calls it, also one that has none.
         """
-        sequences = make_sequences(groups, self.algorithm, self._sum_over_data)
+        without_reference = dataclasses.replace(self.algorithm, kl_coef=0.0)
+        sequences = make_sequences(groups, without_reference, self._sum_over_data)
         packed = self.computes.pack(sequences)
         rows = [scores.logprobs for scores in self.computes.outputs(packed)]
 

@@ -9,14 +9,14 @@ from made_responses import made_group, made_response
 from llamarl.api.settings import run_config
 from llamarl.config import RunConfig, load_config, save_config
 from llamarl.data.mixture import MixedStream, choose_tasks
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream
+from llamarl.data.prompts import PromptStream
 from llamarl.environments.factory import make_prompt_stream
 from llamarl.environments.pool import RewardPool
 from llamarl.errors import ConfigError
 from llamarl.executors.evaluator import evaluate, standard_error
 from llamarl.executors.reward import reward_metrics
 from llamarl.models.loading import load_tokenizer
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import EVAL_INDEX_OFFSET, Failure, Group, Prompt, Response, Score
 
 
 class Count:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.data.prompts import EVAL_INDEX_OFFSET, PromptStream, with_answer
+from llamarl.data.prompts import PromptStream, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
 from llamarl.settings.environments import TaskConfig
+from llamarl.types import EVAL_INDEX_OFFSET
 
 
 class Items:
