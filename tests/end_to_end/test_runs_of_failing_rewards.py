@@ -1,6 +1,7 @@
 """Runs whose rewards fail do not end as if they had learned."""
 
 from pathlib import Path
+from typing import Any
 
 from conftest import CommandLine, rows
 
@@ -16,12 +17,10 @@ def judge(prompt, response, answer):
 """
 
 
-def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_are_mended(
-    llamarl: CommandLine, tmp_path: Path
-) -> None:
-    judge = tmp_path / "judge.py"
+def failing(folder: Path) -> dict[str, Any]:
+    judge = folder / "judge.py"
     judge.write_text(JUDGE)
-    settings = {
+    return {
         "task.reward": f"{judge}:judge",
         "run.num_ticks": 12,
         "run.runtime": '"inline"',
@@ -30,6 +29,12 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_
         "schedule.max_staleness": 2,
         "optimizer.schedule": '"constant"',
     }
+
+
+def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_are_mended(
+    llamarl: CommandLine, tmp_path: Path
+) -> None:
+    settings = failing(tmp_path)
     run_dir = tmp_path / "run"
     done = llamarl.train(run_dir, settings, status=4)
     assert "stopped by the run itself" in done.stdout and "\ndone" not in done.stdout
@@ -46,3 +51,11 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_cause_and_goes_on_once_they_
     after = rows(run_dir)
     assert len(after) == 12 and after[: len(before)] == before
     assert after[-1]["tokens/trained"] > 0
+
+
+def test_failed_ticks_are_counted_over_a_resume(llamarl: CommandLine, tmp_path: Path) -> None:
+    settings = failing(tmp_path) | {"reward.max_failed_ticks": 3, "schedule.max_staleness": 0}
+    llamarl.train(tmp_path / "whole", settings, status=4)
+    llamarl.train(tmp_path / "cut", settings | {"run.num_ticks": 2}, status=4)
+    llamarl.run(["train", "--resume", str(tmp_path / "cut"), "--run.num_ticks", "12"], status=4)
+    assert len(rows(tmp_path / "cut")) == len(rows(tmp_path / "whole")) < 12

@@ -40,7 +40,7 @@ __all__ = ["JUDGING_SHARE", "RewardExecutor", "count_causes", "failure_cause", "
 
 JUDGING_SHARE = 0.9
 """Of ``deadlines.step_s``, what judging may take; the samples that are left then are failed, and the run goes on."""
-_OUTCOMES = "outcomes"
+_OUTCOMES, _FAILED = "outcomes", "failed"
 """File of a checkpoint."""
 
 
@@ -147,17 +147,21 @@ class RewardExecutor(BaseExecutor):
         return self._outcomes.get(source_tick, [])
 
     def save(self, folder: Path, tick: int) -> None:
-        """Beside these, every verdict is a function of its response: there is no other state."""
+        """Beside these and what failed of late, every verdict is a function of its response."""
         if self._sampler is not None:
             self._sampler.save(folder)
         if self._told is not None:
             (folder / _OUTCOMES).write_bytes(to_bytes(self._outcomes))
+        if any(share for share, _ in self._failed):  # that it asked for the end is not kept: who resumes has mended what failed
+            (folder / _FAILED).write_bytes(to_bytes(self._failed))
 
     def load(self, folder: Path, tick: int) -> None:
         if self._sampler is not None:
             self._sampler.load(folder, tick, Limits.of_model(self.config.model.path))
         if self._told is not None:
             self._outcomes = from_bytes(memoryview((folder / _OUTCOMES).read_bytes()))
+        if (folder / _FAILED).exists():
+            self._take_failures(from_bytes(memoryview((folder / _FAILED).read_bytes())))
 
     def journal(self, tick: int) -> bytes:
         """Spare groups, and what failures and outcomes of the last ticks were."""
@@ -166,14 +170,16 @@ class RewardExecutor(BaseExecutor):
 
     def restore(self, state: bytes, tick: int) -> None:
         kept = from_bytes(memoryview(bytearray(state)))
-        self._failed = [
-            (float(share), {str(cause): int(count) for cause, count in causes.items()})
-            for share, causes in kept["failed"]
-        ]
+        self._take_failures(kept["failed"])
         self._stop = str(kept["stop"])
         self._outcomes = kept["outcomes"]
         if self._sampler is not None:
             self._sampler.take(kept["spares"], tick, Limits.of_model(self.config.model.path))
+
+    def _take_failures(self, kept: Iterable[tuple[float, Mapping[str, int]]]) -> None:
+        self._failed = [
+            (float(share), {str(cause): int(count) for cause, count in causes.items()}) for share, causes in kept
+        ]
 
     def close(self) -> None:
         if hasattr(self, "pool"):
