@@ -279,7 +279,8 @@ def _with_models(config: RunConfig, rename: _Rename, *, weights: bool) -> RunCon
 
 
 def frozen_paths(config: RunConfig) -> dict[str, str]:
-    """Key of the recipe -> path, of every model beside the policy that never learns."""
+    """Key of the recipe -> path, of every model that never learns; of these is the policy's, where adapters learn in its
+    place or a reference begins with it."""
     return dict(_frozen(config))
 
 
@@ -287,6 +288,10 @@ def _frozen(config: RunConfig) -> Iterator[tuple[str, str]]:
     for role in present_roles(config):
         if role.model and not role.model.trained and role.model.named_itself(config):
             yield role.model.key, role.model.path(config)
+        elif role.model and role.model.key == "reference.path" and not config.teaches_itself:
+            yield "model.path", config.model.path
+    if config.lora.rank:
+        yield "model.path", config.model.path
     for name, own in config.executors.items():
         for section in MODEL_SECTIONS:
             if path := own.settings.get(section, {}).get("path"):

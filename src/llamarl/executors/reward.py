@@ -152,7 +152,9 @@ class RewardExecutor(BaseExecutor):
             self._sampler.save(folder)
         if self._told is not None:
             (folder / _OUTCOMES).write_bytes(to_bytes(self._outcomes))
-        if any(share for share, _ in self._failed):  # that it asked for the end is not kept: who resumes has mended what failed
+        if any(
+            share for share, _ in self._failed
+        ):  # that it asked for the end is not kept: who resumes has mended what failed
             (folder / _FAILED).write_bytes(to_bytes(self._failed))
 
     def load(self, folder: Path, tick: int) -> None:

@@ -299,6 +299,21 @@ def test_names_and_weights_that_do_not_go_together_are_refused(plain: Path) -> N
         recipe(plain, reward_model={"path": str(plain), "name": "task"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        ({}, set()),  # the policy's own states are in checkpoints
+        ({"lora": {"rank": 4}}, {"model.path"}),  # adapters alone are
+        ({"algorithm": {"kl_coef": 0.1}}, {"model.path"}),  # it is read again as the reference
+        ({"algorithm": {"kl_coef": 0.1}, "reference": {"path": "other"}}, {"reference.path"}),
+    ],
+)
+def test_the_policys_files_are_proved_where_they_are_read_again_at_a_resume(
+    settings: dict[str, Any], keys: set[str]
+) -> None:
+    assert set(frozen_paths(validate(settings))) == keys
+
+
 def test_the_bytes_of_frozen_models_are_written_down_and_proved(tmp_path: Path) -> None:
     model, run = write_classifier(tmp_path / "model"), tmp_path / "run"
     run.mkdir()
