@@ -90,7 +90,7 @@ def test_two_reward_models_alone_judge_and_their_shares_add_up(classifier: Path,
     train_classifier(other, steps=1, seed=8)
     refused = train_example("--resume", str(tmp_path / "run"), status=2, **{"run.num_ticks": 3})
     assert "executors.brief.settings.reward_model.path" in refused.stderr
-    assert "holds another model than" in refused.stderr and "\n  - reward_model.path" not in refused.stderr
+    assert "is not what" in refused.stderr and "\n  - reward_model.path" not in refused.stderr
 
 
 RUBRIC = "'{response} {question}'"  # it answers the question itself

@@ -306,7 +306,7 @@ def model_checksum(folder: Path) -> str:
 
 
 def record_models(config: RunConfig, run_dir: Path) -> None:
-    """Write down what a run that begins now reads; nothing where it reads no such model.
+    """Write down which frozen models and data files a run that begins now reads; nothing where it reads none.
 
     Args:
         config: With models by folders.
@@ -316,13 +316,13 @@ def record_models(config: RunConfig, run_dir: Path) -> None:
 
 
 def refuse_other_models(config: RunConfig, run_dir: Path) -> None:
-    """Refuse a model that is not the one that the run in ``run_dir`` began with.
+    """Refuse a model or a data file that is not the one that the run in ``run_dir`` began with.
 
     Args:
         config: Of the run as it is to go on, with models by folders.
 
     Raises:
-        ConfigError: It names each such model.
+        ConfigError: It names each of them.
     """
     file = run_dir / MODELS_FILE
     if not file.is_file():
@@ -334,7 +334,7 @@ def refuse_other_models(config: RunConfig, run_dir: Path) -> None:
         raise ConfigError(f"{file} does not say which models the run read: {error}") from error
     now = _facts(config)
     lines = [
-        f"  - {key}: {now[key]['path']} holds another model than {path} did when the run began (xxh3_128 {checksum} then, "
+        f"  - {key}: {now[key]['path']} is not what {path} was when the run began (xxh3_128 {checksum} then, "
         f"{now[key]['xxh3_128']} now)"
         for key, (path, checksum) in had.items()
         if key in now and now[key]["xxh3_128"] != checksum
@@ -343,7 +343,7 @@ def refuse_other_models(config: RunConfig, run_dir: Path) -> None:
         raise ConfigError(
             f"--resume: {run_dir} would not go on bit for bit:\n"
             + "\n".join(lines)
-            + "\nPut the former model back, or begin a "
+            + "\nPut the former files back, or begin a "
             f"new run that goes on from this one's last checkpoint: llamarl train --resume {run_dir} --fork NEW"
         )
 
@@ -351,4 +351,15 @@ def refuse_other_models(config: RunConfig, run_dir: Path) -> None:
 def _facts(config: RunConfig) -> dict[str, dict[str, str]]:
     folders = {key: resolve_model_path(path, key=key) for key, path in frozen_paths(config).items()}
     sums = {folder: model_checksum(folder) for folder in set(folders.values())}
-    return {key: {"path": str(folder), "xxh3_128": sums[folder]} for key, folder in folders.items()}
+    found = {key: (folder, sums[folder]) for key, folder in folders.items()}
+    found |= {key: (file, checksum_file(file)[1]) for key, file in _data_files(config)}
+    return {key: {"path": str(path), "xxh3_128": checksum} for key, (path, checksum) in found.items()}
+
+
+def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Key of the recipe, and the file that it names, of every task whose data are a file here."""
+    for label, task in config.task.by_label.items():
+        for name in ("data", "eval_data", "rollouts"):
+            file = Path(getattr(task, name, "")).expanduser()  # tasks of a mixture have no rollouts
+            if file.is_file():
+                yield f"task.{label}.{name}" if label else f"task.{name}", file

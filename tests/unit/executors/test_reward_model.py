@@ -325,7 +325,16 @@ def test_the_bytes_of_frozen_models_are_written_down_and_proved(tmp_path: Path) 
     refuse_other_models(config, run)
     assert {len(facts["xxh3_128"]) for facts in json.loads((run / MODELS_FILE).read_text()).values()} == {32}
     write_classifier(model, seed=5)
-    with pytest.raises(ConfigError, match=r"reward_model.path: .*model holds another model than .* when the run began"):
+    with pytest.raises(ConfigError, match=r"reward_model.path: .*model is not what .* was when the run began"):
         refuse_other_models(config, run)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1", "answer": "2"}\n')
+    of_data = validate({"task": {"name": "math", "data": str(rows)}})
+    record_models(of_data, run)
+    refuse_other_models(of_data, run)
+    with rows.open("a") as file:
+        file.write('{"question": "1 + 2", "answer": "3"}\n')
+    with pytest.raises(ConfigError, match=r"task.data: .*rows.jsonl is not what .* was when the run began"):
+        refuse_other_models(of_data, run)
     record_models(validate({}), tmp_path)
     assert not (tmp_path / MODELS_FILE).exists()  # the policy's own states are in checkpoints
