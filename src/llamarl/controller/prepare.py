@@ -170,6 +170,10 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     folder = resolve_model_path(config.model.path)
     questions = check_prompts(config, folder)
     if not questions.holds_out and config.evaluation.every:
+        if config.evaluation.patience:
+            raise ConfigError.at(
+                "evaluation.patience", "is of held-out rows, and nothing is held out: raise task.eval_fraction"
+            )
         print(
             "nothing is held out, so this run is not evaluated: raise task.eval_fraction above 0 (two questions or more), or "
             "give task.eval_data",

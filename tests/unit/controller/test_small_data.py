@@ -25,6 +25,15 @@ def test_a_lone_question_trains_without_evaluation_and_that_is_said(
     assert ("nothing is held out, so this run is not evaluated" in capsys.readouterr().err) is not evaluated
 
 
+def test_patience_is_refused_where_nothing_is_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a1 b2 =\\n", "completion": "3\\n"}\n')
+    words = ["--task.name", "demonstrations", "--task.data", str(file), "--task.eval_fraction", "0"]
+    words += ["--algorithm.name", "sft", "--evaluation.every", "1", "--evaluation.patience", "2"]
+    with pytest.raises(ConfigError, match=r"^evaluation.patience is of held-out rows, .* raise task.eval_fraction$"):
+        prepare(load_config(None, words))
+
+
 @pytest.mark.parametrize(("epochs", "num_ticks"), [(1, 3), (0.5, 2), (10, 25)])
 def test_epochs_are_as_many_ticks_as_the_training_questions_need(epochs: float, num_ticks: int, tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
