@@ -50,7 +50,7 @@ class EarlyEnd:
         if tick == 0:  # of version 0
             return None
         if self.best is None or loss < self._lowest:
-            self.best, self._lowest, self._without_fall = tick, loss, 0
+            self.best, self._lowest, self._without_fall = tick, math.inf if math.isnan(loss) else loss, 0
         else:
             self._without_fall += 1
         if self._decided or self._without_fall < self._evaluation.patience:
@@ -61,7 +61,7 @@ class EarlyEnd:
         return last if last < self._num_ticks - 1 else None
 
     def note_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take the losses of rows of metrics."""
+        """Take the losses of rows of metrics, where one that is not finite is None."""
         for row in rows:
-            if (loss := row.get("eval/loss")) is not None:
-                self.note(int(row["step"]), float(loss))
+            if "eval/loss" in row:
+                self.note(int(row["step"]), math.nan if row["eval/loss"] is None else float(row["eval/loss"]))

@@ -44,6 +44,17 @@ def test_rows_from_before_a_resume_count_as_reports_do() -> None:
     assert watch.best == 4 and watch.note(14, 3.0) == 19
 
 
+@pytest.mark.parametrize(("place", "best", "last"), [(0, 2, 9), (1, 3, None), (2, 2, 9), (3, 2, 9), (4, 2, 9)])
+def test_rows_tell_a_loss_that_is_no_number_as_reports_do(place: int, best: int, last: int | None) -> None:
+    losses: list[float | None] = [3.0, 2.0, 2.1, 2.2, 2.3]
+    losses[place] = None  # as metrics.jsonl has it
+    live, resumed = (EarlyEnd(EvaluationConfig(every=1, patience=4), num_ticks=100, ahead=3) for _ in range(2))
+    for tick, loss in enumerate(losses, start=1):
+        assert live.note(tick, math.nan if loss is None else loss) is None
+    resumed.note_rows({"step": tick, "eval/loss": loss} for tick, loss in enumerate(losses, start=1))
+    assert [(one.best, one.note(6, 9.0)) for one in (live, resumed)] == [(best, last)] * 2
+
+
 @pytest.mark.parametrize("capacities", [(1,), (3,), (2, 2), (1, 4)])
 def test_no_executor_of_a_chain_can_have_begun_the_tick_that_is_named(capacities: tuple[int, ...]) -> None:
     names = ["source", *(f"middle{i}" for i in range(len(capacities) - 1)), "trainer"]
