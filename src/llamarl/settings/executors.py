@@ -531,7 +531,8 @@ class EvaluationConfig:
     """The executor that scores policy versions on held-out prompts, beside the training."""
 
     every: Annotated[NonNegativeInt, NO_BITS] = 10
-    """Trainer ticks between evaluations, 0 for none; version 0 and the last version are then scored too."""
+    """Trainer ticks between evaluations, 0 for none; version 0 and the last version are then scored too. The first
+    tick's row is of version 0, so that version 1 is never scored, and a run of one tick has version 0 alone."""
 
     patience: Annotated[NonNegativeInt, NO_BITS] = 0
     """Evaluations in a row without a new lowest held-out loss after which a job of algorithm.name =
@@ -561,5 +562,5 @@ class EvaluationConfig:
 
     def is_due(self, version: int, num_ticks: int) -> bool:
         """Whether a policy version is scored after version 0: every ``every`` versions, and the
-        last of ``num_ticks``."""
-        return self.every > 0 and (version % self.every == 0 or version == num_ticks)
+        last of ``num_ticks``; never version 1, since version 0 is scored in its tick."""
+        return self.every > 0 and version > 1 and (version % self.every == 0 or version == num_ticks)

@@ -86,6 +86,13 @@ def test_settings_that_fit_no_recipe_are_refused_with_the_executors_key(tmp_path
 def test_an_executor_of_ones_own_is_sent_every_version_and_the_evaluator_those_that_are_due() -> None:
     config = validate({"evaluation": {"every": 3}, "run": {"num_ticks": 7}})
     assert [tick for tick in range(7) if carries_version(config, "evaluator", tick)] == [2, 5, 6]
+    each, one = validate({"evaluation": {"every": 1}}), validate({"evaluation": {"every": 1}, "run": {"num_ticks": 1}})
+    assert [tick for tick in range(4) if carries_version(each, "evaluator", tick)] == [
+        1,
+        2,
+        3,
+    ]  # version 0 is of tick 0
+    assert not carries_version(one, "evaluator", 0)
     assert all(carries_version(config, reader, tick) for reader in ("generator", "student") for tick in range(7))
 
 
