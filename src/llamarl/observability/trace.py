@@ -64,7 +64,6 @@ class TraceWriter:
             LlamaRLError: The file cannot be written.
         """
         self.path = Path(path)
-        self._lane = {name: number for number, name in enumerate(lanes, start=1)}
         self._origin_s: float | None = None
         events = [] if resume_after_tick is None else _kept_events(self.path, resume_after_tick)
         ends = [event["ts"] + event.get("dur", 0.0) for event in events if "ts" in event]
@@ -73,7 +72,14 @@ class TraceWriter:
             resumed = {"name": f"resumed after tick {resume_after_tick}", "ph": "i", "s": "g", "ts": self._shift_us}
             events.append(resumed | {"pid": 1, "tid": 0, "args": {"tick": resume_after_tick}})
         else:
-            events = self._lane_names()
+            events = [_metadata("process_name", 0, {"name": "llamarl"})]
+        known = [event for event in events if event.get("name") == "thread_name"]
+        self._lane = {str(event.get("args", {}).get("name")): event.get("tid") for event in known}
+        for name in lanes:
+            if name not in self._lane:  # of executors that a resume adds too
+                self._lane[name] = number = len(self._lane) + 1
+                events.append(_metadata("thread_name", number, {"name": name}))
+                events.append(_metadata("thread_sort_index", number, {"sort_index": number}))
         head = b"[\n" + b",\n".join(_line(event) for event in events)
         with writes(self.path):
             replace_file(self.path, head + _END)
@@ -111,13 +117,6 @@ class TraceWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def _lane_names(self) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "llamarl"})]
-        for name, number in self._lane.items():
-            events.append(_metadata("thread_name", number, {"name": name}))
-            events.append(_metadata("thread_sort_index", number, {"sort_index": number}))
-        return events
 
     def _ts(self, at_s: float) -> int:
         """Nanoseconds on the file's own clock; integers, so that a span stays inside its tick after rounding."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.trace import TraceWriter, idle_share
+from llamarl.observability.trace import TraceWriter, idle_share, read_trace
 
 
 def _slices(path: Path, category: str = "tick") -> list[tuple[int, str, float, float]]:
@@ -86,6 +86,18 @@ def test_a_resumed_trace_cuts_repeated_ticks_and_goes_on_at_its_end(tmp_path: Pa
     events = json.loads(path.read_text())
     assert sum(e["name"] == "thread_name" for e in events) == 2
     assert [e["name"] for e in events if e["ph"] == "i"] == ["resumed after tick 1"]
+
+
+def test_an_executor_that_a_resume_adds_or_drops_leaves_the_others_their_lanes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    lives = [["generator", "filter"], ["generator", "evaluator", "filter"], ["evaluator", "generator"]]
+    for tick, lanes in enumerate(lives):
+        trace = TraceWriter(path, lanes, resume_after_tick=tick - 1 if tick else None)
+        for number, lane in enumerate(lanes):
+            trace.step(lane, tick, float(number), number + 1.0)
+        trace.close()
+    ticks = {name: [found.tick for found in slices] for name, slices in read_trace(path).ticks.items()}
+    assert ticks == {"generator": [0, 1, 2], "filter": [0, 1], "evaluator": [1, 2]}
 
 
 def test_a_resume_from_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
