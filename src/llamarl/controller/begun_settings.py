@@ -8,6 +8,7 @@ Whether a key changes bits stands where the key is defined (``llamarl.strict.Eff
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,13 +87,15 @@ def _are_tables(value: Any) -> bool:
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], begun: Path = Path()) -> list[Difference]:
     """Keys that change bits and differ between two nested configurations. A key that ``saved``
     lacks had its default. Paths to the same file from ``begun`` are the same. Replicas of a generator
-    whose shards are counted change none."""
-    found = []
+    whose shards are counted change none, nor does which of its GPUs an executor has."""
+    found, effects = [], key_effects()
     saved, current = (with_paths_from(begun, of) for of in (saved, current))
-    for key, effect in key_effects().items():
+    for key, of_key in effects.items():
         had, asked = _value(saved, key), _value(current, key)
-        if effect is not Effect.NO_BITS and had != asked:
-            found += [Difference(leaf, *values, effect) for leaf, values in _leaves(key, had, asked)]
+        for leaf, values in _leaves(key, had, asked) if had != asked else ():
+            effect = effects.get(leaf.partition(".settings.")[2], of_key)
+            if Effect.NO_BITS not in (of_key, effect) and not (leaf.endswith(".device") and _are_one_kind(*values)):
+                found.append(Difference(leaf, *values, effect))
     if _shards(saved) == _shards(current) and _value(current, _SHARDS):
         found = [difference for difference in found if difference.key not in (_SHARDS, _REPLICAS)]
     return found
@@ -100,12 +103,16 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], begun: Pat
 
 def _leaves(key: str, had: Any, asked: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """What differs of two values: of tables the keys inside."""
-    if not (isinstance(had, Mapping) and isinstance(asked, Mapping) and had.keys() == asked.keys()):
+    if not (isinstance(had, Mapping) and isinstance(asked, Mapping) and had.keys() <= asked.keys()):
         yield key, (had, asked)
         return
-    for name in had:
-        if had[name] != asked[name]:
-            yield from _leaves(f"{key}.{name}", had[name], asked[name])
+    for name in asked:
+        if had.get(name) != asked[name]:
+            yield from _leaves(f"{key}.{name}", had.get(name), asked[name])
+
+
+def _are_one_kind(*devices: str) -> bool:
+    return len({re.split("[:,]", device)[0] for device in devices}) == 1
 
 
 _SHARDS, _REPLICAS = "generator.shards", "generator.dp"

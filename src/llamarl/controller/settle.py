@@ -150,15 +150,13 @@ def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
 
 
 def _with_devices(config: RunConfig, machine: Machine) -> RunConfig:
+    """A device that was asked for stays as it was asked for: another resume finds it so."""
     placed = {spec.name: spec for spec in machine.executors}
-    used = {
-        role.name: {
-            "threads": placed[role.name].threads,
-            "device": "cuda" if placed[role.name].device.startswith("cuda") else "cpu",
-        }
-        for role in present_roles(config)
-        if role.section
-    }
+    used = {}
+    for role in (role for role in present_roles(config) if role.section):
+        spec, asked = placed[role.name], role.settings(config).device
+        found = "cuda" if spec.device.startswith("cuda") else "cpu"
+        used[role.name] = {"threads": spec.threads, "device": found if asked == "auto" else asked}
     return with_settings(config, used)
 
 

@@ -6,16 +6,18 @@ import pytest
 
 from llamarl import roles
 from llamarl.channels.base import ChannelKind, ChannelSpec
-from llamarl.config import load_config
+from llamarl.config import RunConfig, load_config
 from llamarl.controller.begun_settings import RESHARDABLE
 from llamarl.controller.graph import colocated_group, llamarl_graph
 from llamarl.controller.preflight import check_models, find_missing
 from llamarl.controller.prepare import prepare
+from llamarl.controller.settle import Machine, settle_on
 from llamarl.errors import ModelError
-from llamarl.executors.base import BaseExecutor, ExecutorContext
+from llamarl.executors.base import BaseExecutor, ExecutorContext, ExecutorSpec
 from llamarl.import_path import resolve
 from llamarl.models import precision
 from llamarl.roles import ROLES, Model, Reads, Role
+from llamarl.runtime.placement import here, place
 
 SECOND = Role(
     name="second_reference",
@@ -101,6 +103,19 @@ def test_a_co_located_recipe_that_leaves_its_devices_open_is_settled() -> None:
     colocated = ["--schedule.colocated", "true", "--schedule.max_staleness", "0", "--evaluation.every", "0"]
     config = prepare(load_config(None, colocated)).config
     assert config.generator.device == config.trainer.device != "auto"
+
+
+def test_the_gpu_that_was_asked_for_is_kept_with_the_run() -> None:
+    def placed(config: RunConfig) -> list[ExecutorSpec]:
+        return list(place(llamarl_graph(config).executors, [here(cores=8, cuda_devices=4)]).executors)
+
+    asked = load_config(
+        None, ["--generator.device", "cuda:1", "--trainer.device", "cuda", "--evaluation.device", "cpu"]
+    )
+    settled = settle_on(asked, Machine(placed(asked)))
+    assert (settled.generator.device, settled.trainer.device, settled.evaluation.device) == ("cuda:1", "cuda", "cpu")
+    devices, again = ({spec.name: spec.device for spec in placed(config)} for config in (asked, settled))
+    assert again == devices and devices["generator"] == "cuda:1"
 
 
 def test_a_run_starts_with_the_precisions_that_auto_stands_for_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,22 @@ def test_replicas_of_a_generator_with_shards_are_no_difference_and_without_them_
     assert {d.key for d in without} == {"generator.shards", "generator.dp"}
 
 
+def test_which_gpu_it_has_is_no_difference_and_whether_it_has_one_is() -> None:
+    one, other, none = (changed("--generator.device", device) for device in ("cuda:0,cuda:1", "cuda", "cpu"))
+    assert differences(one, other) == []
+    assert [d.key for d in differences(one, none)] == ["generator.device"]
+
+
+def test_a_key_in_an_own_executors_settings_has_the_effect_of_the_key() -> None:
+    def of(**judge: Any) -> dict[str, Any]:
+        mine = {"factory": "a.b:C", "reads": ["scored"], "writes": ["kept"], "settings": {"judge": judge}}
+        return to_plain(validate({"executors": {"mine": mine, "trainer": {"reads": ["kept"]}}}))
+
+    assert differences(of(), of(deadline_s=5.0)) == differences(of(deadline_s=4.0), of(deadline_s=5.0)) == []
+    (found,) = differences(of(), of(deadline_s=5.0, weight=0.5))
+    assert (found.key, found.had, found.asked) == ("executors.mine.settings.judge.weight", None, 0.5)
+
+
 def test_of_tables_the_keys_that_differ_are_named_and_can_be_given_back() -> None:
     begun = to_plain(validate({"algorithm": {"name": "my.py:f", "options": {"clip": 0.2, "other": [1]}}}))
     asked = to_plain(validate({"algorithm": {"name": "my.py:f", "options": {"clip": 0.3, "other": [1]}}}))
