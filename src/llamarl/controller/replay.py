@@ -68,10 +68,12 @@ def compare_runs(source: Path, again: Path) -> str:
         {int(row["step"]): row for row in read_metrics(run) if row["step"] is not None} for run in (again, source)
     )
     for tick in sorted(here.keys() & there.keys()):
-        for key in sorted(here[tick].keys() & there[tick].keys()):
+        for key in sorted(here[tick].keys() | there[tick].keys()):
             timed = is_timing_key(key) or key.startswith(("eval/", "memory/"))
-            if not timed and here[tick][key] != there[tick][key]:
-                return f"OTHER BITS than {source}, from tick {tick} on: {key} is {here[tick][key]}, there {there[tick][key]}"
+            if not timed and (one := here[tick].get(key)) != (other := there[tick].get(key)):
+                return f"OTHER BITS than {source}, from tick {tick} on: {key} is {one}, there {other}"
+    if not here.keys() & there.keys():
+        return f"no tick of {source} was repeated: nothing is known of its bits"
     equal = f"equal bits: {plural(len(here.keys() & there.keys()), 'row')} but for times"
     own = sorted(path.name for path in (again / "model").glob("*.safetensors"))
     if here.keys() != there.keys() or not own or not all((source / "model" / name).is_file() for name in own):

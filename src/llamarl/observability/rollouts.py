@@ -62,7 +62,7 @@ class Rollout:
 
 def remove_partial(run_dir: Path) -> None:
     """Remove what processes that were ended in the middle of a file have left of it; nobody writes now."""
-    for path in (run_dir / ROLLOUTS_FOLDER).glob(".*.partial"):
+    for path in run_dir.glob("*/.tick_*.partial"):
         with contextlib.suppress(OSError):
             path.unlink()
 

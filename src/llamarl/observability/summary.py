@@ -72,7 +72,8 @@ class RunSummary:
                 self.first.setdefault(key, known[key])
                 self.last[key] = known[key]
         if "eval/loss" in known and known.get("eval/policy_version"):
-            self.lowest_loss = min(self.lowest_loss or known["eval/loss"], known["eval/loss"])
+            loss = known["eval/loss"]
+            self.lowest_loss = loss if self.lowest_loss is None else min(self.lowest_loss, loss)
         self.best_accuracy = max(self.best_accuracy, known.get("eval/accuracy", 0.0))
         for key in ("time/step_s", "tokens/generated", "tokens/trained", "reward/failed", "step/skipped"):
             if key in known:

@@ -115,6 +115,13 @@ def test_where_rewards_are_graded_an_evaluation_shows_the_mean_reward() -> None:
     assert "  held-out reward   0.350 → 0.540" in lines
 
 
+def test_a_held_out_loss_of_zero_is_the_lowest() -> None:
+    summary = RunSummary()
+    for tick, loss in enumerate((1.0, 0.0, 2.0)):
+        summary.add(_row(tick, **{"eval/loss": loss, "eval/policy_version": tick + 1}))
+    assert summary.lowest_loss == 0.0
+
+
 NO_GRADIENT = "nothing was learned: no update had a gradient"
 
 

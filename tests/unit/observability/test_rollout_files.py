@@ -9,7 +9,7 @@ import pytest
 from made_responses import made_response
 
 from llamarl.errors import DataError, LlamaRLError
-from llamarl.observability.rollouts import read_rollouts, write_rollouts
+from llamarl.observability.rollouts import read_rollouts, remove_partial, write_rollouts
 from llamarl.types import Failure, Group, Prompt, Response, Score
 
 
@@ -53,6 +53,16 @@ def test_a_batch_reads_back_exactly(tmp_path: Path) -> None:
             got, want = getattr(response, name), getattr(original, name)
             assert got.dtype == want.dtype
             np.testing.assert_array_equal(got, want)  # NaN equals NaN, otherwise every bit
+
+
+def test_what_a_kill_left_of_a_file_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left = [tmp_path / "rollouts" / ".tick_000003.jsonl.partial", tmp_path / "trained" / ".tick_000003.t.0.npz.partial"]
+    whole = write_rollouts(tmp_path, 3, [_group()])
+    (tmp_path / "trained").mkdir()
+    for path in left:
+        path.touch()
+    remove_partial(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [whole]
 
 
 def test_segments_are_stretches_of_one_version_and_skip_what_the_policy_did_not_write(tmp_path: Path) -> None:
