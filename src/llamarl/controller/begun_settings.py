@@ -8,7 +8,6 @@ Whether a key changes bits stands where the key is defined (``llamarl.strict.Eff
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +93,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], begun: Pat
         had, asked = _value(saved, key), _value(current, key)
         for leaf, values in _leaves(key, had, asked) if had != asked else ():
             effect = effects.get(leaf.partition(".settings.")[2], of_key)
-            if Effect.NO_BITS not in (of_key, effect) and not (leaf.endswith(".device") and _are_one_kind(*values)):
+            other_gpu = leaf.endswith(".device") and all(str(device).startswith("cuda") for device in values)
+            if Effect.NO_BITS not in (of_key, effect) and not other_gpu:
                 found.append(Difference(leaf, *values, effect))
     if _shards(saved) == _shards(current) and _value(current, _SHARDS):
         found = [difference for difference in found if difference.key not in (_SHARDS, _REPLICAS)]
@@ -109,10 +109,6 @@ def _leaves(key: str, had: Any, asked: Any) -> Iterator[tuple[str, tuple[Any, An
     for name in asked:
         if had.get(name) != asked[name]:
             yield from _leaves(f"{key}.{name}", had.get(name), asked[name])
-
-
-def _are_one_kind(*devices: str) -> bool:
-    return len({re.split("[:,]", device)[0] for device in devices}) == 1
 
 
 _SHARDS, _REPLICAS = "generator.shards", "generator.dp"

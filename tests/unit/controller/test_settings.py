@@ -144,6 +144,8 @@ def test_which_gpu_it_has_is_no_difference_and_whether_it_has_one_is() -> None:
     one, other, none = (changed("--generator.device", device) for device in ("cuda:0,cuda:1", "cuda", "cpu"))
     assert differences(one, other) == []
     assert [d.key for d in differences(one, none)] == ["generator.device"]
+    first, second = ({"algorithm": {"options": {"device": number}}} for number in (0, 1))
+    assert [d.key for d in differences(first, second)] == ["algorithm.options.device"]
 
 
 def test_a_key_in_an_own_executors_settings_has_the_effect_of_the_key() -> None:
