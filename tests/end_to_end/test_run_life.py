@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, CommandLine, arguments, rows, wait_until
+from conftest import RECIPE, CommandLine, arguments, as_flags, rows, wait_until
 
 from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.config import key_effects
@@ -196,8 +196,19 @@ def test_a_fork_learns_otherwise_from_the_same_state_and_leaves_its_source_alone
     words = ["train", "--resume", str(source), "--optimizer.lr", "0.01"]
     refused = llamarl.run(words, status=2)
     assert "--fork" in refused.stderr and "optimizer.lr: it has" in refused.stderr
-    refused = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4", "--run.seed", "5"], status=2)
-    assert "run.seed" in refused.stderr and "unfinished responses to prompts that it chose" in refused.stderr
+    bound: dict[str, Any] = {
+        "run.seed": 5,
+        "schedule.max_staleness": 1,
+        "generator.max_segments": 1,
+        "generator.oversubscription": 1.0,
+    }
+    bound |= {"generator.sampling.max_new_tokens": 8, "schedule.weights": "latest", "schedule.prompts_per_step": 8}
+    refused = llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4", *as_flags(bound)], status=2)
+    reasons = {line.split()[1].strip(":"): line for line in refused.stderr.splitlines() if line.startswith("  - ")}
+    assert reasons.keys() == bound.keys() - {"generator.oversubscription"} and not fork.exists()
+    assert "unfinished responses to prompts that it chose" in reasons["run.seed"]
+    for key in ("schedule.max_staleness", "generator.max_segments", "generator.sampling.max_new_tokens"):
+        assert "unfinished responses, which may be beyond that" in reasons[key]
     llamarl.run([*words, "--fork", str(fork), "--run.num_ticks", "4"])
     assert contents(source) == before
     assert untimed(fork)[:2] == untimed(source) and len(rows(fork)) == 4

@@ -194,7 +194,7 @@ def _hosts(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
 def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) -> int:
     from llamarl.config import read_settings
     from llamarl.controller.begun import begun_config
-    from llamarl.controller.prepare import plan_run, start_fork_servers
+    from llamarl.controller.prepare import start_fork_servers
     from llamarl.controller.run_folder import refuse_if_held
 
     given = read_settings(args.recipe, [*overrides, *hosts])
@@ -211,14 +211,14 @@ def _resume(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     config = begun_config(source, given)
     if not args.dry_run:
         start_fork_servers(config)
-    from llamarl.controller.fork import fork_run
+    from llamarl.controller.fork import fork_run, plan_fork
     from llamarl.controller.resume import plan_resume, resume_run
 
     if args.fork:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(args.fork)))
     if args.dry_run:
         every = args.every_key
-        print(plan_run(config, every_key=every) if args.fork else plan_resume(config, every_key=every))
+        print(plan_fork(config, source, every_key=every) if args.fork else plan_resume(config, every_key=every))
     elif args.fork:
         fork_run(config, source)
     else:

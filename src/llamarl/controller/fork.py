@@ -22,24 +22,33 @@ from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.begun_settings import Difference, differences
 from llamarl.controller.notices import reached_policy
 from llamarl.controller.preflight import check_reward
-from llamarl.controller.prepare import absolute_dir, description, prepare
+from llamarl.controller.prepare import Prepared, absolute_dir, description, plan_run, prepare
 from llamarl.controller.run import execute, mirror_of, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.controller.settle import fetch_weights, fix_end_of_decay, record_models
-from llamarl.errors import CheckpointError, ConfigError
+from llamarl.controller.settle import fetch_weights, fix_end_of_decay, model_checksum, record_models
+from llamarl.errors import CheckpointError, ConfigError, ModelError
+from llamarl.models.folders import resolve_model_path
 from llamarl.observability.events import EVENTS_FILE
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.observability.writing import replace_file
 from llamarl.plural import plural
-from llamarl.settings.algorithms import CRITIC_ADVANTAGES
 from llamarl.strict import Effect
 
-__all__ = ["FORKED_FROM", "copy_history", "fork_run", "refuse_bound"]
+__all__ = ["FORKED_FROM", "copy_history", "fork_run", "plan_fork", "refuse_bound"]
 
 FORKED_FROM = "forked_from.json"
 
 _PROMPTS = ("run.seed", "generator.group_size", "task.", "data.")
 """Keys, or beginnings of keys, that say which prompt an index stands for: unfinished responses are kept by index."""
+_LIMITS = ("schedule.max_staleness", "generator.max_segments", "generator.sampling.max_new_tokens")
+"""Of unfinished responses: they may already be beyond a lower one."""
+_HELD = ("model.path", "critic.path")
+"""Models whose weights a checkpoint holds: another one would not be read."""
+
+
+def plan_fork(config: RunConfig, source: Path, *, every_key: bool = True) -> str:
+    """What ``fork_run`` would run, as text (``plan_run``); changes nothing, and refuses what that would."""
+    return plan_run(config, every_key=every_key, prepared_by=lambda asked: _checked(asked, source)[0])
 
 
 def fork_run(config: RunConfig, source: Path) -> None:
@@ -57,18 +66,9 @@ def fork_run(config: RunConfig, source: Path) -> None:
     source = source.resolve()
     run_dir = absolute_dir(config)
     refuse_a_run(run_dir)
-    begun = load_config(source / CONFIG_FILE)
-    prepared = prepare(fix_end_of_decay(config, begun))
+    prepared, checkpoint, changed = _checked(config, source)
     fetch_weights(prepared.config)
     check_reward(prepared.config)
-    checkpoint = CheckpointStore(source / "checkpoints").load()
-    changed = differences(checkpoint.run.get("config", {}), to_plain(prepared.config), begun_in(source / CONFIG_FILE))
-    refuse_bound(changed, checkpoint, to_plain(prepared.config), source)
-    if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
-        raise ConfigError(
-            f"--fork: {checkpoint.path} is of {plural(checkpoint.tick + 1, 'tick')}, so no tick is left of "
-            f"--run.num_ticks {prepared.config.run.num_ticks}: give at least {checkpoint.tick + 2}"
-        )
     make_folder(run_dir)
     with held(run_dir) as folder, ExitStack() as stack:
         refuse_a_run(run_dir)
@@ -81,13 +81,29 @@ def fork_run(config: RunConfig, source: Path) -> None:
         execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path, mirror=mirror)
 
 
+def _checked(config: RunConfig, source: Path) -> tuple[Prepared, Checkpoint, list[Difference]]:
+    """The fork as it would run, the checkpoint that it begins with, and what changes. Makes nothing."""
+    begun = load_config(source / CONFIG_FILE)
+    prepared = prepare(fix_end_of_decay(config, begun))
+    checkpoint = CheckpointStore(source / "checkpoints").load()
+    changed = differences(checkpoint.run.get("config", {}), to_plain(prepared.config), begun_in(source / CONFIG_FILE))
+    refuse_bound(changed, checkpoint, prepared.config, begun, source)
+    if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+        raise ConfigError(
+            f"--fork: {checkpoint.path} is of {plural(checkpoint.tick + 1, 'tick')}, so no tick is left of "
+            f"--run.num_ticks {prepared.config.run.num_ticks}: give at least {checkpoint.tick + 2}"
+        )
+    return prepared, checkpoint, changed
+
+
 def refuse_bound(
-    changed: Sequence[Difference], checkpoint: Checkpoint, config: Mapping[str, Any], source: Path
+    changed: Sequence[Difference], checkpoint: Checkpoint, config: RunConfig, begun: RunConfig, source: Path
 ) -> None:
     """Refuse changes under which the states of ``checkpoint`` mean something else or are missing.
 
     Args:
-        config: Of the fork, nested plain values.
+        config: Of the fork.
+        begun: Of the run that made the checkpoint.
 
     Raises:
         ConfigError: It names each such key.
@@ -103,9 +119,14 @@ def refuse_bound(
             )
         elif carries and difference.key.startswith(_PROMPTS):
             reasons.append(f"{difference}; the checkpoint holds unfinished responses to prompts that it chose")
-    advantage = config["algorithm"]["advantage"]
-    if advantage in CRITIC_ADVANTAGES and not (checkpoint.path / "critic").is_dir():
-        reasons.append(f"algorithm.advantage is {advantage!r}, but the checkpoint holds no critic")
+        elif carries and difference.key in _LIMITS and difference.asked < difference.had:
+            reasons.append(f"{difference}; the checkpoint holds unfinished responses, which may be beyond that")
+        elif difference.key in _HELD and not _same_model(difference.had, difference.asked):
+            reasons.append(f"{difference}; the weights are those in the checkpoint")
+    if config.samples != begun.samples:
+        reasons.append("algorithm.name and task.rollouts: only one of the two runs samples responses")
+    if config.has_critic and not (checkpoint.path / "critic").is_dir():
+        reasons.append(f"algorithm.advantage is {config.algorithm.advantage!r}, but the checkpoint holds no critic")
     if reasons:
         raise ConfigError(
             f"--fork: {checkpoint.path} cannot serve a run with other settings of these keys:\n"
@@ -155,6 +176,14 @@ def _carries_responses(checkpoint: Checkpoint) -> bool:
     """Whether responses were unfinished when it was taken."""
     states = checkpoint.path.glob("*/rank_*/shard_*.json")  # of every generator
     return any(json.loads(state.read_text(encoding="utf-8"))["active"] for state in states)
+
+
+def _same_model(had: str, asked: str) -> bool:
+    """Whether two folders hold the same files. One that is gone was moved: nothing says what it held."""
+    try:
+        return bool(had and asked) and len({model_checksum(resolve_model_path(path)) for path in (had, asked)}) == 1
+    except ModelError:
+        return True
 
 
 def _changes(changed: Sequence[Difference]) -> str:

@@ -107,11 +107,14 @@ def modules_of_model(path: str) -> tuple[str, ...]:
     return (f"transformers.models.{kind}.modeling_{kind}",)
 
 
-def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
+def plan_run(
+    config: RunConfig, *, every_key: bool = True, prepared_by: Callable[[RunConfig], Prepared] | None = None
+) -> str:
     """What a run of ``config`` would be: overview, configuration, graph and placement, as text. Starts nothing.
 
     Args:
         every_key: Whether keys that are at their defaults are printed too.
+        prepared_by: What checks and settles it; None: ``prepare``.
 
     Raises:
         LlamaRLError: The run would not start.
@@ -121,7 +124,7 @@ def plan_run(config: RunConfig, *, every_key: bool = True) -> str:
         from llamarl.checkpoint.mirror import check_mirror
 
         check_mirror(config.run.mirror)
-    prepared = prepare(config)
+    prepared = (prepared_by or prepare)(config)
     check_reward(prepared.config)
     return describe_plan(prepared, every_key=every_key)
 

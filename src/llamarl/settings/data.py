@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from llamarl.strict import STRICT, holding
+from llamarl.strict import IN_STATE, STRICT, holding
 
 __all__ = ["DataConfig"]
 
@@ -48,7 +48,7 @@ class DataConfig:
     """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. The
     prompts of a finite task are all looked at before the run starts."""
 
-    candidates: PositiveInt = 1
+    candidates: Annotated[PositiveInt, IN_STATE] = 1
     """Items of a finite task among which each training prompt is chosen, as the one whose pass rate, as far as it is
     known, lies nearest one half (a curriculum). 1: every item in its turn."""
 

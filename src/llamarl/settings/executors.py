@@ -506,7 +506,7 @@ class DynamicSamplingConfig:
     """Drop groups whose rewards are all equal before they reach the trainer. Needs a group baseline
     (``algorithm.advantage``). A batch that cannot be filled is trained short and counted (``groups/short``)."""
 
-    oversample: Annotated[float, Field(ge=1)] = 1.5
+    oversample: Annotated[float, IN_STATE, Field(ge=1)] = 1.5
     """Groups generated a tick, as a multiple of schedule.prompts_per_step; rounded up to a whole number a generator
     replica. 1 drops without refilling from the same tick. Not ``generator.oversubscription``, which
     are groups in flight."""

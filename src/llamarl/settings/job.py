@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.strict import NO_BITS, STRICT, ListOf, is_import_path, refuse, why_no_name
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, is_import_path, refuse, why_no_name
 
 __all__ = [
     "CLUSTERS",
@@ -44,13 +44,13 @@ def _transport(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
-    prompts_per_step: PositiveInt = 16
+    prompts_per_step: Annotated[PositiveInt, IN_STATE] = 16
     """Prompt groups consumed by one trainer tick, over all data-parallel ranks."""
 
     max_staleness: NonNegativeInt = 1
     """Delay of the weights edge less one, in trainer ticks; 0 runs synchronously, 1 is LlamaRL's schedule."""
 
-    weights: Literal["exact", "latest"] = "exact"
+    weights: Annotated[Literal["exact", "latest"], IN_STATE] = "exact"
     """Which version makes batch k. "exact": always version max(0, k - max_staleness), so a run
     repeats bit for bit. "latest": the newest there is, swapped in between decode steps; no trained
     token is older than max_staleness. Such a run depends on timing; its decisions go to

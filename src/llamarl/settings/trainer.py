@@ -274,14 +274,14 @@ class LoraConfig:
     rank: Annotated[NonNegativeInt, IN_STATE] = 0
     """Rank of the adapters; 0 trains all weights."""
 
-    alpha: PositiveFloat = 32.0
+    alpha: Annotated[PositiveFloat, IN_STATE] = 32.0
     """The adapters' product is multiplied by ``alpha / rank``."""
 
     targets: Annotated[ListOf[str], IN_STATE] = ()
     """Names of the linear layers that get one. Empty: all inside the model's decoder, of a sparse
     model those of its attention; the run's config.toml then names them."""
 
-    hand_over: Literal["merged", "adapter"] = "merged"
+    hand_over: Annotated[Literal["merged", "adapter"], IN_STATE] = "merged"
     """"merged": generators receive whole weights, as without adapters. "adapter": they receive the
     adapters alone, far fewer bytes, and add them to the base weights that they keep, one more copy
     of the target layers."""

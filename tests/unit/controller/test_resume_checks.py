@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
+import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +18,14 @@ import tomli_w
 from llamarl.checkpoint import storage
 from llamarl.cli.main import main
 from llamarl.config import RunConfig, load_config, save_config, validate
-from llamarl.controller import prepare, resume, run
+from llamarl.controller import fork, prepare, resume, run
 from llamarl.controller.begun import begun_config, refuse_code_of_a_run
 from llamarl.controller.products import write_products
 from llamarl.controller.run_folder import RunFolder
 from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
+from llamarl.models.folders import resolve_model_path
 from llamarl.runtime.tick_log import Resumed
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
@@ -32,18 +35,18 @@ RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml"
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What would have run."""
     calls: list[dict[str, Any]] = []
-    for module in (run, resume):
+    for module in (run, resume, fork):
         monkeypatch.setattr(module, "execute", lambda prepared, run_dir, **how: calls.append(how))
     return calls
 
 
-def config(run_dir: Path, **optimizer: float) -> RunConfig:
+def config(run_dir: Path, **optimizer: Any) -> RunConfig:
     made = load_config(RECIPE, ["--run.dir", str(run_dir), "--run.runtime", "inline", "--run.cores", "2"])
     return dataclasses.replace(made, optimizer=dataclasses.replace(made.optimizer, **optimizer))
 
 
-def checkpointed(run_dir: Path, monkeypatch: pytest.MonkeyPatch, platform: dict[str, str]) -> None:
-    prepared = prepare.prepare(config(run_dir))
+def checkpointed(run_dir: Path, monkeypatch: pytest.MonkeyPatch, platform: Mapping[str, str], **optimizer: Any) -> None:
+    prepared = prepare.prepare(config(run_dir, **optimizer))
     run_dir.mkdir()
     save_config(prepared.config, run_dir / "config.toml")
     with monkeypatch.context() as patch:
@@ -382,3 +385,39 @@ def test_a_dry_run_of_a_resume_refuses_what_the_resume_would_and_changes_nothing
     assert main(["train", "--resume", str(run_dir), "--deadlines.step_s", "9", "--dry-run"]) == 0
     assert main(["train", "--resume", str(run_dir), "--fork", "other", "--optimizer.lr", "1", "--dry-run"]) == 0
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--schedule.prompts_per_step", "8"], r"  - schedule\.prompts_per_step: .*; the states"),
+        (["--model.path", "other"], r"  - model\.path: .*; the weights"),
+        (["--critic.path", "other"], r"  - critic\.path: .*; the weights"),
+        (
+            ["--algorithm.name", "sft", "--task.name", "demonstrations", "--task.data", "rows.jsonl"],
+            "only one of the two runs samples",
+        ),
+        (["--run.num_ticks", "5"], "no tick is left of --run.num_ticks 5"),
+    ],
+)
+def test_a_fork_and_its_dry_run_refuse_what_the_checkpoint_cannot_serve_and_make_no_folder(
+    tmp_path: Path,
+    executed: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpointed(tmp_path / "run", monkeypatch, platform_facts())
+    shutil.copytree(resolve_model_path("bundled:tiny"), "other")
+    fork_of_it = ["train", "--resume", "run", "--fork", "fork"]
+    assert main([*fork_of_it, "--model.path", "other", "--dry-run"]) == 0  # the same files elsewhere
+    assert fork._same_model("gone", "other")  # moved
+    with Path("other/config.json").open("a") as file:
+        file.write("\n")
+    Path("rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 4)
+    for dry in ([], ["--dry-run"]):
+        assert main([*fork_of_it, *words, *dry]) == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert executed == [] and not Path("fork").exists()

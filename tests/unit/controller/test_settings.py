@@ -35,7 +35,10 @@ def test_every_key_is_of_one_effect_and_a_key_without_a_mark_changes_bits() -> N
         "checkpoint.keep",
     ):
         assert effects[key] is Effect.NO_BITS
-    for key in ("generator.dp", "lora.rank"):
+    for key in (
+        *("generator.dp", "lora.rank", "lora.alpha", "lora.hand_over", "data.candidates"),
+        *("dynamic_sampling.oversample", "schedule.prompts_per_step", "schedule.weights"),
+    ):
         assert effects[key] is Effect.IN_STATE
 
 
