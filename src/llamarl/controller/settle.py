@@ -140,10 +140,10 @@ def _with_saved_evaluations(config: RunConfig) -> RunConfig:
 
 
 def fix_end_of_decay(config: RunConfig, begun: RunConfig) -> RunConfig:
-    """Settle where a falling rate ends that ``config`` leaves open: where that of ``begun`` does, or
-    with the run that it describes."""
+    """Settle where a falling rate ends that ``config`` leaves open: where that of ``begun`` does, if it
+    falls, or with the run that it describes."""
     optimizer = config.optimizer
-    if optimizer.schedule == "constant" or optimizer.decay_ticks:
+    if "constant" in (optimizer.schedule, begun.optimizer.schedule) or optimizer.decay_ticks:
         return config
     ends = begun.optimizer.decay_ticks or begun.run.num_ticks
     return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, decay_ticks=ends))

@@ -421,3 +421,12 @@ def test_a_fork_and_its_dry_run_refuse_what_the_checkpoint_cannot_serve_and_make
         assert main([*fork_of_it, *words, *dry]) == 2
         assert re.search(said, capsys.readouterr().err)
     assert executed == [] and not Path("fork").exists()
+
+
+def test_a_fork_of_a_constant_rate_ends_a_falling_one_with_its_own_ticks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointed(tmp_path / "run", monkeypatch, platform_facts(), schedule="constant")
+    asked = ["--run.num_ticks", "300", "--optimizer.schedule", "linear", "--dry-run"]
+    assert main(["train", "--resume", str(tmp_path / "run"), "--fork", str(tmp_path / "fork"), *asked]) == 0
+    assert "\ndecay_ticks = 300\n" in capsys.readouterr().out
