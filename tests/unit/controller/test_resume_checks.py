@@ -22,6 +22,7 @@ from llamarl.controller import fork, prepare, resume, run
 from llamarl.controller.begun import begun_config, refuse_code_of_a_run
 from llamarl.controller.products import write_products
 from llamarl.controller.run_folder import RunFolder
+from llamarl.controller.settle import record_models
 from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
@@ -40,8 +41,9 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def config(run_dir: Path, **optimizer: Any) -> RunConfig:
-    made = load_config(RECIPE, ["--run.dir", str(run_dir), "--run.runtime", "inline", "--run.cores", "2"])
+def config(run_dir: Path, rank: int = 0, **optimizer: Any) -> RunConfig:
+    inline = ["--run.dir", str(run_dir), "--run.runtime", "inline", "--run.cores", "2"]
+    made = load_config(RECIPE, [*inline, "--lora.rank", str(rank)])
     return dataclasses.replace(made, optimizer=dataclasses.replace(made.optimizer, **optimizer))
 
 
@@ -421,6 +423,19 @@ def test_a_fork_and_its_dry_run_refuse_what_the_checkpoint_cannot_serve_and_make
         assert main([*fork_of_it, *words, *dry]) == 2
         assert re.search(said, capsys.readouterr().err)
     assert executed == [] and not Path("fork").exists()
+
+
+def test_a_fork_of_adapters_is_refused_where_their_base_was_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointed(tmp_path / "run", monkeypatch, platform_facts(), rank=2)
+    record_models(config(tmp_path / "run", rank=2), tmp_path / "run")
+    fork_of_it = ["train", "--resume", str(tmp_path / "run"), "--fork", str(tmp_path / "fork"), "--dry-run"]
+    assert main(fork_of_it) == 0
+    recorded = tmp_path / "run" / "models.json"
+    recorded.write_text(recorded.read_text().replace('"xxh3_128": "', '"xxh3_128": "0'))
+    assert main(fork_of_it) == 2
+    assert "model.path: bundled:tiny is not what the adapters" in capsys.readouterr().err
 
 
 def test_a_fork_of_a_constant_rate_ends_a_falling_one_with_its_own_ticks(
