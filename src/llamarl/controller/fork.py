@@ -25,14 +25,13 @@ from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import Prepared, absolute_dir, description, plan_run, prepare
 from llamarl.controller.run import execute, mirror_of, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, held, make_folder, refuse_a_run
-from llamarl.controller.settle import MODELS_FILE, fetch_weights, fix_end_of_decay, model_checksum, record_models
+from llamarl.controller.settle import changed_files, fetch_weights, fix_end_of_decay, model_checksum, record_models
 from llamarl.errors import CheckpointError, ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.observability.events import EVENTS_FILE
 from llamarl.observability.metrics import METRICS_FILE
 from llamarl.observability.writing import replace_file
 from llamarl.plural import plural
-from llamarl.reading import read_object
 from llamarl.strict import Effect
 
 __all__ = ["FORKED_FROM", "copy_history", "fork_run", "plan_fork", "refuse_bound"]
@@ -88,7 +87,7 @@ def _checked(config: RunConfig, source: Path) -> tuple[Prepared, Checkpoint, lis
     prepared = prepare(fix_end_of_decay(config, begun))
     checkpoint = CheckpointStore(source / "checkpoints").load()
     changed = differences(checkpoint.run.get("config", {}), to_plain(prepared.config), begun_in(source / CONFIG_FILE))
-    refuse_bound(changed, checkpoint, prepared.config, begun, source)
+    refuse_bound(changed, checkpoint, prepared.local, begun, source)
     if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
         raise ConfigError(
             f"--fork: {checkpoint.path} is of {plural(checkpoint.tick + 1, 'tick')}, so no tick is left of "
@@ -124,10 +123,11 @@ def refuse_bound(
             reasons.append(f"{difference}; the checkpoint holds unfinished responses, which may be beyond that")
         elif difference.key in _HELD and not _same_model(difference.had, difference.asked):
             reasons.append(f"{difference}; the weights are those in the checkpoint")
-    recorded = source / MODELS_FILE
-    base = read_object(recorded).get("model.path") if config.lora.rank and recorded.is_file() else None
-    if isinstance(base, Mapping) and base.get("xxh3_128") != model_checksum(resolve_model_path(config.model.path)):
-        reasons.append(f"model.path: {config.model.path} is not what the adapters in the checkpoint were trained on")
+    for key, sentence in changed_files(config, source).items():
+        if key == "model.path" and config.lora.rank:
+            reasons.append(f"{sentence}; the adapters in the checkpoint were trained on it")
+        elif carries and key.startswith(_PROMPTS):
+            reasons.append(f"{sentence}; the checkpoint holds unfinished responses to prompts of it")
     if config.samples != begun.samples:
         reasons.append("algorithm.name and task.rollouts: only one of the two runs samples responses")
     if config.has_critic and not (checkpoint.path / "critic").is_dir():

@@ -43,6 +43,7 @@ from llamarl.settings.trainer import MICROBATCH_TOKENS, cpu_microbatch_tokens
 __all__ = [
     "MODELS_FILE",
     "Machine",
+    "changed_files",
     "fetch_weights",
     "fix_end_of_decay",
     "frozen_paths",
@@ -322,28 +323,37 @@ def refuse_other_models(config: RunConfig, run_dir: Path) -> None:
     Raises:
         ConfigError: It names each of them.
     """
+    if found := changed_files(config, run_dir):
+        raise ConfigError(
+            f"--resume: {run_dir} would not go on bit for bit:\n"
+            + "\n".join(f"  - {sentence}" for sentence in found.values())
+            + "\nPut the former files back, or begin a "
+            f"new run that goes on from this one's last checkpoint: llamarl train --resume {run_dir} --fork NEW"
+        )
+
+
+def changed_files(config: RunConfig, run_dir: Path) -> dict[str, str]:
+    """Keys of frozen models and data files that are not what they were when the run in ``run_dir`` began, each with a
+    sentence that says so.
+
+    Raises:
+        ConfigError: What was written down then cannot be read.
+    """
     file = run_dir / MODELS_FILE
     if not file.is_file():
-        return
+        return {}
     try:
         begun: Mapping[str, Any] = read_object(file)
         had = {key: (str(facts["path"]), str(facts["xxh3_128"])) for key, facts in begun.items()}
     except (FileError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} does not say which models the run read: {error}") from error
     now = _facts(config)
-    lines = [
-        f"  - {key}: {now[key]['path']} is not what {path} was when the run began (xxh3_128 {checksum} then, "
+    return {
+        key: f"{key}: {now[key]['path']} is not what {path} was when the run began (xxh3_128 {checksum} then, "
         f"{now[key]['xxh3_128']} now)"
         for key, (path, checksum) in had.items()
         if key in now and now[key]["xxh3_128"] != checksum
-    ]
-    if lines:
-        raise ConfigError(
-            f"--resume: {run_dir} would not go on bit for bit:\n"
-            + "\n".join(lines)
-            + "\nPut the former files back, or begin a "
-            f"new run that goes on from this one's last checkpoint: llamarl train --resume {run_dir} --fork NEW"
-        )
+    }
 
 
 def _facts(config: RunConfig) -> dict[str, dict[str, str]]:

@@ -435,7 +435,19 @@ def test_a_fork_of_adapters_is_refused_where_their_base_was_exchanged(
     recorded = tmp_path / "run" / "models.json"
     recorded.write_text(recorded.read_text().replace('"xxh3_128": "', '"xxh3_128": "0'))
     assert main(fork_of_it) == 2
-    assert "model.path: bundled:tiny is not what the adapters" in capsys.readouterr().err
+    assert "the adapters in the checkpoint were trained on it" in capsys.readouterr().err
+
+
+def test_a_fork_is_refused_whose_carried_responses_are_to_prompts_of_another_data_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointed(tmp_path / "run", monkeypatch, platform_facts())
+    fork_of_it = ["train", "--resume", str(tmp_path / "run"), "--fork", str(tmp_path / "fork"), "--dry-run"]
+    monkeypatch.setattr(fork, "changed_files", lambda *_: {"task.data": "task.data: rows.jsonl is not what it was"})
+    assert main(fork_of_it) == 0
+    monkeypatch.setattr(fork, "_carries_responses", lambda _: True)
+    assert main(fork_of_it) == 2
+    assert "rows.jsonl is not what it was; the checkpoint holds unfinished responses" in capsys.readouterr().err
 
 
 def test_a_fork_of_a_constant_rate_ends_a_falling_one_with_its_own_ticks(
