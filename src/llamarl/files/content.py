@@ -21,6 +21,7 @@ from llamarl.checkpoint.written import files_below
 from llamarl.errors import FileError
 from llamarl.files.file_client import FileClient
 from llamarl.reading import user_path
+from llamarl.settings.environments import OWN_CODE
 
 __all__ = ["Content", "content_of", "paths_in", "provide", "same_there", "with_paths"]
 
@@ -95,7 +96,7 @@ def with_paths(plain: Any, there: Mapping[str, str]) -> Any:
 
     def visit(value: str, key: str) -> str:
         where = _where(value, key)
-        return there[where] + value[len(where) :] if where in there else value
+        return value.replace(where, there[where], 1) if where in there else value
 
     return _map_strings(plain, visit, "")
 
@@ -124,10 +125,11 @@ def provide(client: FileClient, content: Content, open_run: Callable[[], str]) -
 
 
 def _where(value: str, key: str) -> str:
-    """The path in one value; empty where it names none."""
+    """The path in one value; empty where it names none. Before code may stand of which kind it is (``trl:my_shop.py:Shop``)."""
     file, colon, name = value.rpartition(":")
     if colon and name and file.endswith(".py"):
-        return file
+        kind, _, behind = file.partition(":")
+        return behind if kind in OWN_CODE else file
     return value if key in _KEYS else ""
 
 

@@ -166,11 +166,12 @@ PLAIN = {
         "name": "models/x",
         "reward": "rewards/mine.py:exact",
         "rewards": [{"function": "rewards/mine.py:short", "weight": 1.0}, {"function": "package.module:f"}],
+        "tasks": {"shop": {"environment": "trl:shop.py:Shop"}, "agent": {"environment": "agent:shop.py:run"}},
     },
     "executors": {"judge": {"factory": "own.py:Judge", "settings": {"model": {"path": "org/hub-id"}}}},
     "run": {"dir": "models/x", "seed": 3},
 }
-HERE = {"models/x", "train.jsonl", "rewards/mine.py", "own.py"}
+HERE = {"models/x", "train.jsonl", "rewards/mine.py", "shop.py", "own.py"}
 
 
 def test_a_plan_names_models_data_and_files_of_code_but_neither_packages_nor_ids(
@@ -180,7 +181,7 @@ def test_a_plan_names_models_data_and_files_of_code_but_neither_packages_nor_ids
     for name in HERE:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert paths_in(PLAIN) == ["models/x", "train.jsonl", "rewards/mine.py", "own.py"]
+    assert paths_in(PLAIN) == ["models/x", "train.jsonl", "rewards/mine.py", "shop.py", "own.py"]
 
 
 def test_a_hosts_plan_differs_in_these_paths_alone() -> None:
@@ -192,6 +193,10 @@ def test_a_hosts_plan_differs_in_these_paths_alone() -> None:
         "name": "models/x",
         "reward": "/there/rewards/mine.py:exact",
         "rewards": [{"function": "/there/rewards/mine.py:short", "weight": 1.0}, {"function": "package.module:f"}],
+        "tasks": {
+            "shop": {"environment": "trl:/there/shop.py:Shop"},
+            "agent": {"environment": "agent:/there/shop.py:run"},
+        },
     }
     assert mapped["executors"]["judge"] == {
         "factory": "/there/own.py:Judge",
