@@ -46,7 +46,7 @@ _OBJECT_S = 600.0
 """For which an object is asked for again while its storage fails."""
 _CHUNK_BYTES = 1 << 22
 _MOST_OPEN = 256
-_PASSING = (".partial", ".replaced", ".deleted", ".new", ".lock", "journal")
+_PASSING = (".partial", ".replaced", ".deleted", ".new", ".lock", ".incoming", "journal")
 """How names end that mean nothing on another machine."""
 
 

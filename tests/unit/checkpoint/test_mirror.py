@@ -90,6 +90,8 @@ class Run:
         (path / ".lock").write_text("7\n")
         (path / "journal").mkdir()
         (path / "journal" / "000").write_text("memory of this machine")
+        (path / ".incoming").mkdir()
+        (path / ".incoming" / "new-01").write_text("the first half of what comes from another host")
         self.store = CheckpointStore(path / "checkpoints", CheckpointConfig(keep=2))
 
     @property
@@ -106,7 +108,8 @@ class Run:
 
     def contents(self) -> dict[str, bytes]:
         """What another machine needs of it."""
-        return {k: v for k, v in contents(self.path).items() if k != ".lock" and not k.startswith("journal")}
+        passing = (".lock", "journal", ".incoming")
+        return {k: v for k, v in contents(self.path).items() if not k.startswith(passing)}
 
 
 class Fault:
