@@ -4,6 +4,7 @@ import enum
 import json
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from calculator import Calculator, work_out, written
 
@@ -208,6 +209,21 @@ def test_a_class_of_trl_is_played_by_its_methods() -> None:
     end = shop.step("Done.")
     assert end.done and end.reward == 1.0
     assert shop.reset(ITEM, 3).text == opened.text  # an instance of its own for each episode
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.25), np.int64(3), np.bool_(True), 2])
+def test_a_reward_of_numpys_is_a_number_too(reward: Any) -> None:
+    class Left:
+        def reset(self) -> None:
+            self.reward = reward
+
+        def look(self) -> str:
+            """Look."""
+            return "nothing"
+
+    shop = TrlEnvironment(Left)
+    shop.reset(TaskItem(question="How many?", answer="7"), 0)
+    assert shop.finish("The answer is 7").reward == float(reward)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, PositiveInt
 
 from llamarl.data.items import TaskItem
@@ -129,7 +131,7 @@ class TrlEnvironment(ToolEnvironment):
                 raise TypeError(
                     f"{shown} returned {type(reward).__name__} {reward!s:.80}, expected a number"
                 ) from error
-        if isinstance(getattr(self._instance, "reward", None), (int, float)):
+        if isinstance(getattr(self._instance, "reward", None), numbers.Real | np.bool_):
             return Step(reward=float(self._instance.reward), done=True)
         if self._item.answer is None:
             raise ValueError(
