@@ -96,7 +96,8 @@ class HostFiles:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._janitors[handle].wait(_JANITOR_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine; it is buried when it is dismissed
+            self._janitors[handle].wait(_JANITOR_S)
         return handle, folder / "run"
 
     def run(self, handle: str) -> SafeFolder:
@@ -145,9 +146,14 @@ class HostFiles:
 
     def add(self, number: int, data: bytes, checksum: str) -> None:
         """The next piece."""
-        if checksum_bytes(data) != checksum:
-            raise TransferError("its bytes changed on the way")
-        self._coming[number].write(data)
+        coming = self._coming[number]
+        with contextlib.ExitStack() as on_error:
+            on_error.push(coming)
+            on_error.callback(self._coming.pop, number)
+            if checksum_bytes(data) != checksum:
+                raise TransferError("its bytes changed on the way")
+            coming.write(data)
+            on_error.pop_all()
 
     def finish(self, number: int, handle: str, record: FileRecord, as_object: bool) -> None:
         """It has come: put it into the run's folder, or among the objects."""
@@ -236,8 +242,11 @@ class HostFiles:
     def _dismiss(self, handle: str) -> None:
         """Tell the janitor of a run that its folder is not its business any more."""
         if (janitor := self._janitors.pop(handle, None)) is not None:
-            with contextlib.suppress(OSError):  # it was killed
-                janitor.communicate(b"leave\n", timeout=_JANITOR_S)
+            assert janitor.stdin is not None
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # it was killed, or has not come to read it
+                with janitor.stdin:
+                    janitor.stdin.write(b"leave\n")
+                janitor.wait(_JANITOR_S)
 
     def _forget_old(self) -> None:
         """Folders that were left a day ago."""

@@ -11,6 +11,7 @@ from waiting import wait_until
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
+from llamarl.files import host_files
 from llamarl.files.incoming_file import PIECE_BYTES
 from llamarl.files.safe_folder import SafeFolder
 
@@ -70,6 +71,18 @@ def test_a_piece_that_changes_on_the_way_is_refused_by_host_and_file(host: FarHo
         client.send(tmp_path / "source", record("a"), run)
         client.fetch(run, "a", SafeFolder(tmp_path), record("a"))
     assert seen == 2
+    assert not host.files._coming and not list(host.files.base.rglob("new-*"))
+
+
+def test_a_machine_too_busy_to_start_a_shell_in_time_keeps_a_run_all_the_same(
+    host: FarHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_files, "_JANITOR_S", 0.0)
+    client = host.client()
+    run, folder = client.open_run("id")
+    (folder / "log").write_text("x")
+    client.forget(run)
+    assert not folder.parent.exists()
 
 
 def test_what_stopped_half_way_begins_anew_and_leaves_nothing_behind_the_run(host: FarHost, tmp_path: Path) -> None:
