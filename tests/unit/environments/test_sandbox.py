@@ -2,6 +2,7 @@
 
 import json
 import os
+import selectors
 import shutil
 import socket
 import subprocess
@@ -477,6 +478,24 @@ def test_a_box_that_does_not_come_up_is_no_result(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run, "_command", lambda *_: ["/nowhere/bwrap"])
     with pytest.raises(BoxFailed, match="cannot be started"):
         run_in_box("print(1)", kind="bwrap")
+
+
+def test_a_box_whose_first_process_is_killed_from_outside_is_no_result(
+    plain: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = run._Box._read_status
+
+    def killed(self: run._Box, selector: selectors.BaseSelector) -> None:
+        really(self, selector)
+        if not self.ended:
+            self._process.kill()
+
+    monkeypatch.setattr(run._Box, "_read_status", killed)
+    before = children()
+    with pytest.raises(BoxFailed, match="the plain box broke: its first process was killed from outside"):
+        run_in_box("import time; time.sleep(20)", kind=plain)
+    for orphan in children() - before:  # it came to this process
+        assert os.waitstatus_to_exitcode(os.waitpid(int(orphan), 0)[1]) == -9
 
 
 def test_a_plain_box_is_never_taken_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,8 @@ class _Box:
         self._output: dict[int, bytearray] = {}
         self._status = bytearray()
         self._over: Limit | None = None
+        self._broke = False
+        """Its first process ended without a word, and nobody had ended it."""
         self.ended = False
         self.wall_s: float | None = None
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as passed:
@@ -233,6 +235,8 @@ class _Box:
             raise BoxFailed(f"the {self._kind} box did not start: {cause}")
         if rest.startswith(b"failed: "):
             raise BoxFailed(f"the {self._kind} box broke: {rest.decode(errors='replace')}")
+        if self._broke and self._over is None:
+            raise BoxFailed(f"the {self._kind} box broke: its first process was killed from outside")
         said: dict[str, Any] = json.loads(rest) if rest.endswith(b"}") else {}
         code = None if self._over else said.get("code")
         limit = self._over or said.get("limit")
@@ -273,6 +277,7 @@ class _Box:
             self.started = time.monotonic()
             self.deadline = self.started + self._limits.wall_s
         if not piece:
+            self._broke = self._status.endswith(_STARTED)
             self._stop(selector, None)
 
     def _drain(self, fd: int) -> None:
