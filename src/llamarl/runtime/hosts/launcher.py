@@ -186,6 +186,7 @@ class HostLink(Link):
         """
         answer = await self._node.ask("start", self.number, order)
         if isinstance(answer, str):
+            self.finish("it was never started", streams=True)
             raise OSError(f"node {self.host} starts no process: {answer}")
         if not self._greeted:
             self.pid = answer
@@ -330,7 +331,10 @@ class HostLauncher:
             for link, label, number in zip(links, labels, on, strict=True)
         )
         try:
-            await asyncio.gather(*started)
+            # all are waited for: one that is still starting takes no order to end
+            for error in await asyncio.gather(*started, return_exceptions=True):
+                if error is not None:
+                    raise error
         except BaseException:
             for link in links:
                 link.kill(at_once=True)
