@@ -5,13 +5,17 @@ import importlib.metadata
 import importlib.util
 import socket
 import subprocess
+import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
+from llamarl.runtime.hosts import ray
 from llamarl.runtime.hosts.agent import _meeting_port
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.launcher import imported_on, seconds_ahead
@@ -162,3 +166,34 @@ def test_a_node_says_what_ray_was_told_there(monkeypatch: pytest.MonkeyPatch) ->
     taken = this_node(told)
     assert health_of(taken.health) == (2.4, 8.4) and taken.token
     assert taken.tls is not None and str(taken.tls.private_key) == "/tls/SERVER_KEY"
+
+
+def test_gpus_of_which_the_cluster_does_not_tell_are_given_back_and_named_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class RayError(Exception):
+        pass
+
+    group, removed = SimpleNamespace(wait=lambda within_s: True), list[object]()
+    groups = SimpleNamespace(placement_group=lambda *_, **__: group, remove_placement_group=removed.append)
+    stubs = {
+        "exceptions": SimpleNamespace(RayError=RayError),
+        "util": SimpleNamespace(),
+        "util.placement_group": groups,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, f"ray.{name}", stub)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(**stubs))
+
+    def silent(*_: object) -> list[str]:
+        raise RayError("Get timed out: some object(s) not ready.")
+
+    monkeypatch.setattr(ray, "_gpu_ids", silent)
+    health = {"period_ms": 1, "timeout_ms": 1, "failure_threshold": 1}
+    node: Any = SimpleNamespace(name="a", node_id="x", is_head=True, health=health)
+    cluster = RayCluster([node], 0, {})
+    why_not = cluster.take({0: (1, 1)}, 5.0)
+    assert why_not == (
+        "the cluster gave GPUs and does not say which within 5 s: Ray: Get timed out: some object(s) not ready."
+    )
+    assert removed == [group] and not cluster._groups and not cluster._bundles and cluster.gpus(0) == ()

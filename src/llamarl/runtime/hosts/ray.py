@@ -147,6 +147,7 @@ class RayCluster(Cluster):
         return result
 
     def take(self, shares: Mapping[int, tuple[int, int]], within_s: float) -> str:
+        from ray.exceptions import RayError
         from ray.util.placement_group import placement_group, remove_placement_group
 
         with self._lock:
@@ -160,13 +161,19 @@ class RayCluster(Cluster):
                 remove_placement_group(group)
                 wanted = "; ".join(f"{self.nodes[n].name} {_cores_and_gpus(c, g)}" for n, (c, g) in shares.items())
                 return f"the cluster did not give all of this within {within_s:g} s: {wanted}. Others may hold it: ray status shows who"
+            try:
+                gpus = {
+                    number: _gpu_ids(group, place, shares[number][1], within_s)
+                    for place, number in enumerate(numbers)
+                    if shares[number][1]
+                }
+            except RayError as error:
+                remove_placement_group(group)
+                return f"the cluster gave GPUs and does not say which within {within_s:g} s: {one_line(error)}"
             self._groups.append(group)
             for place, number in enumerate(numbers):
                 self._bundles.setdefault(number, (group, place))
-                if shares[number][1]:
-                    self._gpus[number] = self._gpus.get(number, []) + _gpu_ids(
-                        group, place, shares[number][1], within_s
-                    )
+                self._gpus[number] = self._gpus.get(number, []) + gpus.get(number, [])
         return ""
 
     def gpus(self, number: int) -> Sequence[str]:
