@@ -224,6 +224,13 @@ def test_a_job_on_a_cluster_that_a_recipe_names_by_import_path_goes_on_without_a
         hosts.close()
 
 
+def test_nodes_of_one_name_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="2 nodes are called a, and a job tells nodes by their names: give each its own"
+    ):
+        open_hosts(load_config(None, {"hosts.cluster": f"{__name__}:Threads://b,a,a"}))
+
+
 def test_a_kind_that_there_is_not_is_told_by_its_key() -> None:
     with pytest.raises(ConfigError, match="hosts.cluster: the kind 'rai' is unknown; did you mean 'ray'"):
         load_config(None, {"hosts.cluster": "rai://10.0.0.1:6379"})

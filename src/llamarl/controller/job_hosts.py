@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -373,6 +374,13 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
     ports = parse_ports(config.hosts.port_range) if config.hosts.port_range else (0, 0)
     kind, address = find_cluster(config.hosts.cluster)
     cluster = kind.connect(address, ports)
+    names = Counter(node.name for node in cluster.nodes)
+    if twice := [name for name, count in names.items() if count > 1]:
+        cluster.close()
+        raise ConfigError(
+            f"--cluster {config.hosts.cluster}: {names[twice[0]]} nodes are called {twice[0]}, and a job tells nodes by their names: "
+            "give each its own (of Ray: ray start --node-name)"
+        )
     known = {word for node in cluster.nodes for word in (node.name, node.address)} | {HERE}
     had = {word for words in begun.hosts.on.values() for word in words} if begun is not None else set()
     absent = {
