@@ -267,13 +267,12 @@ def _expert_sizes(
     if not experts:
         return {}
     width = read("moe_intermediate_size", intermediate)
-    dense = read("first_k_dense_replace", 0)
-    if isinstance(config.get("mlp_only_layers"), list):
-        dense += len(config["mlp_only_layers"])
+    first, stride = read("first_k_dense_replace", 0), max(1, read("decoder_sparse_step", 1))
+    own = config["mlp_only_layers"] if isinstance(config.get("mlp_only_layers"), list) else []
+    named = {layer for layer in own if isinstance(layer, int) and first <= layer < layers and (layer + 1) % stride == 0}
+    dense = layers - layers // stride + min(first, layers) // stride + len(named)
     if isinstance(kinds := config.get("mlp_layer_types"), list | tuple):
         dense = list(kinds).count("dense")
-    if (stride := read("decoder_sparse_step", 1)) > 1:
-        dense = layers - layers // stride
     return {
         "experts": experts,
         "experts_per_token": read("num_experts_per_tok"),

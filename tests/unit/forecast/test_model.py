@@ -99,6 +99,15 @@ def test_an_unusable_config_says_what_is_wrong(config: dict[str, Any], message: 
         spec_from_config(config, "broken")
 
 
+@pytest.mark.parametrize(("stride", "own"), [(1, []), (1, [0, 3]), (2, []), (2, [1]), (2, [0, 2]), (3, [2, 9])])
+def test_layers_that_are_dense_by_two_rules_count_once(stride: int, own: list[int]) -> None:
+    sizes = {"num_hidden_layers": 4, "decoder_sparse_step": stride, "mlp_only_layers": own}
+    config = AutoConfig.for_model(**{**tiny_config("qwen3_moe").to_dict(), **sizes, "layer_types": None})
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    assert spec_from_config(config.to_dict(), "x").total_params == sum(p.numel() for p in module.parameters())
+
+
 def test_layers_of_a_sparse_model_that_are_dense_are_counted_by_their_kinds() -> None:
     moe = tiny_config("deepseek_v3").to_dict()
     assert spec_from_config(moe, "x").sparse_layers == 2
