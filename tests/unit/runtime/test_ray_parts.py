@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,3 +198,22 @@ def test_gpus_of_which_the_cluster_does_not_tell_are_given_back_and_named_in_wor
         "the cluster gave GPUs and does not say which within 5 s: Ray: Get timed out: some object(s) not ready."
     )
     assert removed == [group] and not cluster._groups and not cluster._bundles and cluster.gpus(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("own", "kind", "told"),
+    [(True, RuntimeError, "the agent's 'start' raised Ray: KeyError: 3"), (False, ConnectionError, "Ray: ")],
+)
+def test_what_a_method_of_an_agent_raises_is_not_taken_for_the_agents_end(
+    own: bool, kind: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RayTaskError(Exception):
+        pass
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayTaskError=RayTaskError))
+    found: Future[Any] = Future()
+    found.set_exception(RayTaskError("ray::HostAgent.start()\nKeyError: 3") if own else OSError("The actor died."))
+    actor = SimpleNamespace(start=SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: found)))
+    with pytest.raises(kind, match=told):
+        ray._ask(actor, "start", 1).result(1.0)

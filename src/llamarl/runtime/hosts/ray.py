@@ -254,8 +254,14 @@ def _ask(actor: Any, method: str, *arguments: Any) -> Future[Any]:
     answer.set_running_or_notify_cancel()  # whoever waits may stop waiting; the answer comes all the same
 
     def take(found: Future[Any]) -> None:
+        from ray.exceptions import RayTaskError
+
         try:
             answer.set_result(found.result())
+        except (
+            RayTaskError
+        ) as error:  # of the method itself: who took that for the agent's end would wait for a verdict for ever
+            answer.set_exception(RuntimeError(f"the agent's {method!r} raised {one_line(error)}"))
         except Exception as error:
             answer.set_exception(ConnectionError(f"Ray: {type(error).__name__}"))
 
