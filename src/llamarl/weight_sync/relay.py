@@ -52,7 +52,8 @@ class Mirror(RemoteBuffer):
         self._words = header_words(control)
         self._checksums = control[handle.checksums_offset : handle.data_offset]
         self._thread: threading.Thread | None = None
-        self._stop = False
+        self._stop = threading.Event()
+        """Of the copy that is under way: one that comes back after its time is over must not touch the next one's."""
         self.address = self._buffer.address
         self.mapped: RemoteBuffer | None = None
         """The same memory, opened to be read here."""
@@ -80,14 +81,16 @@ class Mirror(RemoteBuffer):
         at last from the source's own. Returns at once."""
         self.stop()
         handle = slots[-1].handle
-        self.failure, self._stop = None, False
+        self.failure, self._stop = None, threading.Event()
         self.generation = handle.generation
         self._words[Word.PROGRESS] = 0
         self._words[Word.STATE] = SlotState.WRITING
         self._words[Word.VERSION] = handle.version
         self._words[Word.GENERATION] = handle.generation  # last: by it readers see that the rest is this version's
         clock = deadline_clock(deadline_s, slots[-1].who)
-        self._thread = threading.Thread(target=self._run, args=([*slots], clock), name="weight-relay", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=([*slots], clock, self._stop), name="weight-relay", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -99,7 +102,7 @@ class Mirror(RemoteBuffer):
 
     def give_up(self) -> None:
         """Have a copy that is under way end at its next block, without waiting for that."""
-        self._stop = True
+        self._stop.set()
 
     def close(self) -> None:
         """Stop, and free the memory. Idempotent."""
@@ -110,7 +113,7 @@ class Mirror(RemoteBuffer):
         self._checksums = np.empty(0, np.uint8)
         self._buffer.close()
 
-    def _run(self, slots: list[RemoteSlot], clock: Clock) -> None:
+    def _run(self, slots: list[RemoteSlot], clock: Clock, stop: threading.Event) -> None:
         direct = slots[-1]
         try:
             checksums = self._checksums[: 8 * len(direct.catalog.blocks)].view(np.uint64)
@@ -121,10 +124,10 @@ class Mirror(RemoteBuffer):
                         within = (
                             clock if len(slots) == 1 else deadline_clock(_PATIENCE_S, "a host that passes weights on")
                         )
-                        checksums[index], ahead = self._copy(slots[0], index, ahead, within)
+                        checksums[index], ahead = self._copy(slots[0], index, ahead, within, stop)
                         break
                     except (WeightSyncError, DeadlineExceeded):
-                        if len(slots) == 1 or self._stop:
+                        if len(slots) == 1 or stop.is_set():
                             raise
                         del slots[0]
                         ahead = index
@@ -137,12 +140,13 @@ class Mirror(RemoteBuffer):
             self._words[Word.CHECKSUM] = whole
             self._words[Word.STATE] = SlotState.READY
         except Exception as error:  # raised in this process by who reads the mirror; other hosts go to the source
-            self.failure = ChannelError(str(error))  # without what it was raised in, which would keep this mirror
-            self._words[Word.STATE] = SlotState.FAILED
+            if self._stop is stop:  # else another copy has begun since
+                self.failure = ChannelError(str(error))  # without what it was raised in, which would keep this mirror
+                self._words[Word.STATE] = SlotState.FAILED
 
-    def _copy(self, slot: RemoteSlot, index: int, ahead: int, clock: Clock) -> tuple[int, int]:
+    def _copy(self, slot: RemoteSlot, index: int, ahead: int, clock: Clock, stop: threading.Event) -> tuple[int, int]:
         """One block, proved, into the mirror; its checksum, and the first block that is not on its way."""
-        if self._stop:
+        if stop.is_set():
             raise WeightSyncError(f"{slot.who}: another version took its place")
         promised = slot.checksum(index, clock)
         ahead = max(ahead, index)

@@ -11,11 +11,12 @@ from other_space import alone_again, being_at, place
 
 from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import BLOCK_BYTES
+from llamarl.transports.deadline import Clock
 from llamarl.transports.slots import SlotState, Word
 from llamarl.transports.tcp import TcpSink, TcpSource
 from llamarl.weight_sync import relay
 from llamarl.weight_sync.sink import Puller
-from llamarl.weight_sync.slot import SlotHandle
+from llamarl.weight_sync.slot import RemoteSlot, SlotHandle
 from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 A = place("a")
@@ -303,3 +304,26 @@ def test_a_source_that_was_brought_up_again_is_fetched_ahead_from_the_version_af
     before = new.sent(handle.slot)
     assert torch.equal(sink.load(handle)["w"], new.tensors["w"])
     assert new.sent(handle.slot) == before
+
+
+def test_a_copy_that_was_stuck_too_long_does_not_end_the_one_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_STOP_S", 0.05)
+    source, sink = Source(), Sink("b")
+    stuck, really = threading.Event(), RemoteSlot.read
+
+    def read(self: RemoteSlot, offset: int, into: torch.Tensor, clock: Clock, *, fresh: bool = False) -> None:
+        if self.handle.version == 1:
+            assert stuck.wait(10.0)
+            raise WeightSyncError("the cable was pulled for a while")
+        stuck.set()
+        former.join(10.0)
+        really(self, offset, into, clock, fresh=fresh)
+
+    monkeypatch.setattr(RemoteSlot, "read", read)
+    with being_at(sink.where):
+        sink.puller.open([source.publish(1)], 10.0)
+    former = sink.mirror._thread
+    assert former is not None
+    source.publish(2)
+    assert torch.equal(sink.load(source.publish(3))["w"], source.tensors["w"])  # in the slot of the first
+    assert not former.is_alive()
