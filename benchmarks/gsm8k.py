@@ -6,10 +6,10 @@
 One pass of SFT over the training answers; then, of the first ``--asked`` training questions, those that the tuned model answers right at
 least once in four samples (groups without a right answer teach nothing, and nearly all are such); on these
 ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with partial rollouts; seeds are paired (the same
-prompts and draws). Judged are the base model, the tuned one and each arm's last, under the
-same prompt: greedy and at temperature 1, pass@1 and pass@n (of seeds after the first pass@1), format apart from answers. Runs and scores
-are kept in ``--runs``: what is finished is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds TRL's
-GRPO from the same tuned model, on the prompts of the first seed (its environment is made if it is missing).
+prompts and draws). Judged are the base model, the tuned one and each arm's last, under the same prompt: greedy and at temperature 1,
+pass@1 and pass@n (of seeds after the first pass@1), format apart from answers. Runs and scores are kept in ``--runs``: what is finished
+is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds TRL's GRPO from the same tuned model, on the prompts of
+the first seed (its environment is made if it is missing).
 """
 
 from __future__ import annotations
