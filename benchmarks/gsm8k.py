@@ -3,13 +3,15 @@
     python benchmarks/gsm8k.py --model PATH --train GSM8K/train.jsonl --test GSM8K/test.jsonl --runs runs/gsm8k \\
         --json OUT --picture PNG
 
-One pass of SFT over the training answers; then, of the first ``--asked`` training questions, those that the tuned model answers right at
-least once in four samples (groups without a right answer teach nothing, and nearly all are such); on these
-``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with partial rollouts; seeds are paired (the same
-prompts and draws). Judged are the base model, the tuned one and each arm's last, under the same prompt: greedy and at temperature 1,
-pass@1 and pass@n (of seeds after the first pass@1), format apart from answers. Runs and scores are kept in ``--runs``: what is finished
-is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds TRL's GRPO from the same tuned model, on the prompts of
-the first seed (its environment is made if it is missing).
+One pass of SFT over the training answers; then, of the first ``--asked`` training questions, those that the
+tuned model answers right at least once in four samples (groups without a right answer teach nothing, and nearly
+all are such); on these ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with
+partial rollouts; seeds are paired (the same prompts and draws). Judged are the base model, the tuned one and
+each arm's last, under the same prompt: greedy and at temperature 1, pass@1 and pass@n (of seeds after the first
+pass@1), format apart from answers; in bfloat16, as the base model's weights are. Runs and scores are kept in
+``--runs``: what is finished is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds
+TRL's GRPO from the same tuned model, on the prompts of the first seed (its environment is made if it is
+missing).
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def choose(args: argparse.Namespace, tuned: Path) -> Path:
 def judge(model: Path, words: list[str]) -> str:
     """What ``llamarl eval`` says of a model, as JSON."""
     command = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
-    command += ["--evaluation.threads", "2", *words]
+    command += ["--evaluation.threads", "2", "--generator.engine.dtype", "bfloat16", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
