@@ -192,4 +192,4 @@ def _same_model(had: str, asked: str) -> bool:
 
 
 def _changes(changed: Sequence[Difference]) -> str:
-    return "; ".join(f"{d.key} = {d.asked!r} (was {d.had!r})" for d in changed) or "no other bits"
+    return "; ".join(f"{d.key} = {d.asked!r} (was {d.had!r})" for d in changed) or "the same settings"

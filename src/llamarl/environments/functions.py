@@ -14,6 +14,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
 from llamarl.environments.items import TableItems, question_item
@@ -172,7 +174,7 @@ def as_score(value: object) -> Score:
 
 def finite(what: str, value: object) -> float:
     """A number as a float. Raises: NotANumber."""
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real | np.bool_):
         shown = str(value)[:80] if not isinstance(value, Score) else "Score"
         raise NotANumber(f"{what} is {type(value).__name__} {shown!r}, expected a number: return float(...)")
     try:

@@ -261,7 +261,7 @@ def test_no_reward_is_for_task_reward_to_give_and_fails_where_nobody_judges(agen
         env.step("1")
     env = agent("words")
     env.reset(ITEM, 0)
-    with pytest.raises(NotANumber, match="the reward that the agent returned is str good"):
+    with pytest.raises(NotANumber, match="the agent's reward is str 'good', expected a number"):
         env.step("1")
 
 

@@ -433,9 +433,11 @@ def test_modules_are_found_without_importing_the_packages_above_them(
     assert "grim_package" not in sys.modules
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), 0.5, Score(value=0.5)])
-def test_real_numbers_and_scores_are_scores(value: object) -> None:
-    assert as_score(value).value == 0.5
+@pytest.mark.parametrize(
+    ("value", "score"), [(np.float32(0.5), 0.5), (0.5, 0.5), (Score(value=0.5), 0.5), (True, 1.0), (np.True_, 1.0)]
+)
+def test_real_numbers_and_scores_are_scores(value: object, score: float) -> None:
+    assert as_score(value).value == score
 
 
 @pytest.mark.parametrize("value", [float("nan"), np.inf, "0.5", None, 1j, [0.5], Score(value=1.0, parts={"a": np.nan})])

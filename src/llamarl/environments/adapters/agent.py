@@ -13,8 +13,6 @@ as for any environment.
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 import queue
 import sys
 import threading
@@ -25,7 +23,7 @@ from typing import Any
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.chat_server import MODEL, Called, ChatServer, Refused
 from llamarl.environments.episode import EpisodeOver, Observation, Step
-from llamarl.environments.functions import NotANumber
+from llamarl.environments.functions import finite
 from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.environments.tools import waited_for
 from llamarl.import_path import import_user
@@ -184,13 +182,6 @@ def _outcome(value: object, *, judged: bool) -> Step:
         value = value["reward"]
     if value is None and not judged:
         raise AgentFailed("the agent returned no reward, and task.reward names nobody who judges")
-    reward = 0.0 if value is None else _number("the reward", value)
-    return Step(reward=reward, done=True, parts={name: _number(name, part) for name, part in rest.items()})
-
-
-def _number(what: str, value: object) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
-        raise NotANumber(
-            f"{what} that the agent returned is {type(value).__name__} {value!s:.80}, expected a finite number"
-        )
-    return float(value)
+    reward = 0.0 if value is None else finite("the agent's reward", value)
+    parts = {name: finite(f"reward part {name!r} of the agent", part) for name, part in rest.items()}
+    return Step(reward=reward, done=True, parts=parts)
