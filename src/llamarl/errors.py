@@ -188,7 +188,7 @@ class RunStopped(LlamaRLError):
 
 
 class NothingTrained(RunStopped):
-    """The run reached its last tick, and no token of it ever trained."""
+    """The run reached its last tick, and no token of it ever trained, or no update was finite."""
 
 
 class TrainingDiverged(RunStopped):

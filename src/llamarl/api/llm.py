@@ -112,7 +112,8 @@ class LLM:
             Hugging Face Hub (``org/name`` or ``org/name@REVISION``), or ``bundled:tiny``.
         base: Base model of an adapter; None: the one that it names.
         device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is one.
-        dtype: To compute in, such as ``bfloat16``; None: the run's, else float32.
+        dtype: To compute in, such as ``bfloat16``; None: the run's, else float32
+            on a CPU and ``auto`` on CUDA.
         quantization: ``none``, ``int8`` (CPU) or ``fp8`` (CUDA); None: the run's, else none.
         trust_remote_code: Whether the folder's tokenizer may be code of its own.
 
@@ -180,7 +181,7 @@ class LLM:
                 one, as the user's message.
             sampling: ``max_new_tokens``, ``temperature`` (0: greedy), ``top_k``, ``top_p``,
                 ``min_p``, ``stop_strings``, ``stop_token_ids``; what is not given is the run's, or
-                a recipe's default.
+                a recipe's default, but for ``max_new_tokens``: 256, or the room that is left.
 
         Returns:
             One a prompt and sample, in order.

@@ -131,7 +131,7 @@ class Run:
         return LLM(self.dir)
 
     def resume(self, **settings: Any) -> Run:
-        """Go on from the last good checkpoint, bit for bit, and return the run.
+        """Go on from the newest checkpoint, bit for bit, and return the run.
 
         Args:
             settings: As :func:`llamarl.train` takes them; only what changes no bit, such as a larger ``num_ticks``.

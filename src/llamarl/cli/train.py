@@ -25,7 +25,7 @@ Runs generator, reward and trainer at once, each in its own process, as a recipe
 
   llamarl train tiny                                       a recipe that ships with llamarl, or a TOML file of your own
   llamarl train recipes/tiny.toml --schedule.max_staleness 0 --run.dir runs/synchronous
-  llamarl train --resume runs/tiny                          go on from the last good checkpoint, bit for bit
+  llamarl train --resume runs/tiny                          go on from the newest checkpoint, bit for bit
   llamarl train --resume runs/tiny --run.num_ticks 200      the same, and longer
   llamarl train --resume runs/tiny --fork runs/slower --optimizer.lr 1e-5
                                                             a new run from that checkpoint, with other settings
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN_DIR",
-        help="go on with this run from its last good checkpoint, under its own configuration; what RECIPE or overrides set "
+        help="go on with this run from its newest checkpoint, under its own configuration; what RECIPE or overrides set "
         "besides must change no bit. The address of a mirror (s3://..) is brought to --run.dir first",
     )
     parser.add_argument(

@@ -52,7 +52,7 @@ def plan_fork(config: RunConfig, source: Path, *, every_key: bool = True) -> str
 
 
 def fork_run(config: RunConfig, source: Path) -> None:
-    """A new run in ``config.run.dir`` that goes on from the last good checkpoint of ``source`` under other settings.
+    """A new run in ``config.run.dir`` that goes on from the newest checkpoint of ``source`` under other settings.
 
     The new run is whole in itself: the checkpoint, the rows and the event log up to it are copied.
 

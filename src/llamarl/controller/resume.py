@@ -1,4 +1,4 @@
-"""Going on with a run that stopped: its configuration with what the user sets on top, its last good
+"""Going on with a run that stopped: its configuration with what the user sets on top, its newest
 checkpoint, and what must still be the same for the bits to be those of the uninterrupted run."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
 
     Raises:
         ConfigError: The run would not go on bit for bit.
-        CheckpointError: Every checkpoint is torn.
+        CheckpointError: The newest checkpoint is torn.
     """
     run_dir = absolute_dir(config)
     begun = load_config(run_dir / CONFIG_FILE)
@@ -61,11 +61,11 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
 
 
 def resume_run(config: RunConfig) -> None:
-    """Go on with the run in ``config.run.dir`` from its last good checkpoint, or from the start if it has none.
+    """Go on with the run in ``config.run.dir`` from its newest checkpoint, or from the start if it has none.
 
     Raises:
         ConfigError: There is no run, or this recipe or machine would not give the bits of the uninterrupted run.
-        CheckpointError: Every checkpoint is torn.
+        CheckpointError: The newest checkpoint is torn.
     """
     run_dir = absolute_dir(config)
     if not (run_dir / CONFIG_FILE).is_file():

@@ -30,13 +30,13 @@ class CheckpointConfig:
     """Newest checkpoints kept, 0 for all; older ones are removed once a newer one is proved."""
 
     max_failed: Annotated[NonNegativeInt, NO_BITS] = 3
-    """Checkpoints that may fail one after the other because the disk is full, slow, read-only or
+    """Checkpoints that may fail one after the other because the disk is full, read-only or
     gone; each is told of, and the run goes on to the next one that is due. One more ends it, since
     what it has done since the last good one is at stake. 0: the first ends it."""
 
     reshard: Annotated[bool, NO_BITS] = False
-    """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp`` or ``threads`` than its
-    checkpoint: to rounding, no longer bit for bit."""
+    """Let a run go on with another ``trainer.fsdp``, ``tp``, ``pp``, ``cp``, ``ep`` or ``threads`` than
+    its checkpoint: to rounding, no longer bit for bit."""
 
     other_platform: Annotated[bool, NO_BITS] = False
     """Let a run go on where library versions or the kind of processor differ from its checkpoint's:

@@ -49,8 +49,8 @@ class DataConfig:
     prompts of a finite task are all looked at before the run starts."""
 
     candidates: Annotated[PositiveInt, IN_STATE] = 1
-    """Items of a finite task among which each training prompt is chosen, as the one whose pass rate, as far as it is
-    known, lies nearest one half (a curriculum). 1: every item in its turn."""
+    """Items of a finite task among which each training prompt is chosen, as the first that is answered right at
+    times and not always, as far as that is known (a curriculum). 1: every item in its turn."""
 
     shuffle: bool = True
     """A finite task's items are shuffled anew each epoch, by the run's seed; false keeps their order."""

@@ -186,7 +186,7 @@ class GeneratorConfig:
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
     """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, pp, dtype,
     quantization, kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in
-    this order; hosts.on takes "generator.0" for those of the first kind. Evaluations sample as
+    this order; hosts.on takes "generator_0" for those of the first kind. Evaluations sample as
     [generator] says. Empty: dp alike ones."""
 
     threads: Threads = 0
