@@ -231,6 +231,15 @@ def test_nodes_of_one_name_are_refused() -> None:
         open_hosts(load_config(None, {"hosts.cluster": f"{__name__}:Threads://b,a,a"}))
 
 
+def test_a_resume_takes_no_range_of_places_for_a_node_that_is_gone() -> None:
+    begun = load_config(None, {"hosts.cluster": f"{__name__}:Threads://a,b,c", "hosts.on.generator": ["1-2"]})
+    hosts = open_hosts(begun, begun)
+    try:
+        assert not hosts.absent
+    finally:
+        hosts.close()
+
+
 def test_a_kind_that_there_is_not_is_told_by_its_key() -> None:
     with pytest.raises(ConfigError, match="hosts.cluster: the kind 'rai' is unknown; did you mean 'ray'"):
         load_config(None, {"hosts.cluster": "rai://10.0.0.1:6379"})

@@ -12,6 +12,7 @@ a host is gone ─▶ launcher.lost ─▶ stand_in (pure) ─▶ take its share
 from __future__ import annotations
 
 import atexit
+import re
 import secrets
 import time
 from collections import Counter
@@ -388,7 +389,7 @@ def open_hosts(config: RunConfig, begun: RunConfig | None = None) -> JobHosts:
         if name in cluster.left_out
         else f"{name} is no node of the cluster any more"
         for name in sorted(had - known)
-        if not name.isdecimal()
+        if not re.fullmatch(r"\d+(-\d+)?", name)  # by place: settings/job.py:hosts_named
     }
     hosts = JobHosts(cluster, config, [*(node.name for node in cluster.nodes), *absent], absent)
     atexit.register(hosts.close)
