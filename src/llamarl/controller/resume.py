@@ -47,6 +47,8 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
     begun = load_config(run_dir / CONFIG_FILE)
     prepared = prepare(fix_end_of_decay(config, begun), begun)
     try:
+        check_reward(prepared.config)
+        refuse_other_models(prepared.local, run_dir)
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         if not store.list():
             _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)

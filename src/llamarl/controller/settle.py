@@ -334,7 +334,7 @@ def refuse_other_models(config: RunConfig, run_dir: Path) -> None:
 
 def changed_files(config: RunConfig, run_dir: Path) -> dict[str, str]:
     """Keys of frozen models and data files that are not what they were when the run in ``run_dir`` began, each with a
-    sentence that says so.
+    sentence that says so. Of a model of the Hub whose weights are not here yet nothing is said: its commit is named.
 
     Raises:
         ConfigError: What was written down then cannot be read.
@@ -358,8 +358,9 @@ def changed_files(config: RunConfig, run_dir: Path) -> dict[str, str]:
 
 def _facts(config: RunConfig) -> dict[str, dict[str, str]]:
     folders = {key: resolve_model_path(path, key=key) for key, path in frozen_paths(config).items()}
-    sums = {folder: model_checksum(folder) for folder in set(folders.values())}
-    found = {key: (folder, sums[folder]) for key, folder in folders.items()}
+    here = {folder for folder in folders.values() if any(folder.glob("*.safetensors"))}  # not those yet to be fetched
+    sums = {folder: model_checksum(folder) for folder in here}
+    found = {key: (folder, sums[folder]) for key, folder in folders.items() if folder in here}
     found |= {key: (file, checksum_file(file)[1]) for key, file in _data_files(config)}
     return {key: {"path": str(path), "xxh3_128": checksum} for key, (path, checksum) in found.items()}
 

@@ -389,6 +389,27 @@ def test_a_dry_run_of_a_resume_refuses_what_the_resume_would_and_changes_nothing
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
+def test_a_dry_run_of_a_resume_refuses_another_model_and_a_reward_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    checkpointed(run_dir, monkeypatch, platform_facts(), rank=2)
+    record_models(config(run_dir, rank=2), run_dir)
+    dry = ["train", "--resume", str(run_dir), "--dry-run"]
+    assert main(dry) == 0
+    recorded = run_dir / "models.json"
+    recorded.write_text(recorded.read_text().replace('"xxh3_128": "', '"xxh3_128": "0'))
+    assert main(dry) == 2
+    assert "model.path: " in capsys.readouterr().err
+
+    def refuse(_: RunConfig) -> None:
+        raise ConfigError("no such reward")
+
+    monkeypatch.setattr(resume, "check_reward", refuse)
+    assert main(dry) == 2
+    assert "no such reward" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -324,6 +324,9 @@ def test_the_bytes_of_frozen_models_are_written_down_and_proved(tmp_path: Path) 
     record_models(config, run)
     refuse_other_models(config, run)
     assert {len(facts["xxh3_128"]) for facts in json.loads((run / MODELS_FILE).read_text()).values()} == {32}
+    weights = (model / "model.safetensors").rename(tmp_path / "not_fetched")
+    refuse_other_models(config, run)  # as a dry-run, and a fork before it fetches, find a model of the Hub
+    weights.rename(model / "model.safetensors")
     write_classifier(model, seed=5)
     with pytest.raises(ConfigError, match=r"reward_model.path: .*model is not what .* was when the run began"):
         refuse_other_models(config, run)
