@@ -32,6 +32,7 @@ from llamarl.errors import ConfigError, FileError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import companion_files, local_model_path, resolve_model_path, split_revision
 from llamarl.models.precision import num_parameters, resolve_precision
+from llamarl.observability.rollouts import rollouts_in, tick_files
 from llamarl.observability.writing import replace_file
 from llamarl.plural import plural
 from llamarl.reading import read_object
@@ -362,13 +363,17 @@ def _facts(config: RunConfig) -> dict[str, dict[str, str]]:
     sums = {folder: model_checksum(folder) for folder in here}
     found = {key: (folder, sums[folder]) for key, folder in folders.items() if folder in here}
     found |= {key: (file, checksum_file(file)[1]) for key, file in _data_files(config)}
+    folder = Path(config.task.rollouts).expanduser()
+    if config.task.rollouts and (files := tick_files(rollouts_in(folder))):
+        contents = {file.name: checksum_file(file)[1] for _, file in files}
+        found["task.rollouts"] = folder, checksum_bytes(canonical_json(contents))
     return {key: {"path": str(path), "xxh3_128": checksum} for key, (path, checksum) in found.items()}
 
 
 def _data_files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     """Key of the recipe, and the file that it names, of every task whose data are a file here."""
     for label, task in config.task.by_label.items():
-        for name in ("data", "eval_data", "rollouts"):
-            file = Path(getattr(task, name, "")).expanduser()  # tasks of a mixture have no rollouts
+        for name in ("data", "eval_data"):
+            file = Path(getattr(task, name, "")).expanduser()
             if file.is_file():
                 yield f"task.{label}.{name}" if label else f"task.{name}", file

@@ -33,6 +33,7 @@ __all__ = [
     "read_rollouts",
     "remove_partial",
     "rollout_ticks",
+    "rollouts_in",
     "tick_files",
     "write_rollouts",
 ]
@@ -113,7 +114,7 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
     Raises:
         DataError: No such file, or a line that is not a sample; the message names file and line.
     """
-    place = _place(folder)
+    place = rollouts_in(folder)
     files = [(found, path) for found, path in tick_files(place) if tick is None or found == tick]
     if not files:
         wanted = "rollouts" if tick is None else f"rollouts of tick {tick}"
@@ -139,13 +140,14 @@ def rollout_ticks(folder: str | os.PathLike[str]) -> list[int]:
     Raises:
         DataError: It has none.
     """
-    place = _place(folder)
+    place = rollouts_in(folder)
     if not (ticks := [tick for tick, _ in tick_files(place)]):
         raise DataError(f"{place} holds no rollouts: run with observability.rollouts = true")
     return ticks
 
 
-def _place(folder: str | os.PathLike[str]) -> Path:
+def rollouts_in(folder: str | os.PathLike[str]) -> Path:
+    """Where a run's folder has its rollouts; else the folder itself."""
     place = Path(folder)
     return place / ROLLOUTS_FOLDER if (place / ROLLOUTS_FOLDER).is_dir() else place
 

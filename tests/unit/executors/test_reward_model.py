@@ -339,5 +339,14 @@ def test_the_bytes_of_frozen_models_are_written_down_and_proved(tmp_path: Path) 
         file.write('{"question": "1 + 2", "answer": "3"}\n')
     with pytest.raises(ConfigError, match=r"task.data: .*rows.jsonl is not what .* was when the run began"):
         refuse_other_models(of_data, run)
+    sampled = tmp_path / "sampled" / "rollouts"
+    sampled.mkdir(parents=True)
+    (sampled / "tick_000000.jsonl").write_text("{}\n")
+    of_samples = validate({"task": {"rollouts": str(sampled.parent)}})
+    record_models(of_samples, run)
+    refuse_other_models(of_samples, run)
+    (sampled / "tick_000001.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"task.rollouts: .*sampled is not what .* was when the run began"):
+        refuse_other_models(of_samples, run)
     record_models(validate({}), tmp_path)
     assert not (tmp_path / MODELS_FILE).exists()  # the policy's own states are in checkpoints
