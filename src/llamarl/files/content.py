@@ -96,7 +96,9 @@ def with_paths(plain: Any, there: Mapping[str, str]) -> Any:
 
     def visit(value: str, key: str) -> str:
         where = _where(value, key)
-        return value.replace(where, there[where], 1) if where in there else value
+        if where not in there:
+            return value
+        return value.replace(where, there[where], 1) if where in value else there[where]
 
     return _map_strings(plain, visit, "")
 
@@ -130,6 +132,9 @@ def _where(value: str, key: str) -> str:
     if colon and name and file.endswith(".py"):
         kind, _, behind = file.partition(":")
         return behind if kind in OWN_CODE else file
+    if key == "rollouts" and value:  # a run's folder: of it these alone are read
+        inside = os.path.join(value, "rollouts")
+        return inside if os.path.isdir(_expanded(inside)) else value
     return value if key in _KEYS else ""
 
 

@@ -61,6 +61,17 @@ def test_a_host_with_the_same_bytes_under_the_same_path_is_sent_nothing(host: Fa
     assert not to.sent and not to.opened
 
 
+def test_of_a_run_whose_samples_are_learned_from_its_rollouts_alone_are_sent(tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "rollouts" / "tick_000000.jsonl").write_text("{}\n")
+    inside = str(run / "rollouts")
+    for named in (str(run), inside):
+        assert paths_in({"task": {"rollouts": named}}) == [inside]
+        assert with_paths({"task": {"rollouts": named}}, {inside: "/there"}) == {"task": {"rollouts": "/there"}}
+    assert paths_in({"task": {"rollouts": ""}}) == []
+
+
 @pytest.mark.parametrize("damage", ["altered", "removed", "shorter"])
 def test_other_bytes_under_the_same_path_are_not_taken_for_it(host: FarHost, model: Path, damage: str) -> None:
     content = content_of(model)
