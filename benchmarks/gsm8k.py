@@ -29,6 +29,7 @@ from learning_against_trl import trl_job
 from reverse_text import run_once, settings
 
 from llamarl.config import load_config
+from llamarl.executors.measures import mean_of
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gsm8k-smollm2.toml"
 ARMS: dict[str, dict[str, Any]] = {
@@ -38,6 +39,8 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ONCE = "staleness_4"
 """The arm that the first seed alone has."""
+PART = 330
+"""Questions that are judged at once: what an interruption costs."""
 
 
 def main() -> None:
@@ -82,10 +85,10 @@ def main() -> None:
     if args.trl_env:
         results["curves"]["trl_seed_0"], judged["trl_seed_0"] = trl_arm(args, tuned, within_reach)
     for name, (folder, n) in judged.items():
-        of_test = {"task.data": args.train.resolve(), "task.eval_data": args.test.resolve()}
+        of_test = {"task.data": args.train.resolve()}
         results["scores"][name] = scores(args, name, folder, n, args.test, of_test)
         if args.math and name in ("base", "sft", f"staleness_1_seed_{args.seeds[0]}"):
-            of_math = {"task.name": "math", "task.data": args.train.resolve(), "task.eval_data": args.math.resolve()}
+            of_math = {"task.name": "math", "task.data": args.train.resolve()}
             results["scores"][f"{name}, MATH-500"] = scores(args, f"{name}_math", folder, 1, args.math, of_math)
         write_report(args.json, results, [])
     for name, found in results["scores"].items():
@@ -140,13 +143,34 @@ def counted(questions: Path, n: int) -> list[str]:
 def scores(
     args: argparse.Namespace, name: str, model: Path, n: int, questions: Path, task: dict[str, Any]
 ) -> dict[str, Any]:
-    """What ``llamarl eval`` says of a model over all questions of a file."""
-    kept = args.runs / f"{name}_n{n}.json"
-    if not kept.exists():
-        print(f"judging {name} ...", flush=True)
-        kept.write_text(judge(model, [*counted(questions, n), "--greedy", *settings(task)]))
-    found: dict[str, Any] = json.loads(kept.read_text())
-    return found
+    """What ``llamarl eval`` says of a model over all questions of a file, asked in parts: each is kept."""
+    rows = questions.read_text().splitlines()
+    parts: list[tuple[int, dict[str, Any]]] = []
+    right: list[int] = []
+    for first in range(0, len(rows), PART):
+        folder = args.runs / "judged" / f"{name}_n{n}_from_{first}"
+        asked, said, found = folder / "asked.jsonl", folder / "said.jsonl", folder / "scores.json"
+        if not found.exists():
+            print(f"judging {name} from question {first} ...", flush=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            asked.write_text("\n".join(rows[first : first + PART]) + "\n")
+            own = settings(task | {"task.eval_data": asked.resolve()})
+            words = judge(model, [*counted(asked, n), "--greedy", "--responses", str(said), *own])
+            found.write_text(words)
+        one = json.loads(found.read_text())
+        parts.append((one["prompts"], one))
+        sampled = [json.loads(line) for line in said.read_text().splitlines()][: one["prompts"] * n]
+        right += [sum(row.get("reward", 0) >= 1 for row in sampled[i : i + n]) for i in range(0, len(sampled), n)]
+    return combine(parts) | {"n": n, "right": right}
+
+
+def combine(parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Means over all prompts of the means over each part's, with the interval of all."""
+    whole = sum(count for count, _ in parts)
+    names = [key for key, value in parts[0][1].items() if isinstance(value, float) and key != "accuracy_error"]
+    found: dict[str, Any] = {key: sum(count * one[key] for count, one in parts) / whole for key in names}
+    intervals = {key: mean_of([found[key]] * whole) for key in parts[0][1]["intervals"]}
+    return found | {"prompts": whole, "intervals": {key: [one.low, one.high] for key, one in intervals.items()}}
 
 
 def curve(run: Path) -> dict[str, Any]:
