@@ -37,14 +37,6 @@ def precision(trainer: str, engine: str) -> Settings:
     return {"trainer.dtype": json.dumps(trainer), "generator.engine.dtype": json.dumps(engine)}
 
 
-CORRECTIONS: dict[str, Settings] = {
-    "none": {"algorithm.name": '"reinforce"'},
-    "AIPO, rho 2": {"algorithm.rho": 2.0},
-    "AIPO, rho 10": {"algorithm.rho": 10.0},
-    "truncated weights": {"algorithm.name": '"truncated_is"'},
-    "decoupled PPO": {"algorithm.name": '"decoupled_ppo"'},
-    "DPPO mask": {"algorithm.name": '"dppo"', "algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15},
-}
 STUDIES: dict[str, dict[str, Settings]] = {
     "asynchrony": {
         "staleness 0": aipo(0),
@@ -66,11 +58,6 @@ STUDIES: dict[str, dict[str, Settings]] = {
             "decoupled PPO": loss("decoupled_ppo", k),
             "no correction": loss("reinforce", k),
         }.items()
-    },
-    "corrections": {
-        f"{label}, staleness {k}": aipo(k, **settings)
-        for k in (0, 1, 2, 4, 8, 16)
-        for label, settings in CORRECTIONS.items()
     },
     "precision": {"fp32 generator": aipo(1), "int8 generator": aipo(1, **{"generator.quantization": '"int8"'})},
     "defaults": {
