@@ -39,7 +39,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ONCE = "staleness_4"
 """The arm that the first seed alone has."""
-PART = 330
+PART = 500
 """Questions that are judged at once: what an interruption costs."""
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gsm8k"))
     parser.add_argument("--n", type=int, default=8, help="samples of each test question at temperature 1")
     parser.add_argument(
-        "--asked", type=int, default=1500, help="training questions of which those within reach are kept"
+        "--asked", type=int, default=4500, help="training questions of which those within reach are kept"
     )
     parser.add_argument("--ticks", type=int, default=40, help="of RL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -117,13 +117,10 @@ def choose(args: argparse.Namespace, tuned: Path) -> Path:
     """The training questions that the tuned model answers right at least once in four samples."""
     kept = args.runs.resolve() / "within_reach.jsonl"
     if not kept.exists():
-        asked, said = args.runs / "asked.jsonl", args.runs / "answers.jsonl"
         rows = args.train.read_text().splitlines()[: args.asked]
-        asked.write_text("\n".join(rows) + "\n")
-        as_held_out = {"task.data": args.test.resolve(), "task.eval_data": asked.resolve()}
-        judge(tuned, [*counted(asked, 4), *settings(as_held_out), "--responses", str(said)])
-        right = {row["prompt"] for row in map(json.loads, said.read_text().splitlines()) if row.get("reward") == 1.0}
-        kept.write_text("".join(f"{row}\n" for row in rows if any(json.loads(row)["question"] in it for it in right)))
+        asked = judge_in_parts(args, "reach", tuned, rows, 4, {"task.data": args.test.resolve()})
+        right = "\n".join({row["prompt"] for _, said in asked for row in said if row.get("reward", 0) >= 1})
+        kept.write_text("".join(f"{row}\n" for row in rows if json.loads(row)["question"] in right))
     return kept
 
 
@@ -134,34 +131,36 @@ def judge(model: Path, words: list[str]) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def counted(questions: Path, n: int) -> list[str]:
-    """Flags: all questions of a file, ``n`` samples of each."""
-    count = sum(bool(line.strip()) for line in questions.read_text().splitlines())
-    return ["--prompts", str(count), "--n", str(n)]
-
-
 def scores(
     args: argparse.Namespace, name: str, model: Path, n: int, questions: Path, task: dict[str, Any]
 ) -> dict[str, Any]:
-    """What ``llamarl eval`` says of a model over all questions of a file, asked in parts: each is kept."""
-    rows = questions.read_text().splitlines()
-    parts: list[tuple[int, dict[str, Any]]] = []
+    """What ``llamarl eval`` says of a model over all questions of a file, and how many of its samples were right at each."""
+    asked = judge_in_parts(args, name, model, questions.read_text().splitlines(), n, task, "--greedy")
     right: list[int] = []
+    for one, said in asked:
+        sampled = [row.get("reward", 0) >= 1 for row in said[: one["prompts"] * n]]  # the greedy ones follow
+        right += [sum(sampled[i : i + n]) for i in range(0, len(sampled), n)]
+    return combine([(one["prompts"], one) for one, _ in asked]) | {"n": n, "right": right}
+
+
+def judge_in_parts(
+    args: argparse.Namespace, name: str, model: Path, rows: list[str], n: int, task: dict[str, Any], *words: str
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """What ``llamarl eval`` says of each part of the questions, and each response; what was judged is kept."""
+    found = []
     for first in range(0, len(rows), PART):
         folder = args.runs / "judged" / f"{name}_n{n}_from_{first}"
-        asked, said, found = folder / "asked.jsonl", folder / "said.jsonl", folder / "scores.json"
-        if not found.exists():
+        asked, said, scored = folder / "asked.jsonl", folder / "said.jsonl", folder / "scores.json"
+        if not scored.exists():
             print(f"judging {name} from question {first} ...", flush=True)
             folder.mkdir(parents=True, exist_ok=True)
-            asked.write_text("\n".join(rows[first : first + PART]) + "\n")
+            part = rows[first : first + PART]
+            asked.write_text("\n".join(part) + "\n")
             own = settings(task | {"task.eval_data": asked.resolve()})
-            words = judge(model, [*counted(asked, n), "--greedy", "--responses", str(said), *own])
-            found.write_text(words)
-        one = json.loads(found.read_text())
-        parts.append((one["prompts"], one))
-        sampled = [json.loads(line) for line in said.read_text().splitlines()][: one["prompts"] * n]
-        right += [sum(row.get("reward", 0) >= 1 for row in sampled[i : i + n]) for i in range(0, len(sampled), n)]
-    return combine(parts) | {"n": n, "right": right}
+            counts = ["--prompts", str(len(part)), "--n", str(n)]
+            scored.write_text(judge(model, [*counts, "--responses", str(said), *words, *own]))
+        found.append((json.loads(scored.read_text()), [json.loads(line) for line in said.read_text().splitlines()]))
+    return found
 
 
 def combine(parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
