@@ -2,8 +2,7 @@
 
     python benchmarks/staleness_grid.py --seeds 5 --runs runs/staleness_grid --json OUT --picture PNG
 
-The bundled model and ``recipes/tiny.toml`` with sums of up to 12 digits, of which it learns about two thirds in 100 ticks (21 % at
-the start). Six corrections at staleness 0 to 16, once at the recipe's falling rate and once at a constant one; the last policy is
+The bundled model and ``recipes/tiny.toml`` with 4 prompts a tick and 80 ticks, at whose end it is still learning. Six corrections at staleness 0 to 16, once at the recipe's falling rate and once at a constant one; the last policy is
 judged by 2,000 held-out prompts. Seeds are paired: the same prompts, draws and held-out prompts for every arm. An arm is called
 broken from the staleness on at which the 95 % interval of its paired loss against AIPO (rho 10) at staleness 0 lies above 0.02.
 Finished runs are kept in ``--runs``; each takes one core, so two cores do two at a time.
@@ -34,9 +33,9 @@ REFERENCE = "AIPO, rho 10"
 STALENESS = (0, 1, 2, 4, 8, 16)
 RATES = {"falling": "cosine", "constant": "constant"}
 FIXED: Settings = {
-    "task.options.max_terms": 12,
-    "generator.sampling.max_new_tokens": 120,
-    "evaluation.every": 100,
+    "run.num_ticks": 80,
+    "schedule.prompts_per_step": 4,
+    "evaluation.every": 80,
     "evaluation.num_prompts": 2000,
     "run.runtime": '"inline"',
     "observability.rollouts": "false",
