@@ -42,6 +42,7 @@ __all__ = [
     "choose_transport",
     "choose_transports",
     "colocated_group",
+    "group_backends",
     "llamarl_graph",
     "versions_held",
 ]
@@ -188,7 +189,7 @@ def _channel(name: str, source: Role, sink: Role, reads: Reads, config: RunConfi
 def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
     settings, change = role.settings(config), config.executors.get(role.name)
     device = settings.device if settings else "cpu"
-    if device == "auto":
+    if device == "auto" and not config.hosts.wanted:  # else what its nodes have decides, which placement knows
         device = "cuda" if available_cuda_devices() else "cpu"
     together = max(role.unit_ranks(config)) > 1
     return ExecutorSpec(
@@ -198,10 +199,15 @@ def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
         options=change.options if change else {},
         num_ranks=role.num_ranks(config),
         threads=settings.threads if settings else 1,
-        fills_cores=device == "cpu" and getattr(settings, "microbatches_at_once", 1) == 0,
+        fills_cores=device in ("cpu", "auto") and getattr(settings, "microbatches_at_once", 1) == 0,
         device=device,
-        process_group=("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo") if together else "",
+        process_group=group_backends(device) if together else "",
     )
+
+
+def group_backends(device: str) -> str:
+    """What ranks on such devices join (``ExecutorSpec.process_group``)."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
 def colocated_group(config: RunConfig, graph: Graph) -> ColocatedGroup | None:

@@ -102,7 +102,8 @@ class JobHosts:
         there = {named.index(host.name): host for host in hosts}
         together = colocated.sharing if colocated is not None else ()
         tensor_parallel = {role.name: role.units(config) for role in present_roles(config) if role.section}
-        whole = spread(executors, len(named), on, tensor_parallel=tensor_parallel, together=together)
+        gpus = [there[number].cuda_devices if number in there else 0 for number in range(len(named))]
+        whole = spread(executors, len(named), on, tensor_parallel=tensor_parallel, together=together, cuda_devices=gpus)
         without = layouts(
             executors,
             on,

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import RunConfig, changed_keys, to_plain
-from llamarl.controller.graph import Graph, WeightEdge, choose_transports, colocated_group, llamarl_graph
+from llamarl.controller.graph import (
+    Graph,
+    WeightEdge,
+    choose_transports,
+    colocated_group,
+    group_backends,
+    llamarl_graph,
+)
 from llamarl.controller.notices import Questions, overview, replica_line
 from llamarl.controller.preflight import (
     check_architectures,
@@ -234,7 +241,14 @@ def _place_executors(
         if hosts is None or not hosts.absent:
             raise
         raise hosts.no_room(error) from error
-    executors = tuple(dataclasses.replace(spec, config=config.for_executor(spec.name)) for spec in placement.executors)
+    executors = tuple(
+        dataclasses.replace(
+            spec,
+            config=config.for_executor(spec.name),
+            process_group=group_backends(spec.device) if spec.process_group else "",
+        )
+        for spec in placement.executors
+    )
     graph = Graph(executors, graph.channels)
     graph, weight_edges = choose_transports(config, graph, hosts=placement.hosts or None)
     _tell_of_the_rate(config)

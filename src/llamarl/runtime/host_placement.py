@@ -4,7 +4,8 @@
 
 An executor that is given hosts fills them one after the other: tensor-parallel peers stay together
 where they can, ranks with neighbouring numbers too, since these talk most. One that is given none
-goes whole to the host that has fewest ranks so far. Unlike replicas may be given hosts kind by
+goes whole to the host that has fewest ranks so far; one that may be on GPUs to such a host among those with
+enough of them, else with any, where there are some. Unlike replicas may be given hosts kind by
 kind: ``generator_0`` are those of the first kind.
 
 While the job goes on a host may be gone: another takes its place (``placement.stand_in``), and everyone else stays.
@@ -59,6 +60,7 @@ def spread(
     *,
     tensor_parallel: Mapping[str, Units],
     together: Sequence[str] = (),
+    cuda_devices: Sequence[int] = (),
 ) -> dict[str, tuple[int, ...]]:
     """Executor -> the host of each of its ranks.
 
@@ -66,6 +68,7 @@ def spread(
         on: Executor, or kind of its replicas (``generator_0``) -> its hosts, in the order in which they fill.
         tensor_parallel: Executor -> its units; absent: 1.
         together: Executors that share devices: they go where the first of them that is given hosts goes.
+        cuda_devices: Of each host; empty: none has any.
 
     Raises:
         ConfigError: ``on`` names an executor that there is not, or parts those that share devices. Names every mistake.
@@ -96,7 +99,8 @@ def spread(
         if hosts is None:
             hosts = next((where[name][:1] for name in together if spec.name in together and name in where), None)
         if hosts is None:
-            hosts = (min(range(num_hosts), key=lambda host: used[host]),)
+            fit = range(num_hosts) if spec.device == "cpu" else _with_gpus(cuda_devices, spec.num_ranks, num_hosts)
+            hosts = (min(fit, key=lambda host: used[host]),)
         units = tensor_parallel.get(spec.name, 1)
         if isinstance(units, int):
             where[spec.name] = _fill(spec.num_ranks, hosts, units)
@@ -105,6 +109,14 @@ def spread(
             where[spec.name] = _fill_kinds(units, hosts, of_kinds)
         used.update(where[spec.name])
     return {name: where[name] for name in names}
+
+
+def _with_gpus(cuda_devices: Sequence[int], num_ranks: int, num_hosts: int) -> Sequence[int]:
+    """The hosts with a GPU for each of so many ranks; else those with any; else all."""
+    for least in (num_ranks, 1):
+        if found := [host for host, count in enumerate(cuda_devices) if count >= least]:
+            return found
+    return range(num_hosts)
 
 
 def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
@@ -203,7 +215,10 @@ def layouts(
     for named in (kept, {}) if kept else ({},):
         hosts = sorted({*numbers, *(host for own in named.values() for host in own)})
         places = {name: [hosts.index(host) for host in own] for name, own in named.items()}
-        found = spread(executors, len(hosts), places, tensor_parallel=tensor_parallel, together=together)
+        gpus = [there[host].cuda_devices for host in hosts]
+        found = spread(
+            executors, len(hosts), places, tensor_parallel=tensor_parallel, together=together, cuda_devices=gpus
+        )
         yield {name: tuple(hosts[at] for at in ranks) for name, ranks in found.items()}
 
 

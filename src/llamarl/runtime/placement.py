@@ -353,6 +353,8 @@ def _settle(
         ConfigError: Has a line for each mistake.
     """
     cores, cuda_devices = machine.cores, machine.cuda_devices
+    if cuda_devices:  # who goes onto a GPU fills no cores
+        executors = [replace(spec, fills_cores=spec.fills_cores and spec.device != "auto") for spec in executors]
     mistakes = [mistake for spec in executors for mistake in _mistakes(spec, cuda_devices)]
     if cores < 1:
         mistakes.append(f"cores must be >= 1, got {cores}")

@@ -9,9 +9,12 @@ import pytest
 from other_space import place
 
 from llamarl.config import load_config
+from llamarl.controller import graph, prepare
+from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.job_hosts import JobHosts
 from llamarl.errors import TransferError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.models.folders import resolve_model_path
 from llamarl.runtime.host_placement import Machine
 from llamarl.runtime.placement import place as settle
 from llamarl.transports.network import Network
@@ -127,3 +130,29 @@ def test_a_host_that_goes_after_it_was_asked_whether_there_is_another_keeps_its_
     where: dict[str, tuple[int, ...]] = {"generator": (0, 1)}
     assert places(where, Launcher(0, 1, 2)).relocate("generator") == [place("a"), place("b")]
     assert where == {"generator": (0, 1)}
+
+
+def test_a_device_that_is_left_open_is_what_the_nodes_have_not_what_the_controllers_machine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graph, "available_cuda_devices", lambda: 0)
+    recipe = ["--trainer.fsdp", "2", "--generator.tp", "2", "--evaluation.every", "0"]
+    config = load_config(None, [*recipe, "--hosts.cluster", "auto"])
+    facts = {"llamarl": "1", "python": "3.11", "processor": "x86_64"}
+
+    def placed(gpus: int) -> dict[str, ExecutorSpec]:
+        nodes = [Machine("head", 8, 0, facts), Machine("node", 8, gpus, facts)]
+        cluster: Any = SimpleNamespace(nodes=nodes, left_out={}, here=0)
+        hosts = JobHosts(cluster, config, ["head", "node"])
+        made = prepare._place_executors(
+            config, config, resolve_model_path(config.model.path), llamarl_graph(config), hosts
+        )
+        assert made.config.trainer.device == ("cuda" if gpus else "cpu")
+        return {spec.name: spec for spec in made.graph.executors}
+
+    there = placed(4)
+    assert (there["generator"].device, there["trainer"].device) == ("cuda:0,cuda:1", "cuda:2,cuda:3")
+    assert there["trainer"].process_group == there["generator"].process_group == "cpu:gloo,cuda:nccl"
+    assert there["reward"].device == "cpu"
+    none = placed(0)
+    assert (none["trainer"].device, none["trainer"].process_group) == ("cpu", "gloo")

@@ -48,6 +48,13 @@ def test_an_executor_without_hosts_goes_where_fewest_ranks_are() -> None:
     assert where == {"a": (0,), "b": (1, 1), "c": (2,), "d": (0,)}
 
 
+def test_an_executor_that_may_be_on_gpus_goes_to_a_host_with_enough_of_them_where_there_is_one() -> None:
+    executors = [spec("g", 2, "auto"), spec("t", 4, "cuda"), spec("r"), spec("big", 9, "auto")]
+    where = spread(executors, 3, {}, tensor_parallel={}, cuda_devices=[0, 4, 2])
+    assert where == {"g": (1, 1), "t": (1,) * 4, "r": (0,), "big": (2,) * 9}
+    assert spread(executors[:1], 3, {}, tensor_parallel={}) == {"g": (0, 0)}, "nobody has any"
+
+
 def test_executors_that_share_devices_are_put_together_or_refused() -> None:
     executors = [spec("generator"), spec("reward"), spec("trainer")]
     together = ("generator", "trainer")
