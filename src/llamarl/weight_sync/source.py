@@ -9,7 +9,8 @@
 Slots are registered once and reused; publishing a version allocates nothing. With
 ``WeightsPayload.released`` the handle leaves at once and a thread fills the slot: sinks follow
 block by block, and the trainer goes on with its next forward and backward pass. It waits for that
-event before it changes the tensors.
+event before it changes the tensors. What is read from a GPU is read on a stream of its own: on the
+trainer's each block would wait for all passes that were queued since, and the version for the whole tick.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,6 +83,8 @@ class Publisher:
         self._token = -1
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """For all versions: torch keeps what was freed on each stream for that stream."""
 
     def publish(self, payload: WeightsPayload) -> SlotHandle:
         """Copy the shards into the next slot, cast on the way, and mark it ready; with ``payload.released``, beside
@@ -104,7 +108,9 @@ class Publisher:
         slot.words[Word.VERSION] = version
         slot.words[Word.PROGRESS] = 0
         checksum: int | None = None
-        ready = torch.cuda.current_stream(slot.buffer.data.device).record_event() if slot.buffer.data.is_cuda else None
+        device = _gpu_of([slot.buffer.data, *local.values()])
+        # the optimizer's kernels that are queued as the version is announced
+        ready = None if device is None else (device, torch.cuda.current_stream(device).record_event())
         if payload.released is not None:
             self._thread = threading.Thread(
                 target=self._fill_in_background,
@@ -153,37 +159,41 @@ class Publisher:
             failure, self._failure = self._failure, None
             raise WeightSyncError(f"source rank {self._rank}: a version could not be published: {failure}") from failure
 
-    def _fill(
-        self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, ready: torch.cuda.Event | None
-    ) -> int:
-        if slot.buffer.data.is_cuda:
-            self._fill_on_device(slot, local, ready)
-        else:
-            for block, copies in enumerate(slot.copies):
-                for copy in copies:
-                    copy.run(local[copy.tensor])
-                slot.checksums[block] = block_digest(slot.blocks[block], slot.catalog.checksum)
-                slot.words[Word.PROGRESS] = block + 1
+    def _fill(self, slot: _Slot, local: Mapping[str, torch.Tensor], version: int, ready: _Ready | None) -> int:
+        with self._own_stream(ready):
+            if slot.buffer.data.is_cuda:
+                self._fill_on_device(slot, local)
+            else:
+                for block, copies in enumerate(slot.copies):
+                    for copy in copies:
+                        copy.run(local[copy.tensor])
+                    slot.checksums[block] = block_digest(slot.blocks[block], slot.catalog.checksum)
+                    slot.words[Word.PROGRESS] = block + 1
         checksum = manifest_checksum(version, self._catalog_checksum, slot.checksums)
         slot.words[Word.CHECKSUM] = checksum
         slot.words[Word.STATE] = SlotState.READY
         return checksum
 
-    def _fill_on_device(self, slot: _Slot, local: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None) -> None:
-        """All copies and checksums on a stream of their own, one wait at the end."""
-        device = slot.buffer.data.device
-        stream = torch.cuda.Stream(device)
-        if ready is not None:
-            stream.wait_event(ready)  # the optimizer's kernels that were queued when the version was announced
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            for copies in slot.copies:
-                for copy in copies:
-                    copy.run(local[copy.tensor])
-            if slot.blocks:  # a rank may hold nothing, where there are more ranks than rows
-                checksums = torch.stack(
-                    [mix64(block) for block in slot.blocks]
-                ).cpu()  # waits; so does who calls wait()
-                slot.checksums[:] = checksums.numpy().view(np.uint64)
+    @contextmanager
+    def _own_stream(self, ready: _Ready | None) -> Iterator[None]:
+        """Work on a GPU that comes after an event and after nothing that this process has queued since."""
+        if ready is None:
+            yield
+            return
+        device, event = ready
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_event(event)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            yield
+
+    def _fill_on_device(self, slot: _Slot, local: Mapping[str, torch.Tensor]) -> None:
+        """All copies and checksums, one wait at the end."""
+        for copies in slot.copies:
+            for copy in copies:
+                copy.run(local[copy.tensor])
+        if slot.blocks:  # a rank may hold nothing, where there are more ranks than rows
+            checksums = torch.stack([mix64(block) for block in slot.blocks]).cpu()  # waits; so does who calls wait()
+            slot.checksums[:] = checksums.numpy().view(np.uint64)
         slot.words[Word.PROGRESS] = len(slot.blocks)
 
     def _fill_in_background(
@@ -191,7 +201,7 @@ class Publisher:
         slot: _Slot,
         local: Mapping[str, torch.Tensor],
         version: int,
-        ready: torch.cuda.Event | None,
+        ready: _Ready | None,
         released: threading.Event,
     ) -> None:
         try:
@@ -367,6 +377,14 @@ def _make_slot(
     control = buffer.control.numpy()
     checksums = control[checksums_offset : checksums_offset + 8 * len(blocks)].view(np.uint64)
     return _Slot(buffer, catalog, copies, blocks, header_words(control), checksums, generation)
+
+
+_Ready = tuple[torch.device, torch.cuda.Event]
+
+
+def _gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The first GPU on which one of these lies; None: all are in host memory."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def _ended(thread: threading.Thread, within_s: float) -> bool:

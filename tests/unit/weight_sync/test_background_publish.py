@@ -1,8 +1,10 @@
 """A version that is announced before it is written: sinks follow block by block, and never past what is proved."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,3 +122,51 @@ def test_altered_checksum_of_an_announced_version_is_found_at_the_end() -> None:
     assert version is not None
     with pytest.raises(WeightSyncError, match="its manifest does not match"):
         read_all(version)
+
+
+def test_versions_leave_a_gpu_on_one_stream_of_their_own_behind_what_was_queued_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the trainer's each block would wait for the passes that were queued since; of a stream for each version torch
+    would keep the freed memory of each."""
+    told: list[tuple[str, str]] = []
+
+    class Stream:
+        made = 0
+
+        def __init__(self, device: torch.device) -> None:
+            self.name = f"{device} {Stream.made}"
+            Stream.made += 1
+
+        def wait_event(self, event: object) -> None:
+            told.append((threading.current_thread().name, f"{self.name} waits for {event}"))
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        told.append((threading.current_thread().name, f"on {stream.name}"))
+        yield
+        told.append((threading.current_thread().name, "off"))
+
+    def digest(data: torch.Tensor, kind: ChecksumKind) -> int:
+        told.append((threading.current_thread().name, "block"))
+        return real(data, kind)
+
+    real = source.block_digest
+    monkeypatch.setattr(source, "block_digest", digest)
+    monkeypatch.setattr(source, "_gpu_of", lambda tensors: torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: "the step"))
+    for name, stand_in in (("Stream", Stream), ("stream", on), ("device", lambda device: nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    sender = WeightsSender(SPEC, **ENDS)
+    for tick in range(2):
+        released = threading.Event()
+        sender.send(tick, WeightsPayload(version=tick, tensors={"v": torch.ones(3)}, released=released))
+        assert released.wait(WAIT_S)
+    sender.close()
+    assert (
+        told == [("weight-copy", what) for what in ("cuda:1 0 waits for the step", "on cuda:1 0", "block", "off")] * 2
+    )
+
+
+def test_who_holds_no_tensor_on_a_gpu_asks_for_none() -> None:
+    assert source._gpu_of(model().values()) is None
