@@ -49,3 +49,13 @@ def test_a_checkpoint_of_hosts_is_compared_with_hosts() -> None:
     assert platform_differences({"torch": "2.13.0"}, {"torch": "2.11.0"}) == [
         "torch: it has '2.13.0', the hosts '2.11.0'"
     ]
+
+
+def test_sums_by_the_switch_of_gpus_which_do_not_repeat_are_off_unless_the_user_wants_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    assert determinism.environment(1)["NCCL_NVLS_ENABLE"] == "0"
+    assert determinism.rank_environment(1)["NCCL_NVLS_ENABLE"] == "0"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert determinism.rank_environment(1)["NCCL_NVLS_ENABLE"] == "1"

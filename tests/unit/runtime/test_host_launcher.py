@@ -1,4 +1,4 @@
-"""The launcher of a cluster, without a cluster: what becomes of ranks whose peer does not start."""
+"""The launcher of a cluster, without a cluster: what becomes of ranks whose peer does not start; and on a node what they are told of it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from llamarl.determinism import LOOPBACK
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.hosts.agent import HostAgent
 from llamarl.runtime.hosts.hosted_rank import Say, Word
 from llamarl.runtime.hosts.launcher import HostLauncher
+from llamarl.runtime.hosts.node import Node
 from llamarl.runtime.output import OutputReader
 
 
@@ -69,3 +72,23 @@ async def start_two() -> None:
 
 def test_a_rank_whose_peer_does_not_start_is_ended_though_it_starts_later() -> None:
     asyncio.run(start_two())
+
+
+def test_groups_of_several_nodes_listen_on_the_nodes_interface_and_on_none_whose_name_begins_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in LOOPBACK:
+        monkeypatch.delenv(name, raising=False)
+    node = Node(name="a", cores=1, cuda_devices=0, address="10.0.0.1", space="", interface="eth1")
+    agent = HostAgent(node)
+
+    def listens(apart: bool) -> list[str]:
+        order = {"apart": apart, "folders": [], "environment": {}, "gpus": ["3", "5"]}
+        made = agent._environment(order)
+        assert made["CUDA_VISIBLE_DEVICES"] == "3,5"
+        return [made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]]
+
+    assert listens(apart=False) == ["lo", "lo"]
+    assert listens(apart=True) == ["eth1", "=eth1"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    assert listens(apart=True) == ["eth1", "ib"], "the user's"

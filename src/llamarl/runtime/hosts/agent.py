@@ -155,7 +155,10 @@ class HostAgent:
     def _environment(self, order: Mapping[str, Any]) -> dict[str, str]:
         listens = LOOPBACK
         if order["apart"]:  # what the user of this node has set comes first
-            listens = {name: os.environ.get(name, self._node.interface) for name in LOOPBACK}
+            own = self._node.interface
+            # without "=" NCCL takes every interface whose name begins so: eth10 beside eth1
+            listens = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own and f"={own}"}
+            listens = {name: os.environ.get(name, value) for name, value in listens.items()}
         folders = [*order["folders"], *(path or os.getcwd() for path in sys.path)]
         return {
             **os.environ,
