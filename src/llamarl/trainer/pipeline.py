@@ -11,7 +11,10 @@ No deadlock: a send returns at once, what a stage receives was made from earlier
 send that has long gone is waited for (its memory is wanted) only towards one end: for hidden states
 by those who come after, for gradients by those who come before. The two directions have groups of
 their own: NCCL carries out one group's transfers in the order in which they were asked for, and
-there a send that waits for its receiver would hold up what the receiver waits for.
+there a send that waits for its receiver would hold up what the receiver waits for. And each pair has
+spoken in both directions before the first step: NCCL makes a pair's communicator at its first
+transfer, where both hosts stand still until it is there. In a step stage s would wait so for the first
+gradient while its device sends hidden states that stage s + 1 takes only after that.
 
 One forward, one backward (Narayanan et al., arXiv:2104.04473): a stage begins with as many forward
 passes as there are stages after it, then takes one more forward pass and the oldest backward pass
@@ -94,6 +97,7 @@ class Links:
         self._gradients: _Sent = {}
         self._num_tokens: Sequence[int] = ()
         self._trains = False
+        self._meet()
 
     def begin(self, num_tokens: Sequence[int], *, trains: bool) -> None:
         """Say how many tokens each of the step's micro-batches has, the same on every stage, and
@@ -123,6 +127,17 @@ class Links:
         gradient = self._receive(microbatch, self._after, self._backward)
         _wait(self._hidden, microbatch)  # who answers has received it
         return gradient
+
+    def _meet(self) -> None:
+        """Exchange a number with both neighbours in both directions: first stage to last, and back."""
+        number = torch.zeros(1, device=self._device)
+        before, after = None if self.is_first else self._before, None if self.is_last else self._after
+        for group, source, to in ((self._forward, before, after), (self._backward, after, before)):
+            for transfer, peer in ((dist.irecv, source), (dist.isend, to)):
+                if peer is not None:
+                    work = transfer(number, peer, group=group)
+                    assert work is not None
+                    wait_for(work, number)
 
     def finish(self) -> None:
         for sent in (self._hidden, self._gradients):

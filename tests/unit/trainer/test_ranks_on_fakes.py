@@ -206,6 +206,18 @@ def test_every_rank_calls_what_its_neighbours_wait_for(mesh: str, model: Path) -
     assert stuck(programs) == ""
 
 
+def test_stages_have_spoken_in_both_directions_before_their_first_step(tmp_path: Path) -> None:
+    """NCCL makes a pair's communicator at its first transfer, and both hosts stand still until it is there."""
+    programs, begun = walk(write_model(tmp_path, num_hidden_layers=3), "pp 3")
+    for calls, before in zip(programs, begun, strict=True):
+        met, needed = (
+            {(call.name, call.peer) for call in part if call.name in ("isend", "irecv")}
+            for part in (calls[:before], calls[before:])
+        )
+        assert met == needed
+    assert stuck(programs) == ""
+
+
 def test_an_embedding_that_the_plan_names_is_cut_as_one_that_it_leaves_out(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
