@@ -14,15 +14,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from llamarl.config import RunConfig
+from llamarl.controller.graph import versions_held
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.plural import format_bytes
-from llamarl.roles import ROLES, Role, present_roles
+from llamarl.roles import ROLES, Role, carries_version, present_roles
 from llamarl.settings.engine import CPU_CACHE_BYTES, EngineConfig
 from llamarl.settings.executors import GeneratorConfig
 from llamarl.settings.trainer import MICROBATCH_TOKENS
@@ -205,9 +206,9 @@ def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str,
         copy = width if shards == 1 and width < 4 else 0  # FSDP2 rounds as it gathers
         state = 8 + config.optimizer.moment_bytes
         sure = {"weights, gradients, moments": (state / shards + copy) * each}
-    if policy and trainer.device != "cpu" and config.generator.device != "cpu" and not config.schedule.colocated:
+    if policy and trainer.device != "cpu" and not config.schedule.colocated and (versions := _versions(config)):
         served = shape.parameters * _width(config.generator.served_dtype) / trainer.num_ranks
-        sure["versions handed over"] = (config.schedule.max_staleness + 1) * served
+        sure["versions handed over"] = versions * served
     tokens = getattr(own, "max_tokens_per_microbatch", trainer.max_tokens_per_microbatch) / cp
     mlp = 4 * shape.inside + 2 * shape.queries + shape.cached
     a_layer = 2 * shape.hidden * (4 + 2 * width) + width * mlp / tp
@@ -220,6 +221,18 @@ def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str,
     ends = shape.vocabulary * shape.hidden / tp  # of the output layer: its gradient; gathered, with the embedding
     gathered = 2 * width * (each / layers + ends) if shards > 1 else 0.0
     return sure, {"a micro-batch": activations + logits + (4 * ends if learns else 0.0) + gathered}
+
+
+def _versions(config: RunConfig) -> int:
+    """That lie on the trainer's GPUs at once, at most: each role on GPUs that takes them has an edge of its own."""
+    held = 0
+    for role in present_roles(config):
+        settings = role.settings(config)
+        for reads in role.reads if settings is not None and settings.device != "cpu" else ():
+            if reads.kind == "weights":
+                carries = partial(carries_version, config, role.name)
+                held += versions_held(reads.capacity(config), config.run.num_ticks, carries)
+    return held
 
 
 def _width(dtype: str) -> int:

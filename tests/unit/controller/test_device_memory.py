@@ -93,6 +93,15 @@ def test_a_version_is_held_once_where_roles_take_turns(model: Path) -> None:
     assert in_turn.sums(sure=True) == {"cuda:0": pytest.approx(18 * N + context)}
 
 
+@pytest.mark.parametrize(("every", "device", "versions"), [(5, "cuda", 2 + 1), (1, "cuda", 2 + 2), (5, "cpu", 2)])
+def test_versions_that_wait_for_an_evaluator_on_a_gpu_are_held_beside_the_generators(
+    every: int, device: str, versions: int, model: Path
+) -> None:
+    config = _run(model, {"evaluation.every": every, "evaluation.device": device, "run.num_ticks": 20})
+    specs = [*_specs(trainer="cuda:0"), ExecutorSpec(name="evaluator", factory="x:y", device="cpu")]
+    assert held(config, specs)[0].sure["versions handed over"] == pytest.approx(versions * 2 * N)
+
+
 def test_what_is_sure_to_be_too_much_is_refused_and_what_may_be_is_said(model: Path) -> None:
     found = held(
         _run(model, {"generator.engine.kv_cache_bytes": 1_000_000_000}), _specs(generator="cuda:0", trainer="cuda:0")
