@@ -163,7 +163,8 @@ def held(config: RunConfig, executors: Sequence[ExecutorSpec]) -> list[Held]:
         shape, engine = _shape_of(role.model.path(config)), role.name in ("generator", "evaluator", "judge")
         if engine and not role.model.uses(config):  # an engine of the user's own, or a model elsewhere
             continue
-        sure, bounds = _of_engine(role, shape, config) if engine else _of_trainer(role, shape, config)
+        versions = _versions(config, specs) if role.name == "trainer" else 0
+        sure, bounds = _of_engine(role, shape, config) if engine else _of_trainer(role, shape, config, versions)
         found += [Held(role.name, device, sure, bounds) for device in devices]
     return found
 
@@ -193,8 +194,14 @@ def _of_replica(shape: _Shape, own: GeneratorConfig) -> tuple[dict[str, float], 
     return {"weights": weights, "KV cache": engine.kv_cache_bytes}, {"a step": copied + prefill + draws}
 
 
-def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Of the trainer, the critic, and models that are frozen."""
+def _of_trainer(
+    role: Role, shape: _Shape, config: RunConfig, versions: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the trainer, the critic, and models that are frozen.
+
+    Args:
+        versions: That lie there for others.
+    """
     assert role.model is not None
     own, trainer = role.settings(config), config.trainer
     policy, learns = role.name == "trainer", role.model.trained
@@ -206,7 +213,7 @@ def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str,
         copy = width if shards == 1 and width < 4 else 0  # FSDP2 rounds as it gathers
         state = 8 + config.optimizer.moment_bytes
         sure = {"weights, gradients, moments": (state / shards + copy) * each}
-    if policy and trainer.device != "cpu" and not config.schedule.colocated and (versions := _versions(config)):
+    if versions:
         served = shape.parameters * _width(config.generator.served_dtype) / trainer.num_ranks
         sure["versions handed over"] = versions * served
     tokens = getattr(own, "max_tokens_per_microbatch", trainer.max_tokens_per_microbatch) / cp
@@ -223,13 +230,16 @@ def _of_trainer(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str,
     return sure, {"a micro-batch": activations + logits + (4 * ends if learns else 0.0) + gathered}
 
 
-def _versions(config: RunConfig) -> int:
-    """That lie on the trainer's GPUs at once, at most: each role on GPUs that takes them has an edge of its own."""
+def _versions(config: RunConfig, specs: Mapping[str, ExecutorSpec]) -> int:
+    """That lie on the trainer's GPUs at once, at most: each role that takes them has an edge of its own, and over hosts
+    they lie in host memory."""
     held = 0
-    for role in present_roles(config):
+    for role in present_roles(config) if not config.schedule.colocated else ():
         settings = role.settings(config)
         for reads in role.reads if settings is not None and settings.device != "cpu" else ():
-            if reads.kind == "weights":
+            devices = [d for name in ("trainer", role.name) if name in specs for d in specs[name].device.split(",")]
+            hosts = {device.partition("@")[2] for device in devices if device.startswith("cuda")}
+            if reads.kind == "weights" and len(hosts) == 1:
                 carries = partial(carries_version, config, role.name)
                 held += versions_held(reads.capacity(config), config.run.num_ticks, carries)
     return held

@@ -219,18 +219,19 @@ def _place_executors(
         placement = place(graph.executors, [here(cores=config.run.cores or None)], colocated=colocated)
     else:
         placement = hosts.place(graph.executors, colocated)
-    gpus = {} if hosts is not None else memory_of_gpus(placement.executors)
+    gpus = hosts.memory_of_gpus() if hosts is not None else memory_of_gpus(placement.executors)
+    on_gpus = placement.by_gpu()
     in_turn = colocated.sharing if colocated is not None else ()
     processor = hosts.facts["processor"] if hosts is not None else ""
-    recorded = settle_on(recorded, Machine(placement.executors, processor, gpus, in_turn))
+    recorded = settle_on(recorded, Machine(on_gpus, processor, gpus, in_turn))
     config = local(recorded)
     gpu_memory = ""
     if any(spec.device.startswith("cuda") for spec in placement.executors):
         from llamarl.controller.device_memory import GpuMemory, held
 
-        memory = GpuMemory(held(config, placement.executors), gpus, in_turn)
+        memory = GpuMemory(held(config, on_gpus), gpus, in_turn)
         memory.check()
-        gpu_memory = memory.table() if hosts is None else ""
+        gpu_memory = memory.table()
     try:
         _raise_all(
             lambda: check_parallel_sizes(config, folder),

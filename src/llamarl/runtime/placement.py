@@ -44,6 +44,7 @@ __all__ = [
     "available_cuda_devices",
     "here",
     "may_have_gpus",
+    "memory_of_all_gpus",
     "memory_of_gpus",
     "place",
     "share_of",
@@ -131,6 +132,18 @@ class Placement:
                 notes.append(f"{device} is shared by {', '.join(names)}: {must}")
         return notes
 
+    def by_gpu(self) -> tuple[ExecutorSpec, ...]:
+        """The executors with devices that name their machine too (``cuda:0@a``), where they lie on several."""
+        if not self.hosts:
+            return self.executors
+        named = []
+        for spec in self.executors:
+            devices = spec.device.split(",") * (1 if "," in spec.device else spec.num_ranks)
+            places = zip(devices, self.hosts[spec.name], strict=True)
+            of_ranks = ",".join(f"{device}@{host}" for device, host in places)
+            named.append(replace(spec, device=of_ranks if devices[0].startswith("cuda") else spec.device))
+        return tuple(named)
+
     def _num_threads(self) -> int:
         """At work at the same time."""
         members = self.colocated.members if self.colocated is not None else ()
@@ -183,6 +196,7 @@ def here(*, cores: int | None = None, cuda_devices: int | None = None) -> Machin
     return Machine("", cores, available_cuda_devices() if cuda_devices is None else cuda_devices)
 
 
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _ASK_FOR_MEMORY = """
 import torch
 print(*(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())))
@@ -198,13 +212,26 @@ def memory_of_gpus(executors: Sequence[ExecutorSpec]) -> dict[str, float]:
     """
     if not any(spec.device.startswith("cuda") for spec in executors):
         return {}
+    return {f"cuda:{i}": size for i, size in enumerate(_ask_for_memory(os.environ))}
+
+
+def memory_of_all_gpus() -> list[float]:
+    """Bytes of each GPU of this machine, also of those that are hidden from this process, as Ray hides them from one that
+    has asked for none. Run on a node.
+
+    Raises:
+        ConfigError: The driver does not say.
+    """
+    return _ask_for_memory({name: value for name, value in os.environ.items() if name not in _HIDING})
+
+
+def _ask_for_memory(environment: Mapping[str, str]) -> list[float]:
+    command = [sys.executable, "-c", _ASK_FOR_MEMORY]
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_FOR_MEMORY], capture_output=True, text=True, timeout=_MOST_S, check=True
-        )
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         raise ConfigError(f"the GPUs here do not say how much memory they have: {error}") from error
-    return {f"cuda:{i}": float(size) for i, size in enumerate(asked.stdout.split())}
+    return [float(size) for size in asked.stdout.split()]
 
 
 def place(

@@ -93,6 +93,14 @@ def test_a_version_is_held_once_where_roles_take_turns(model: Path) -> None:
     assert in_turn.sums(sure=True) == {"cuda:0": pytest.approx(18 * N + context)}
 
 
+def test_versions_for_another_host_lie_in_host_memory(model: Path) -> None:
+    apart = held(_run(model), _specs(generator="cuda:0@a", trainer="cuda:0@b"))
+    assert apart[1].sure == {"weights, gradients, moments": 18 * N}
+    there = held(_run(model), _specs(generator="cuda:0@a", trainer="cuda:1@a"))
+    assert there[1].sure["versions handed over"] == 2 * 2 * N
+    assert GpuMemory(apart, {}).sums(sure=True).keys() == {"cuda:0@a", "cuda:0@b"}
+
+
 @pytest.mark.parametrize(("every", "device", "versions"), [(5, "cuda", 2 + 1), (1, "cuda", 2 + 2), (5, "cpu", 2)])
 def test_versions_that_wait_for_an_evaluator_on_a_gpu_are_held_beside_the_generators(
     every: int, device: str, versions: int, model: Path

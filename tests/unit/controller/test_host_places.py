@@ -16,6 +16,7 @@ from llamarl.errors import TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.runtime.host_placement import Machine
+from llamarl.runtime.placement import memory_of_all_gpus
 from llamarl.runtime.placement import place as settle
 from llamarl.transports.network import Network
 
@@ -140,14 +141,25 @@ def test_a_device_that_is_left_open_is_what_the_nodes_have_not_what_the_controll
     config = load_config(None, [*recipe, "--hosts.cluster", "auto"])
     facts = {"llamarl": "1", "python": "3.11", "processor": "x86_64"}
 
+    asked: list[int] = []
+
+    def call(number: int, within_s: float, work: Any) -> list[float]:
+        assert work is memory_of_all_gpus
+        asked.append(number)
+        return [80e9, 24e9]
+
     def placed(gpus: int) -> dict[str, ExecutorSpec]:
         nodes = [Machine("head", 8, 0, facts), Machine("node", 8, gpus, facts)]
-        cluster: Any = SimpleNamespace(nodes=nodes, left_out={}, here=0)
+        cluster: Any = SimpleNamespace(nodes=nodes, left_out={}, here=0, call=call)
         hosts = JobHosts(cluster, config, ["head", "node"])
         made = prepare._place_executors(
             config, config, resolve_model_path(config.model.path), llamarl_graph(config), hosts
         )
         assert made.config.trainer.device == ("cuda" if gpus else "cpu")
+        assert made.config.trainer.max_tokens_per_microbatch == (16384 if gpus else 4096)
+        lines = [line.split(" of ")[0].split(": ")[0] for line in made.gpu_memory.splitlines()]
+        assert lines == [f"cuda:{i}@node" for i in range(gpus)]
+        assert made.gpu_memory.count(" of 24.00 GB") == gpus, "the smallest: which are ours is not known yet"
         return {spec.name: spec for spec in made.graph.executors}
 
     there = placed(4)
@@ -156,3 +168,4 @@ def test_a_device_that_is_left_open_is_what_the_nodes_have_not_what_the_controll
     assert there["reward"].device == "cpu"
     none = placed(0)
     assert (none["trainer"].device, none["trainer"].process_group) == ("cpu", "gloo")
+    assert asked == [1]
