@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from llamarl.controller.preflight import (
 from llamarl.controller.settle import Machine, local, settle_on, settle_recipe
 from llamarl.determinism import rank_environment
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
+from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_object, user_path
 from llamarl.roles import present_roles
@@ -237,6 +238,7 @@ def _place_executors(
             lambda: check_parallel_sizes(config, folder),
             lambda: check_lora(config),
             lambda: check_engine(config),
+            lambda: _check_gpus_of_vllm(config, on_gpus),
         )
     except ConfigError as error:
         if hosts is None or not hosts.absent:
@@ -256,6 +258,29 @@ def _place_executors(
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
     return Prepared(recorded, config, graph, placement, weight_edges, hosts, gpu_memory=gpu_memory)
+
+
+def _check_gpus_of_vllm(config: RunConfig, executors: Sequence[ExecutorSpec]) -> None:
+    """Refuse a vLLM over several GPUs where an executor is placed on one behind its first, which placement does not count.
+
+    Raises:
+        ConfigError: It names the GPU.
+    """
+    engine = config.generator.engine
+    count = int(engine.options.get("tensor_parallel_size", 1)) if engine.name == "vllm" else 1
+    users = {device: spec.name for spec in executors for device in spec.device.split(",") if device.startswith("cuda")}
+    taken: dict[str, str] = {}
+    for device, name in users.items():
+        first, at, host = device.removeprefix("cuda:").partition("@")
+        for number in range(1, count) if name in ("generator", "evaluator") else ():
+            behind = f"cuda:{int(first) + number}{at}{host}"
+            if other := users.get(behind) or taken.get(behind):
+                raise ConfigError.at(
+                    "generator.engine.options",
+                    f"tensor_parallel_size is {count}, so vLLM of {name!r} on {device} takes {behind} too, where {other!r} is: give "
+                    "each a device by number (generator.device, trainer.device, ...) with as many free ones behind it",
+                )
+            taken[behind] = name
 
 
 def _raise_all(*checks: Callable[[], None]) -> None:

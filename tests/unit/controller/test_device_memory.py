@@ -188,6 +188,28 @@ def test_a_gpu_that_nobody_could_ask_gets_the_small_sizes(model: Path) -> None:
     assert (fitted.generator.engine.block_size, fitted.trainer.max_tokens_per_microbatch) == (16, 4096)
 
 
+@pytest.mark.parametrize(
+    ("devices", "behind", "other"),
+    [
+        ({"generator": "cuda:0", "trainer": "cuda:1"}, "cuda:1", "trainer"),
+        ({"generator": "cuda:0,cuda:1"}, "cuda:1", "generator"),
+        ({"generator": "cuda:0,cuda:2", "trainer": "cuda:3"}, "cuda:3", "trainer"),
+        ({"generator": "cuda:0,cuda:2", "trainer": "cuda:4,cuda:0"}, "", ""),  # the first of them is counted
+        ({"generator": "cuda:0@a", "trainer": "cuda:1@b"}, "", ""),
+    ],
+)
+def test_a_vllm_over_gpus_takes_none_on_which_another_is_placed(
+    devices: Mapping[str, str], behind: str, other: str
+) -> None:
+    engine = {"name": "vllm", "options": {"tensor_parallel_size": 2}}
+    plain = {"evaluation": {"every": 0}, "generator": {"device": "cuda", "engine": engine}}
+    if not behind:
+        prepare._check_gpus_of_vllm(validate(plain), _specs(**devices))
+        return
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is 2.*takes {behind} too, where '{other}' is"):
+        prepare._check_gpus_of_vllm(validate(plain), _specs(**devices))
+
+
 def test_a_dry_run_on_gpus_settles_and_shows_what_they_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (placement, preflight):
         monkeypatch.setattr(module, "may_have_gpus", lambda: True)
