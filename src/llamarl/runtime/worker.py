@@ -322,6 +322,7 @@ class Worker:
         self._journaled = plan.journal and is_journaled(executor)
         if plan.restore:
             self._restore(executor, [read_state(state) for state in plan.restore], plan.first_tick - 1)
+        _give_back_host_memory(context.device)
         if ends is not None:
             self._open_channels(ends)
         tokens: dict[str, dict[int, Handle]] = {}
@@ -571,6 +572,16 @@ def _take_device(device: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device))
+
+
+def _give_back_host_memory(device: str) -> None:
+    """Have a rank on a GPU return to the system what loading has freed: weights pass through host memory, and the C library
+    is told to keep all of it for the next step (``determinism.environment``), which is computed elsewhere."""
+    torch = sys.modules.get("torch")
+    if torch is not None and device.startswith("cuda"):
+        from llamarl.models.device_memory import give_back_freed
+
+        give_back_freed(torch.device("cpu"))
 
 
 def _join_process_group(plan: WorkerPlan) -> Callable[[], None]:

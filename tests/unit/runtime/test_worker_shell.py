@@ -16,6 +16,7 @@ import pytest
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
+from llamarl.models import device_memory
 from llamarl.runtime.base import JobStart, News, Order
 from llamarl.runtime.rank_plans import (
     combine_reports,
@@ -113,6 +114,18 @@ def test_setup_makes_restores_and_publishes_the_tokens_before_the_first_tick(wor
     setup = worker.setup()
     assert CALLS == [("made", "config", 1, "cpu", 7), "setup", ("load", Path("checkpoint/me/rank_1"), 4)]
     assert setup.initial_tokens == {"late": {3: "late:3:late@3", 4: "late:4:late@4"}}
+
+
+@pytest.mark.parametrize(("device", "given"), [("cpu", []), ("cuda:1", ["cpu"])])
+def test_a_rank_on_a_gpu_keeps_no_host_memory_that_loading_has_freed(
+    device: str, given: list[str], worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(device_memory, "give_back_freed", lambda device: found.append(str(device)))
+    monkeypatch.setattr("llamarl.runtime.worker._take_device", lambda device: None)
+    worker._plan = replace(worker._plan, spec=replace(worker._plan.spec, device=device))
+    worker.setup()
+    assert found == given and CALLS[-1][0] == "load", "after the state was loaded"
 
 
 def test_a_state_of_which_the_executor_can_make_nothing_is_told_in_one_sentence(worker: Worker) -> None:
