@@ -14,7 +14,7 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,34 @@ from torch import Tensor
 
 from llamarl.models.device_memory import give_back_freed, own_storages
 
-__all__ = ["Parking"]
+__all__ = ["Parking", "in_pieces"]
 
-_ARENA_BYTES = 64 << 20
 _ALIGNMENT = 64
+
+
+def in_pieces(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Pack memory of several sizes into pieces of a power of two bytes each, the largest first. Torch rounds pinned memory up
+    to these: each matrix in a piece of its own, a trainer of Qwen2.5-7B would pin 174 GB for 91.
+
+    Returns:
+        Bytes of each piece, and for each of ``sizes`` its piece and where it begins there.
+    """
+    pieces: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    left = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    while left:
+        rounded = [-(-sizes[i] // _ALIGNMENT) * _ALIGNMENT for i in left]
+        whole = max(_ALIGNMENT, 1 << max(sum(rounded).bit_length() - 1, (rounded[0] - 1).bit_length()))
+        used, others = 0, []
+        for i, size in zip(left, rounded, strict=True):
+            if used + size > whole:
+                others.append(i)
+                continue
+            places[i] = len(pieces), used
+            used += size
+        pieces.append(whole)
+        left = others
+    return pieces, places
 
 
 @dataclass
@@ -51,7 +75,6 @@ class Parking:
         self.moves = device.type != "cpu" if move is None else move
         self._places: dict[int, _Place] = {}
         self._host: dict[int, Tensor] = {}  # storage -> its host memory, for every time
-        self._arena = torch.empty(0, dtype=torch.uint8)  # what is left of it
         self.parked = False
 
     @torch.no_grad()
@@ -65,8 +88,10 @@ class Parking:
         assert not self.parked, "parked already"
         self.parked = True
         if self.moves:
-            for storage in own_storages(kept, self.device):
-                self._places[storage._cdata] = _Place(storage, storage.nbytes(), self._host_memory(storage))
+            storages = own_storages(kept, self.device)
+            self._take_host_memory(storages)
+            for storage in storages:
+                self._places[storage._cdata] = _Place(storage, storage.nbytes(), self._host[storage._cdata])
             for storage in own_storages(derived, self.device):
                 self._places.setdefault(storage._cdata, _Place(storage, storage.nbytes(), None))
             for place in self._places.values():
@@ -102,22 +127,14 @@ class Parking:
         flat = place.host.view(tensor.dtype)  # itself a piece of a larger one
         return flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset())
 
-    def _host_memory(self, storage: torch.UntypedStorage) -> Tensor:
-        """Pinned where the device is a GPU. Small ones share a piece: torch rounds each pinned one
-        up to a power of two."""
-        key, nbytes = storage._cdata, storage.nbytes()
-        known = self._host.get(key)
-        if known is not None and len(known) == nbytes:
-            return known
-        pinned = self.device.type == "cuda"
-        if nbytes > _ARENA_BYTES // 4:
-            host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        else:
-            if len(self._arena) < nbytes:
-                self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, pin_memory=pinned)
-            host, self._arena = self._arena[:nbytes], self._arena[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
-        self._host[key] = host
-        return host
+    def _take_host_memory(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """For those that have none yet; pinned where the device is a GPU."""
+        none = torch.empty(0, dtype=torch.uint8)
+        new = [storage for storage in storages if len(self._host.get(storage._cdata, none)) != storage.nbytes()]
+        sizes, places = in_pieces([storage.nbytes() for storage in new])
+        pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda") for size in sizes]
+        for storage, (piece, start) in zip(new, places, strict=True):
+            self._host[storage._cdata] = pieces[piece][start : start + storage.nbytes()]
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """The trainer moved out between its ticks. Moved here from host memory to host memory, which takes the way of a GPU."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from training_fixtures import make_groups, write_model
 
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from llamarl.trainer.parking import Parking
+from llamarl.trainer.parking import Parking, in_pieces
 from llamarl.trainer.step import Trainer
 
 CPU = torch.device("cpu")
@@ -75,13 +76,46 @@ def test_derived_tensors_come_back_as_zeros_and_host_memory_is_used_again() -> N
     assert places[0] == places[1]
 
 
-def test_a_large_storage_has_host_memory_of_its_own() -> None:
+def test_host_memory_is_taken_in_powers_of_two_which_several_storages_fill() -> None:
     large, small = torch.full((5 << 20,), 2.0), torch.full((3,), 3.0)  # 20 MiB, 12 bytes
     parking = Parking(CPU, move=True)
     parking.park([large, small])
-    assert parking.where(large).untyped_storage().nbytes() == 20 << 20
+    pieces = {
+        parking.where(t).untyped_storage().data_ptr(): parking.where(t).untyped_storage().nbytes()
+        for t in (large, small)
+    }
+    assert list(pieces.values()) == [32 << 20]
     parking.unpark()
     assert (large == 2.0).all() and (small == 3.0).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces", "places"),
+    [
+        ([], [], []),
+        ([1], [64], [(0, 0)]),
+        ([64, 256, 128, 64], [512], [(0, 384), (0, 0), (0, 256), (0, 448)]),
+        ([320] * 3, [512, 512, 512], [(0, 0), (1, 0), (2, 0)]),
+        ([192] * 5, [512, 512, 256], [(0, 0), (0, 192), (1, 0), (1, 192), (2, 0)]),
+    ],
+)
+def test_pieces_by_hand(sizes: list[int], pieces: list[int], places: list[tuple[int, int]]) -> None:
+    assert in_pieces(sizes) == (pieces, places)
+
+
+def test_little_more_is_pinned_than_is_parked() -> None:
+    """Qwen2.5-7B: float32 weights and two moments; torch would round each up by itself."""
+    hidden, inside, cached, vocabulary = 3584, 18944, 512, 152064
+    layer = [hidden * hidden, hidden, hidden * cached, cached, hidden * cached, cached, hidden * hidden]
+    layer += [hidden * inside] * 3 + [hidden] * 2
+    sizes = [4 * n for n in 3 * (28 * layer + 2 * [vocabulary * hidden] + [hidden])]
+    pieces, places = in_pieces(sizes)
+    assert sum(sizes) / 1e9 == pytest.approx(91.4, abs=0.1)
+    assert sum(pieces) / 1e9 == pytest.approx(91.4, abs=0.5)
+    assert sum(1 << (size - 1).bit_length() for size in sizes) / 1e9 == pytest.approx(174, abs=1)
+    ends = sorted((piece, start, start + size) for (piece, start), size in zip(places, sizes, strict=True))
+    assert all(end <= pieces[piece] for piece, _, end in ends)
+    assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(ends)), "no two overlap"
 
 
 def test_on_a_cpu_nothing_is_moved() -> None:
