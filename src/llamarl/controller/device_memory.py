@@ -216,6 +216,8 @@ def _of_trainer(
     if versions:
         served = shape.parameters * _width(config.generator.served_dtype) / trainer.num_ranks
         sure["versions handed over"] = versions * served
+    if policy and config.lora.rank and config.lora.hand_over == "merged" and not config.schedule.colocated:
+        sure["merged weights"] = each * _width(config.generator.served_dtype) / shards
     tokens = getattr(own, "max_tokens_per_microbatch", trainer.max_tokens_per_microbatch) / cp
     mlp = 4 * shape.inside + 2 * shape.queries + shape.cached
     a_layer = 2 * shape.hidden * (4 + 2 * width) + width * mlp / tp

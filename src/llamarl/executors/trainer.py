@@ -255,7 +255,7 @@ class TrainerExecutor(BaseExecutor):
             self._readers.append(released)
         return WeightsPayload(
             version=version,
-            tensors=self.trainer.parameters_for_sync(),
+            tensors=self.trainer.parameters_for_sync(self._wire_dtype),
             layout=self._sync_layout(),
             wire_dtype=self._wire_dtype,
             sink_layout=sink_layout,
@@ -292,10 +292,7 @@ class TrainerExecutor(BaseExecutor):
         """
         ahead = range(version, version + self._kept)  # ticks c whose checkpoint needs this version as an older one
         if version not in self._edge_versions and not self._saves.isdisjoint(ahead):
-            self._edge_versions[version] = {
-                name: tensor.detach().to("cpu", copy=True)
-                for name, tensor in self.trainer.parameters_for_sync().items()
-            }
+            self._edge_versions[version] = self.trainer.copies_for_sync()
         for old in [v for v in self._edge_versions if v < version - self._kept]:
             del self._edge_versions[old]
         self._saves = {tick for tick in self._saves if tick >= version}

@@ -11,7 +11,7 @@ lies, and its ways out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -150,16 +150,26 @@ class ShardedModel(Generic[Module]):
                 " at the rewards of these ticks"
             )
 
-    def parameters_for_sync(self) -> dict[str, Tensor]:
+    def parameters_for_sync(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """What is handed over: this rank's part of every parameter by its Hugging Face name, tied
         ones once; live float32 tensors, in host memory while parked. With adapters those alone, or
-        merged copies, as ``lora.hand_over`` says: then every rank must call it."""
-        if self.lora is not None and self.lora.hand_over == "merged":
-            return self._merged()
-        return {name: self.parking.where(tensor) for name, tensor in self.weights.tensors.items()}
+        merged copies, as ``lora.hand_over`` says: then every rank must call it.
 
-    def _merged(self) -> dict[str, Tensor]:
-        return self._handed_over or dict(self._merge())
+        Args:
+            dtype: Of merged copies, in which they travel: as they are made one by one, no more is held. None: float32.
+        """
+        if self.lora is None or self.lora.hand_over != "merged":
+            return dict(self._each_for_sync())
+        return {name: tensor.to(dtype or torch.float32) for name, tensor in self._each_for_sync()}
+
+    def copies_for_sync(self) -> dict[str, Tensor]:
+        """Copies of ``parameters_for_sync`` in host memory; merged ones are made one by one."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._each_for_sync()}
+
+    def _each_for_sync(self) -> Iterable[tuple[str, Tensor]]:
+        if self.lora is not None and self.lora.hand_over == "merged":
+            return self._handed_over.items() if self._handed_over else self._merge()
+        return [(name, self.parking.where(tensor)) for name, tensor in self.weights.tensors.items()]
 
     def _merge(self) -> Iterator[tuple[str, Tensor]]:
         """One by one; where the weights lie now."""

@@ -69,7 +69,7 @@ def test_parts_are_the_bytes_by_hand(model: Path) -> None:
     [
         ({"trainer.fsdp": 4}, {"weights, gradients, moments": 16 * N / 4, "versions handed over": 2 * 2 * N / 4}),
         ({"trainer.offload_optimizer": True}, {"weights": 2 * N, "versions handed over": 2 * 2 * N}),
-        ({"lora.rank": 8}, {"weights": 2 * N, "versions handed over": 2 * 2 * N}),
+        ({"lora.rank": 8}, {"weights": 2 * N, "versions handed over": 2 * 2 * N, "merged weights": 2 * N}),
         ({"trainer.dtype": "float32"}, {"weights, gradients, moments": 16 * N, "versions handed over": 2 * 2 * N}),
         ({"generator.device": "cpu"}, {"weights, gradients, moments": 18 * N}),
     ],

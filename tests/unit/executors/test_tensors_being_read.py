@@ -151,7 +151,7 @@ def test_versions_on_the_edge_are_kept_for_checkpoints_and_no_others(staleness: 
     executor = TrainerExecutor(
         config, ExecutorContext(name="t", rank=0, num_ranks=1, device="cpu", run_dir=None, seed=0, writes=writes)
     )
-    executor.trainer = SimpleNamespace(parameters_for_sync=lambda: {}, policy_version=0)  # type: ignore[assignment]
+    executor.trainer = SimpleNamespace(copies_for_sync=lambda: {}, policy_version=0)  # type: ignore[assignment]
     most = 0
     for tick in range(num_ticks):
         executor.expect_saves([save for save in saves if tick <= save <= tick + staleness])

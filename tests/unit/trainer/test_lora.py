@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,33 @@ def test_the_gradient_of_an_adapter_is_the_chain_rule_of_the_full_gradient(model
     expected = (LORA.alpha / LORA.rank) * gradients["full"][f"{layer}.weight"] @ a.T
     torch.testing.assert_close(gradients["lora"][f"{layer}.lora_B.default.weight"], expected, rtol=1e-4, atol=1e-7)
     assert gradients["lora"][f"{layer}.lora_A.default.weight"].abs().max() == 0
+
+
+def test_merged_weights_are_held_in_the_type_in_which_they_travel_one_in_float32_at_a_time(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trained(model_folder)
+    whole = trainer.parameters_for_sync()
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in merge():
+            made = tensor.clone()
+            alive.append(weakref.ref(made))
+            del tensor
+            most = max(most, sum(made() is not None for made in alive))
+            yield name, made
+            del made
+
+    merge = trainer._merge
+    monkeypatch.setattr(trainer, "_merge", one_by_one)
+    rounded, copies = trainer.parameters_for_sync(torch.bfloat16), trainer.copies_for_sync()
+    assert most <= 2, "the one before is let go of when the next is there"
+    assert all(torch.equal(rounded[name], tensor.to(torch.bfloat16)) for name, tensor in whole.items())
+    assert rounded.keys() == copies.keys() == whole.keys()
+    assert all(torch.equal(copies[name], tensor) for name, tensor in whole.items())
 
 
 def test_both_ways_of_hand_over_give_the_generator_what_the_trainer_computes(
