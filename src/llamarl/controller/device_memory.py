@@ -12,6 +12,7 @@ their memory back (``schedule.colocated``), the larger counts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -170,13 +171,24 @@ def held(config: RunConfig, executors: Sequence[ExecutorSpec]) -> list[Held]:
 
 
 def _of_engine(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
+    lora, alone = config.lora, config.lora.rank and config.lora.hand_over == "adapter"
+    adapted = _adapted(config.model.path, tuple(lora.targets)) if alone and role.name != "judge" else 0
     if role.name != "generator":
         tp = config.evaluation.tp if role.name == "evaluator" else 1
-        return _of_replica(shape, dataclasses.replace(config.generator, replicas=(), dp=1, tp=tp, pp=1, shards=0))
+        own = dataclasses.replace(config.generator, replicas=(), dp=1, tp=tp, pp=1, shards=0)
+        return _of_replica(shape, own, adapted)
     kinds = range(max(1, len(config.generator.replicas)))
-    return max(
-        (_of_replica(shape, config.generator.as_of_kind(kind)) for kind in kinds), key=lambda p: sum(p[0].values())
-    )
+    each = (_of_replica(shape, config.generator.as_of_kind(kind), adapted) for kind in kinds)
+    return max(each, key=lambda p: sum(p[0].values()))
+
+
+@cache
+def _adapted(path: str, targets: tuple[str, ...]) -> int:
+    """Numbers in the matrices that have an adapter: an engine that takes adapters alone keeps them as they were."""
+    from llamarl.models.loading import parameter_shapes
+
+    shapes = parameter_shapes(path).items()
+    return sum(math.prod(shape) for name, shape in shapes if len(shape) == 2 and name.split(".")[-2] in targets)
 
 
 def _copied(engine: EngineConfig) -> int:
@@ -184,14 +196,17 @@ def _copied(engine: EngineConfig) -> int:
     return 4 if engine.attention == "copied" else 0
 
 
-def _of_replica(shape: _Shape, own: GeneratorConfig) -> tuple[dict[str, float], dict[str, float]]:
+def _of_replica(shape: _Shape, own: GeneratorConfig, adapted: int) -> tuple[dict[str, float], dict[str, float]]:
     engine, tp, width = own.engine, own.tp, _width(own.engine.dtype)
     codes = 0 if own.quantization == "none" else 1  # beside the weights as they arrive
     prefill = engine.max_batch_tokens * width * (4 * shape.hidden + 4 * shape.inside / tp)
     draws = 3 * 4 * engine.max_sequences * shape.vocabulary / tp
     copied = _copied(engine) * engine.kv_cache_bytes * own.pp / shape.layers
     weights = shape.parameters * (width + codes) / (tp * own.pp)
-    return {"weights": weights, "KV cache": engine.kv_cache_bytes}, {"a step": copied + prefill + draws}
+    sure = {"weights": weights, "KV cache": engine.kv_cache_bytes}
+    if adapted:
+        sure["base of adapters"] = adapted * width / (tp * own.pp)
+    return sure, {"a step": copied + prefill + draws}
 
 
 def _of_trainer(
@@ -236,7 +251,8 @@ def _versions(config: RunConfig, specs: Mapping[str, ExecutorSpec]) -> int:
     """That lie on the trainer's GPUs at once, at most: each role that takes them has an edge of its own, and over hosts
     they lie in host memory."""
     held = 0
-    for role in present_roles(config) if not config.schedule.colocated else ():
+    adapters = config.lora.rank and config.lora.hand_over == "adapter"  # of megabytes
+    for role in present_roles(config) if not config.schedule.colocated and not adapters else ():
         settings = role.settings(config)
         for reads in role.reads if settings is not None and settings.device != "cpu" else ():
             devices = [d for name in ("trainer", role.name) if name in specs for d in specs[name].device.split(",")]

@@ -70,6 +70,7 @@ def test_parts_are_the_bytes_by_hand(model: Path) -> None:
         ({"trainer.fsdp": 4}, {"weights, gradients, moments": 16 * N / 4, "versions handed over": 2 * 2 * N / 4}),
         ({"trainer.offload_optimizer": True}, {"weights": 2 * N, "versions handed over": 2 * 2 * N}),
         ({"lora.rank": 8}, {"weights": 2 * N, "versions handed over": 2 * 2 * N, "merged weights": 2 * N}),
+        ({"lora.rank": 8, "lora.hand_over": "adapter", "lora.targets": ["q_proj"]}, {"weights": 2 * N}),
         ({"trainer.dtype": "float32"}, {"weights, gradients, moments": 16 * N, "versions handed over": 2 * 2 * N}),
         ({"generator.device": "cpu"}, {"weights, gradients, moments": 18 * N}),
     ],
@@ -91,6 +92,14 @@ def test_a_version_is_held_once_where_roles_take_turns(model: Path) -> None:
     context = 2 * 0.6 * GB
     assert apart.sums(sure=True) == {"cuda:0": pytest.approx(20 * N + context)}
     assert in_turn.sums(sure=True) == {"cuda:0": pytest.approx(18 * N + context)}
+
+
+def test_an_engine_that_takes_adapters_alone_keeps_their_base(model: Path) -> None:
+    settings = {"lora.rank": 8, "lora.hand_over": "adapter", "lora.targets": ["q_proj", "down_proj"]}
+    settings |= {"generator.engine.kv_cache_bytes": 1000}
+    (generator,) = held(_run(model, settings), _specs(generator="cuda:0"))
+    base = 4 * (512 * 512 + 512 * 1024)
+    assert generator.sure == {"weights": 2 * N, "KV cache": 1000, "base of adapters": 2 * base}
 
 
 def test_versions_for_another_host_lie_in_host_memory(model: Path) -> None:
