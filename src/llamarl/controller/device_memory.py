@@ -224,6 +224,8 @@ def _of_trainer(
     shards, width = own.fsdp * cp, _width(getattr(own, "dtype", trainer.dtype))
     each = shape.parameters / (tp * pp)
     sure = {"weights": each * width / shards}
+    if policy and trainer.offload_optimizer and not config.lora.rank and shards > 1:  # FSDP2 keeps both in float32
+        sure = {"weights, gradients": 8 * each / shards}
     if learns and not (policy and (config.lora.rank or trainer.offload_optimizer)):
         copy = width if shards == 1 and width < 4 else 0  # FSDP2 rounds as it gathers
         state = 8 + config.optimizer.moment_bytes

@@ -69,6 +69,10 @@ def test_parts_are_the_bytes_by_hand(model: Path) -> None:
     [
         ({"trainer.fsdp": 4}, {"weights, gradients, moments": 16 * N / 4, "versions handed over": 2 * 2 * N / 4}),
         ({"trainer.offload_optimizer": True}, {"weights": 2 * N, "versions handed over": 2 * 2 * N}),
+        (
+            {"trainer.offload_optimizer": True, "trainer.fsdp": 4},
+            {"weights, gradients": 8 * N / 4, "versions handed over": 2 * 2 * N / 4},
+        ),
         ({"lora.rank": 8}, {"weights": 2 * N, "versions handed over": 2 * 2 * N, "merged weights": 2 * N}),
         ({"lora.rank": 8, "lora.hand_over": "adapter", "lora.targets": ["q_proj"]}, {"weights": 2 * N}),
         ({"trainer.dtype": "float32"}, {"weights, gradients, moments": 16 * N, "versions handed over": 2 * 2 * N}),
