@@ -196,6 +196,7 @@ def build_reward_model(
         model = load_reward_model(path, attention=attention, key=key, **whole)
     names = tuple(name for name, _ in model.named_parameters())
     fill = None if parts is None else _reader(path, model, parts, layout, device)
+    model.requires_grad_(False)
     return _spread(model, ValueModel, layout, dtype, device, names=names, fill=fill)
 
 
@@ -269,7 +270,9 @@ def _spread(
     ):  # on a mesh, weights are wrapped tensors that take the ordinary product
         use_onednn_linears(model)
     module = wrap(model)
-    if base_names and layout.size(SHARD) > 1:  # what learns nothing needs no more bits than are computed with
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if (base_names or frozen) and layout.size(SHARD) > 1:
+        # what learns nothing needs no more bits than are computed with
         for parameter in base_parameters(model).values():
             parameter.data = parameter.data.to(dtype)
     apply_fully_shard(module, module.layers, layout, dtype)

@@ -24,9 +24,12 @@ from training_fixtures import make_groups, write_model
 from transformers import LlamaConfig
 
 from llamarl.models import collectives
+from llamarl.models.loading import load_model
+from llamarl.models.parallel import local_tensor
 from llamarl.settings.algorithms import AlgorithmConfig
-from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
+from llamarl.settings.trainer import OptimizerConfig, ReferenceConfig, TrainerConfig
 from llamarl.trainer import pipeline
+from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 
 MESHES = ["fsdp 2 x cp 2 x tp 2", "pp 2 x fsdp 2"]
@@ -216,6 +219,17 @@ def test_stages_have_spoken_in_both_directions_before_their_first_step(tmp_path:
         )
         assert met == needed
     assert stuck(programs) == ""
+
+
+def test_a_frozen_model_over_ranks_takes_the_bytes_that_it_computes_with(model: Path) -> None:
+    config, algorithm = ReferenceConfig(fsdp=2, dtype="bfloat16"), AlgorithmConfig()
+    with fake_ranks(0, 2, [], []):
+        scorer = FrozenScorer(model, config, algorithm, TrainerConfig(), temperature=1.0)
+        found = {name: local_tensor(tensor) for name, tensor in scorer.tensors.items()}
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    stored = dict(load_model(model, dtype=torch.float32).named_parameters())
+    for name, tensor in found.items():
+        assert torch.equal(tensor, stored[name].chunk(2)[0].to(torch.bfloat16)), name
 
 
 def test_an_embedding_that_the_plan_names_is_cut_as_one_that_it_leaves_out(
