@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from llamarl.compiler import check_compiler
 from llamarl.models.attention import (
     PACKED_ATTENTION,
     PackedSequences,
@@ -61,10 +62,16 @@ class RowAttention(NamedTuple):
 
 
 def row_attention(trainer: TrainerConfig, device: str, model_path: str | Path) -> RowAttention:
-    """What ``trainer.attention`` and ``trainer.share_prompts`` mean for a model on a device."""
+    """What ``trainer.attention`` and ``trainer.share_prompts`` mean for a model on a device.
+
+    Raises:
+        ConfigError: A compiler is missing that it needs there.
+    """
     flex = trainer.attention == "flex"
     share = trainer.shares_prompts(device) and (flex or can_share_prompts(load_model_config(model_path)))
     if flex:
+        if device.startswith("cuda"):
+            check_compiler("kernels of trained rows", 'trainer.attention = "auto"')
         return RowAttention(FLEX_ATTENTION, share)
     return RowAttention("llamarl_shared_prompts" if share else PACKED_ATTENTION, share)
 

@@ -12,6 +12,7 @@ from llamarl.models.attention import PackedSequences, Segment, attending
 from llamarl.models.flex import BLOCK, flex_attention, visible_blocks
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
+from llamarl.trainer import shared_prompts
 from llamarl.trainer.shared_prompts import SharedPrompts, row_attention
 from llamarl.trainer.step import Trainer
 
@@ -121,9 +122,15 @@ def test_a_training_step_under_flex_has_the_gradient_of_the_kernels_that_are_usu
     assert metrics[1] == pytest.approx(metrics[0], rel=2e-5)
 
 
-def test_windows_and_soft_caps_share_prompts_under_flex(tmp_path: Path) -> None:
+def test_windows_and_soft_caps_share_prompts_under_flex_which_asks_for_a_compiler_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(shared_prompts, "check_compiler", lambda user, otherwise: asked.append(otherwise))
     folder = tmp_path / "model"
     tiny_model("gemma2", "eager").save_pretrained(folder)
     assert row_attention(TrainerConfig(), "cpu", folder) == ("llamarl_packed", False)
-    assert row_attention(TrainerConfig(attention="flex"), "cuda", folder) == ("llamarl_flex", True)
     assert row_attention(TrainerConfig(attention="flex", share_prompts=False), "cpu", folder) == ("llamarl_flex", False)
+    assert not asked
+    assert row_attention(TrainerConfig(attention="flex"), "cuda", folder) == ("llamarl_flex", True)
+    assert asked == ['trainer.attention = "auto"'], "what it compiles lies in the user's own folder then, not in /tmp"
