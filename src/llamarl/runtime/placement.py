@@ -363,7 +363,9 @@ def _whole(spec: ExecutorSpec, ranks: Sequence[int], settled: Mapping[int, Mappi
     left = {host: _each(settled[host][spec.name]) for host in set(ranks)}
     devices = [left[host].pop(0) for host in ranks]
     threads = min(settled[host][spec.name].threads for host in ranks)
-    return replace(spec, threads=threads, device=devices[0] if set(devices) == {"cpu"} else ",".join(devices))
+    on_cpu = set(devices) == {"cpu"}
+    device, fills = devices[0] if on_cpu else ",".join(devices), spec.fills_cores and on_cpu
+    return replace(spec, threads=threads, device=device, fills_cores=fills)
 
 
 def _each(part: ExecutorSpec) -> list[str]:

@@ -89,6 +89,14 @@ def test_who_fills_cores_gets_a_thread_each_of_a_small_machine_and_the_others_sh
     assert settled == {"generator": generator, "reward": 1, "trainer": trainer}
 
 
+def test_who_goes_onto_a_gpu_fills_no_cores() -> None:
+    trainer = replace(executor("trainer"), fills_cores=True)
+    job = [executor("generator", device="cpu"), executor("reward", threads=1, device="cpu"), trainer]
+    placement = place(job, [Machine("", 4, 1)])
+    settled = {spec.name: (spec.threads, spec.device, spec.fills_cores) for spec in placement.executors}
+    assert settled == {"generator": (1, "cpu", False), "reward": (1, "cpu", False), "trainer": (1, "cuda:0", False)}
+
+
 def test_a_number_of_threads_and_several_ranks_are_left_as_they_are() -> None:
     one = {spec.name: spec.threads for spec in _with_a_filling_trainer(2, threads=1).executors}
     assert one == {"generator": 1, "reward": 1, "trainer": 1}
