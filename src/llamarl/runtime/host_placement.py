@@ -5,7 +5,7 @@
 An executor that is given hosts fills them one after the other: tensor-parallel peers stay together
 where they can, ranks with neighbouring numbers too, since these talk most. One that is given none
 goes whole to the host that has fewest ranks so far; one that may be on GPUs to such a host among those with
-enough of them, else with any, where there are some. Unlike replicas may be given hosts kind by
+enough free ones, else with enough, else with any, where there are some. Unlike replicas may be given hosts kind by
 kind: ``generator_0`` are those of the first kind.
 
 While the job goes on a host may be gone: another takes its place (``placement.stand_in``), and everyone else stays.
@@ -91,6 +91,7 @@ def spread(
     given = {**on, **{name: next(iter(shared)) for name in together if shared}}
     where: dict[str, tuple[int, ...]] = {}
     used: Counter[int] = Counter()
+    on_gpus: Counter[int] = Counter()
     is_given = {name for name in names if name in given or any(kind in given for kind in kinds.get(name, ()))}
     for spec in sorted(
         executors, key=lambda spec: spec.name not in is_given
@@ -99,7 +100,11 @@ def spread(
         if hosts is None:
             hosts = next((where[name][:1] for name in together if spec.name in together and name in where), None)
         if hosts is None:
-            fit = range(num_hosts) if spec.device == "cpu" else _with_gpus(cuda_devices, spec.num_ranks, num_hosts)
+            fit = (
+                range(num_hosts)
+                if spec.device == "cpu"
+                else _with_gpus(cuda_devices, on_gpus, spec.num_ranks, num_hosts)
+            )
             hosts = (min(fit, key=lambda host: used[host]),)
         units = tensor_parallel.get(spec.name, 1)
         if isinstance(units, int):
@@ -108,13 +113,14 @@ def spread(
             of_kinds = [on.get(kind) for kind in kinds[spec.name]]
             where[spec.name] = _fill_kinds(units, hosts, of_kinds)
         used.update(where[spec.name])
+        on_gpus.update(where[spec.name] if spec.device != "cpu" else ())
     return {name: where[name] for name in names}
 
 
-def _with_gpus(cuda_devices: Sequence[int], num_ranks: int, num_hosts: int) -> Sequence[int]:
-    """The hosts with a GPU for each of so many ranks; else those with any; else all."""
-    for least in (num_ranks, 1):
-        if found := [host for host, count in enumerate(cuda_devices) if count >= least]:
+def _with_gpus(cuda_devices: Sequence[int], taken: Mapping[int, int], num_ranks: int, num_hosts: int) -> Sequence[int]:
+    """The hosts with a GPU for each of so many ranks that nobody has yet; else that others may have; else with any; else all."""
+    for least, others in ((num_ranks, taken), (num_ranks, {}), (1, {})):
+        if found := [host for host, count in enumerate(cuda_devices) if count - others.get(host, 0) >= least]:
             return found
     return range(num_hosts)
 

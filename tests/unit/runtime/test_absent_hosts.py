@@ -46,7 +46,7 @@ def test_a_spare_unlike_the_others_gets_nothing() -> None:
 
 def test_executors_go_to_what_is_left_of_their_own_hosts_and_then_to_wherever_there_is_room() -> None:
     executors, on = [spec("g", 4, "cuda"), spec("t", 4, "cuda")], {"g": (0, 1), "t": (2,)}
-    there = {0: machine(4), 2: machine(8), 3: machine(1), 4: machine(4)}
+    there = {0: machine(4), 2: machine(8), 3: machine(4), 4: machine(4)}
     assert tried(executors, on, there) == [{"g": (0,) * 4, "t": (2,) * 4}, {"g": (0,) * 4, "t": (2,) * 4}]
     del there[0], there[2]
     assert tried(executors, on, there) == [{"g": (3,) * 4, "t": (4,) * 4}]

@@ -52,6 +52,8 @@ def test_an_executor_that_may_be_on_gpus_goes_to_a_host_with_enough_of_them_wher
     executors = [spec("g", 2, "auto"), spec("t", 4, "cuda"), spec("r"), spec("big", 9, "auto")]
     where = spread(executors, 3, {}, tensor_parallel={}, cuda_devices=[0, 4, 2])
     assert where == {"g": (1, 1), "t": (1,) * 4, "r": (0,), "big": (2,) * 9}
+    where = spread(executors[:2], 3, {"g": (2,)}, tensor_parallel={}, cuda_devices=[4, 4, 4])
+    assert where == {"g": (2, 2), "t": (0,) * 4}, "where they are free"
     assert spread(executors[:1], 3, {}, tensor_parallel={}) == {"g": (0, 0)}, "nobody has any"
 
 
