@@ -156,9 +156,10 @@ class ShardedModel(Generic[Module]):
         merged copies, as ``lora.hand_over`` says: then every rank must call it.
 
         Args:
-            dtype: Of merged copies, in which they travel: as they are made one by one, no more is held. None: float32.
+            dtype: Of merged copies, in which they travel: as they are made one by one, no more is held. None, and while
+                parked: float32.
         """
-        if self.lora is None or self.lora.hand_over != "merged":
+        if self.lora is None or self.lora.hand_over != "merged" or self._handed_over:
             return dict(self._each_for_sync())
         return {name: tensor.to(dtype or torch.float32) for name, tensor in self._each_for_sync()}
 
