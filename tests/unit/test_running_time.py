@@ -32,8 +32,8 @@ def test_only_silences_of_more_than_two_seconds_are_left_out() -> None:
 
 _WAITING = """
 import sys, time
-from llamarl.transports.deadline import deadline_clock
-clock = deadline_clock(2.4, "sink rank 0")
+from llamarl.transports.deadline import Clock
+clock = Clock(2.4, "sink rank 0")
 print("waiting", flush=True)
 for _ in range(10):
     time.sleep(0.1)

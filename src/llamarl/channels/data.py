@@ -32,7 +32,7 @@ from llamarl.errors import ChannelError
 from llamarl.models.packing import balance
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport, SourceBuffer, SourceTransport
 from llamarl.transports.checksum import digest
-from llamarl.transports.deadline import Clock, deadline_clock
+from llamarl.transports.deadline import Clock
 from llamarl.transports.segments import SegmentHandle, is_elsewhere
 from llamarl.transports.shared_memory import SharedMemorySink, SharedMemorySource
 from llamarl.transports.slots import HEADER_BYTES, SlotHeader, SlotState, Word, header_words, parse_header
@@ -218,7 +218,7 @@ class DataReceiver:
                 f"channel {self._spec.name!r} joins {self._num_source_ranks} source ranks, got {len(handles)} handles"
             )
         who = f"channel {self._spec.name!r}: {self._spec.sink!r} rank {self._rank} (process {os.getpid()}) is reading"
-        clock = deadline_clock(deadline_s, who)
+        clock = Clock(deadline_s, who)
         if self._spec.kind is ChannelKind.BROADCAST:
             return self._pull(handles[0], clock)
         items: list[Any] = []

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from llamarl.errors import DeadlineExceeded
 from llamarl.running_time import running_s
 
-__all__ = ["Clock", "deadline_clock", "wait_for_device"]
+__all__ = ["Clock", "wait_for_device"]
 
 _POLL_S = (20e-6, 1e-3)  # first and longest pause between two looks at a device
 
-Clock = Callable[[str], float]
-"""Called with what is being done; seconds left, or DeadlineExceeded."""
 
+class Clock:
+    """Starts when it is made, and stands still while this process is stopped."""
 
-def deadline_clock(deadline_s: float, who: str) -> Clock:
-    """A clock that starts now, and stands still while this process is stopped."""
-    started = running_s()
+    def __init__(self, deadline_s: float, who: str) -> None:
+        self._deadline_s, self._who = deadline_s, who
+        self._started = running_s()
 
-    def left(doing: str) -> float:
-        waited = running_s() - started
-        if waited > deadline_s:
+    def __call__(self, doing: str) -> float:
+        """Seconds left.
+
+        Raises:
+            DeadlineExceeded: None are; says what was being done.
+        """
+        waited = running_s() - self._started
+        if waited > self._deadline_s:
             raise DeadlineExceeded(
-                f"{who}: {waited:.1f} s have passed ({doing}), limit {deadline_s:g} s; "
-                "raise the limit, or look at the source's process"
+                f"{self._who}: {waited:.1f} s have passed ({doing}), limit {self._deadline_s:g} s; "
+                "look at the source's process and the network"
             )
-        return deadline_s - waited
+        return self._deadline_s - waited
 
-    return left
+    def restart(self) -> None:
+        """Give what is yet to come the whole time: something has come, however slow the way is."""
+        self._started = running_s()
 
 
 def wait_for_device(event: Any, clock: Clock, doing: str) -> None:

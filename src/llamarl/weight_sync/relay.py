@@ -29,7 +29,7 @@ import torch
 from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports.base import Address, RemoteBuffer, SinkTransport
 from llamarl.transports.checksum import block_digest
-from llamarl.transports.deadline import Clock, deadline_clock
+from llamarl.transports.deadline import Clock
 from llamarl.transports.shared_memory import SharedMemorySource
 from llamarl.transports.slots import SlotState, Word, header_words
 from llamarl.weight_sync.catalog import Catalog
@@ -87,7 +87,7 @@ class Mirror(RemoteBuffer):
         self._words[Word.STATE] = SlotState.WRITING
         self._words[Word.VERSION] = handle.version
         self._words[Word.GENERATION] = handle.generation  # last: by it readers see that the rest is this version's
-        clock = deadline_clock(deadline_s, slots[-1].who)
+        clock = Clock(deadline_s, slots[-1].who)
         self._thread = threading.Thread(
             target=self._run, args=([*slots], clock, self._stop), name="weight-relay", daemon=True
         )
@@ -121,9 +121,7 @@ class Mirror(RemoteBuffer):
             for index in range(len(checksums)):
                 while True:
                     try:
-                        within = (
-                            clock if len(slots) == 1 else deadline_clock(_PATIENCE_S, "a host that passes weights on")
-                        )
+                        within = clock if len(slots) == 1 else Clock(_PATIENCE_S, "a host that passes weights on")
                         checksums[index], ahead = self._copy(slots[0], index, ahead, within, stop)
                         break
                     except (WeightSyncError, DeadlineExceeded):
@@ -133,6 +131,7 @@ class Mirror(RemoteBuffer):
                         ahead = index
                         self.num_passed_over += 1
                 self._words[Word.PROGRESS] = index + 1
+                clock.restart()
             direct.finish(clock)  # the source's own manifest, whoever the blocks came from
             whole = manifest_checksum(direct.handle.version, direct.handle.catalog_checksum, checksums)
             if whole != direct.manifest:
@@ -225,7 +224,7 @@ class Slots:
         """A source rank's slot, or this host's copy of it, which begins to be filled if it has not yet.
 
         Args:
-            deadline_s: Longest time that the filling takes.
+            deadline_s: Longest wait of the filling for its next block.
 
         Raises:
             WeightSyncError: The source is gone, its slot is stale or half written, or its manifest
@@ -266,7 +265,7 @@ class Slots:
             if before is not None:
                 before.join()
             with contextlib.suppress(ChannelError, DeadlineExceeded), self._opening:
-                clock = deadline_clock(deadline_s, self._who(handles[0]))
+                clock = Clock(deadline_s, self._who(handles[0]))
                 for handle in handles:
                     self._begin(handle, clock, deadline_s)
 

@@ -23,7 +23,7 @@ import torch
 from llamarl.errors import PlanError, WeightSyncError
 from llamarl.transports.base import SinkTransport
 from llamarl.transports.checksum import ChecksumKind, block_digest, mix64
-from llamarl.transports.deadline import Clock, deadline_clock, wait_for_device
+from llamarl.transports.deadline import Clock, wait_for_device
 from llamarl.weight_sync.catalog import Block, Catalog, Region
 from llamarl.weight_sync.layout import (
     AnyLayout,
@@ -112,7 +112,8 @@ class Puller:
         here, and the slots are opened when it is asked for.
 
         Args:
-            deadline_s: Longest time that this takes, and, each for itself, all that is later asked of the version.
+            deadline_s: Longest time that this takes, and, of all that is later asked of the version, longest wait for
+                the next block.
 
         Raises:
             WeightSyncError: A source is gone, its slot is stale or half written, or its manifest is
@@ -144,7 +145,7 @@ class Puller:
 
     def clock(self, doing: str, version: int, deadline_s: float) -> Clock:
         """Of one thing that is done with a version."""
-        return deadline_clock(deadline_s, f"{self._name}: sink rank {self.rank} is {doing} version {version}")
+        return Clock(deadline_s, f"{self._name}: sink rank {self.rank} is {doing} version {version}")
 
     def copies(self, version: WeightVersion, sink: AnyLayout, clock: Clock) -> tuple[list[RemoteSlot], list[SliceCopy]]:
         """What this rank copies, and the slots that it pulls from; worked out once per layout.
@@ -201,6 +202,7 @@ class Puller:
             while ahead < len(pulls) and slots[pulls[ahead].source_rank].expect(pulls[ahead].index, clock):
                 ahead += 1
             self._pull_block(slot, pull, promised, clock)
+            clock.restart()
 
     def _pull_together(self, pulls: Sequence[_Pull], slots: Mapping[int, RemoteSlot], clock: Clock) -> None:
         """Queue all copies and checksums on the device, and wait for it once; what fails its proof is pulled again."""
@@ -342,7 +344,7 @@ class WeightVersion:
             tensors: This sink rank's tensors by name; written in place, cast where their dtype differs.
             layout: Of all sink ranks; None: every sink rank holds every tensor whole, under the
                 source's names.
-            deadline_s: Longest time that it takes; None: the channel's.
+            deadline_s: Longest wait for the next block; None: the channel's.
 
         Returns:
             Bytes pulled.
@@ -350,7 +352,7 @@ class WeightVersion:
         Raises:
             WeightSyncError: A block's checksum did not agree after MAX_ATTEMPTS pulls, a slot was overwritten, a
                 source died, or the two sides' parameters do not fit; it names parameter, source rank and version.
-            DeadlineExceeded: It took longer than ``deadline_s`` seconds.
+            DeadlineExceeded: No block came for ``deadline_s`` seconds.
         """
         with torch.no_grad():
             return self._puller.load(self, tensors, layout, self._clock("loading", deadline_s))
@@ -379,6 +381,7 @@ class WeightVersion:
             clock(f"proving block {index} of source rank {rank}")
             if block_digest(data[rank][block.offset : block.offset + block.nbytes], slot.catalog.checksum) != promised:
                 slot.refuse_block(index, 1, clock)
+            clock.restart()
         for slot in slots:
             slot.finish(clock)
         return {

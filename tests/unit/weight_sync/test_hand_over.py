@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_reads import slow_reads
 from whole_versions import read_all
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
@@ -234,6 +235,23 @@ def test_deadline_names_sink_version_and_limit() -> None:
     version = receiver.receive((sender.send(0, WeightsPayload(version=3, tensors=model())),), 5.0)
     with pytest.raises(DeadlineExceeded, match=r"sink rank 0 is loading version 3: .*limit 0 s"):
         version.load_into(zeros_like(model()), deadline_s=0.0)
+
+
+@pytest.mark.parametrize(("block_s", "comes"), [(40.0, True), (61.0, False)])
+def test_a_version_may_take_as_long_as_it_must_while_blocks_come(
+    monkeypatch: pytest.MonkeyPatch, block_s: float, comes: bool
+) -> None:
+    now = slow_reads(monkeypatch, block_s)
+    (sender,), (receiver,) = ends()
+    version = receiver.receive((sender.send(0, WeightsPayload(version=3, tensors=model())),), 60.0)
+    got = zeros_like(model())
+    if not comes:
+        with pytest.raises(DeadlineExceeded, match=r"61\.0 s have passed .*limit 60 s"):
+            version.load_into(got)
+        return
+    version.load_into(got)
+    assert_bits_equal(got, model())
+    assert now[0] == 160.0  # four blocks
 
 
 def test_mapped_tensors_are_proved_views_of_the_slot() -> None:

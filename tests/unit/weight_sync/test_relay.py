@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from other_space import alone_again, being_at, place
+from slow_reads import slow_reads
 
 from llamarl.errors import WeightSyncError
 from llamarl.transports.checksum import BLOCK_BYTES
@@ -251,6 +252,16 @@ def test_a_version_that_was_fetched_ahead_is_loaded_without_another_byte_of_it_f
         assert NUM_BLOCKS * BLOCK_BYTES <= fetched < NUM_BLOCKS * BLOCK_BYTES * 1.01
         assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
         assert source.sent(handle.slot) - before == fetched
+
+
+def test_a_copy_may_take_as_long_as_it_must_while_blocks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = slow_reads(monkeypatch, 4.0)  # of 10 s that the fetching gives
+    source, sink = Source(), LoneSink("b")
+    handle = source.publish(1)
+    sink.fetch(handle)
+    (mirror,) = sink.puller.slots.mirrors
+    assert mirror.failure is None and now[0] == 4.0 * NUM_BLOCKS
+    assert torch.equal(sink.load(handle)["w"], source.tensors["w"])
 
 
 def test_news_that_comes_after_the_version_was_opened_copies_nothing_again() -> None:

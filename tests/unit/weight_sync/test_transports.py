@@ -13,7 +13,7 @@ from llamarl.errors import ChannelError, DeadlineExceeded, WeightSyncError
 from llamarl.transports import shared_memory
 from llamarl.transports.checksum import block_digest, digest
 from llamarl.transports.cuda_ipc import CudaIpcSink, CudaIpcSource, pack_handles, unpack_handles
-from llamarl.transports.deadline import deadline_clock, wait_for_device
+from llamarl.transports.deadline import Clock, wait_for_device
 from llamarl.transports.shared_memory import SharedMemorySource
 
 
@@ -92,10 +92,10 @@ class Countdown:
 
 def test_wait_for_a_device_ends_when_it_is_done_or_at_the_deadline() -> None:
     event = Countdown(5)
-    wait_for_device(event, deadline_clock(60.0, "sink rank 0"), "copying block 3")
+    wait_for_device(event, Clock(60.0, "sink rank 0"), "copying block 3")
     assert event.looks == 0
     with pytest.raises(DeadlineExceeded, match=r"sink rank 0: .*copying block 3\), limit 0.05 s"):
-        wait_for_device(Countdown(10**9), deadline_clock(0.05, "sink rank 0"), "copying block 3")
+        wait_for_device(Countdown(10**9), Clock(0.05, "sink rank 0"), "copying block 3")
 
 
 class SharedMemoryWithMix64(SharedMemorySource):
