@@ -23,6 +23,7 @@ from pathlib import Path
 import llamarl
 
 __all__ = [
+    "GPU",
     "LOOPBACK",
     "derive_seed",
     "environment",
@@ -33,6 +34,8 @@ __all__ = [
     "rank_environment",
 ]
 
+GPU = "gpu"
+"""The fact that names the kinds of GPU that ranks are on; whoever places them adds it."""
 _PACKAGES = ("torch", "transformers", "numpy")
 _CPUINFO = Path("/proc/cpuinfo")
 _INSTRUCTION_SETS = ("asimddp", "sve", "bf16", "avx2", "avx512", "avx_vnni", "amx")
@@ -62,12 +65,15 @@ def platform_differences(saved: Mapping[str, str], now: Mapping[str, str] | None
     """One line for each fact that is not the same.
 
     Args:
-        now: Of the hosts that hold the ranks; None: of this machine.
+        now: Of the machines that hold the ranks; None: of this one, without its GPUs.
     """
-    here, whose = (now, "the hosts") if now is not None else (platform_facts(), "this machine")
+    here = platform_facts() if now is None else now
+    names = saved.keys() | here.keys()
+    if GPU not in saved or GPU not in here:  # a device that changed is told as a key; a cluster need not say
+        names -= {GPU}
     return [
-        f"{name}: it has {saved.get(name, 'absent')!r}, {whose} {here.get(name, 'absent')!r}"
-        for name in sorted(saved.keys() | here.keys())
+        f"{name}: it has {saved.get(name, 'absent')!r}, here it is {here.get(name, 'absent')!r}"
+        for name in sorted(names)
         if saved.get(name) != here.get(name)
     ]
 

@@ -24,11 +24,11 @@ def test_each_fact_that_differs_is_named_with_both_values(monkeypatch: pytest.Mo
     monkeypatch.setattr(determinism, "platform_facts", lambda: here)
     assert platform_differences(here) == []
     assert platform_differences({**here, "torch": "2.11.0", "processor": "x86_64 B"}) == [
-        "processor: it has 'x86_64 B', this machine 'x86_64 A avx2'",
-        "torch: it has '2.11.0', this machine '2.13.0'",
+        "processor: it has 'x86_64 B', here it is 'x86_64 A avx2'",
+        "torch: it has '2.11.0', here it is '2.13.0'",
     ]
     assert platform_differences({"torch": "2.13.0", "numpy": "2.4.6"}) == [
-        "processor: it has 'absent', this machine 'x86_64 A avx2'"
+        "processor: it has 'absent', here it is 'x86_64 A avx2'"
     ]
 
 
@@ -47,8 +47,17 @@ def test_hosts_that_are_alike_have_the_facts_of_each_and_others_all_values() -> 
 def test_a_checkpoint_of_hosts_is_compared_with_hosts() -> None:
     assert platform_differences({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
     assert platform_differences({"torch": "2.13.0"}, {"torch": "2.11.0"}) == [
-        "torch: it has '2.13.0', the hosts '2.11.0'"
+        "torch: it has '2.13.0', here it is '2.11.0'"
     ]
+
+
+def test_another_kind_of_gpu_is_a_difference_where_both_are_known() -> None:
+    here = {"torch": "2.13.0", "gpu": "NVIDIA H100 80GB HBM3"}
+    assert platform_differences(here, here) == []
+    assert platform_differences({**here, "gpu": "NVIDIA L40S"}, here) == [
+        "gpu: it has 'NVIDIA L40S', here it is 'NVIDIA H100 80GB HBM3'"
+    ]
+    assert platform_differences({"torch": "2.13.0"}, here) == [], "a device that changed is told as a key"
 
 
 def test_sums_by_the_switch_of_gpus_which_do_not_repeat_are_off_unless_the_user_wants_them(

@@ -38,7 +38,7 @@ from llamarl.runtime.host_placement import (
 )
 from llamarl.runtime.hosts.cluster import Cluster, find_cluster
 from llamarl.runtime.hosts.launcher import HostLauncher
-from llamarl.runtime.placement import ColocatedGroup, Placement, memory_of_all_gpus, place, share_of, stand_in
+from llamarl.runtime.placement import ColocatedGroup, Gpu, Placement, all_gpus, place, share_of, stand_in
 from llamarl.runtime.processes import ProcessRuntime
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.worker import RankReport, WorkerPlan
@@ -51,7 +51,7 @@ __all__ = ["JobHosts", "open_hosts"]
 _LOOK_S = 0.05
 
 
-_MEMORY_S = 120.0
+_GPUS_S = 120.0
 """For a host to ask its driver."""
 _TAKE_S = 30.0
 _STAND_IN_S = 5.0
@@ -171,24 +171,26 @@ class JobHosts:
         self.machines, self.placement = hosts, placement
         return placement
 
-    def memory_of_gpus(self) -> dict[str, float]:
-        """Bytes of each GPU on which a rank is placed, by its name in ``Placement.by_gpu``: of the smallest of its host, for
-        which of them will be ours is not known yet. Nothing where a host does not say."""
+    def gpus(self) -> dict[str, Gpu]:
+        """Each GPU on which a rank is placed, by its name in ``Placement.by_gpu``: all kinds and the least memory of its host,
+        for which of them will be ours is not known yet. Nothing where a host does not say."""
         assert self.placement is not None, "asked once ranks have a place"
         devices = {device for spec in self.placement.by_gpu() for device in spec.device.split(",") if "@" in device}
         names = sorted({device.rpartition("@")[2] for device in devices})
         numbers = {node.name: number for number, node in enumerate(self.cluster.nodes)}
 
-        def smallest(name: str) -> float:
-            return min(self.cluster.call(numbers[name], _MEMORY_S, memory_of_all_gpus), default=0.0)
+        def any_of(name: str) -> Gpu | None:
+            found = self.cluster.call(numbers[name], _GPUS_S, all_gpus)
+            kinds = " or ".join(sorted({gpu.kind for gpu in found}))
+            return Gpu(kinds, min(gpu.memory for gpu in found)) if found else None
 
         try:
             with ThreadPoolExecutor(max(1, len(names))) as asking:
-                least = dict(zip(names, asking.map(smallest, names), strict=True))
+                found = dict(zip(names, asking.map(any_of, names), strict=True))
         except LlamaRLError:
             return {}
-        known = all(least.values())
-        return {device: least[device.rpartition("@")[2]] for device in sorted(devices)} if known else {}
+        each = {device: found[device.rpartition("@")[2]] for device in sorted(devices)}
+        return {} if None in each.values() else {device: gpu for device, gpu in each.items() if gpu}
 
     def take(self, where: Mapping[str, Sequence[int]], within_s: float) -> str:
         """Take what ranks need of their nodes beyond what is ours there, of all nodes at once; why

@@ -36,14 +36,14 @@ from llamarl.controller.preflight import (
     check_reward_models,
 )
 from llamarl.controller.settle import Machine, local, settle_on, settle_recipe
-from llamarl.determinism import rank_environment
+from llamarl.determinism import GPU, platform_facts, rank_environment
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_object, user_path
 from llamarl.roles import present_roles
 from llamarl.runtime.fork_server import shared_modules, start_early
-from llamarl.runtime.placement import Placement, here, may_have_gpus, memory_of_gpus, place
+from llamarl.runtime.placement import Placement, gpus_here, here, may_have_gpus, place
 
 if TYPE_CHECKING:
     from llamarl.controller.job_hosts import JobHosts
@@ -78,6 +78,9 @@ class Prepared:
     weight_edges: tuple[WeightEdge, ...]
     hosts: JobHosts | None = None
     """None: all on this machine."""
+    facts: Mapping[str, str] | None = None
+    """What decides the bits besides the configuration (``determinism.platform_facts``) where its ranks are; None: this
+    machine's."""
     questions: Questions | None = None
     overview: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What a person checks before it starts, label -> text."""
@@ -220,17 +223,22 @@ def _place_executors(
         placement = place(graph.executors, [here(cores=config.run.cores or None)], colocated=colocated)
     else:
         placement = hosts.place(graph.executors, colocated)
-    gpus = hosts.memory_of_gpus() if hosts is not None else memory_of_gpus(placement.executors)
+    gpus = hosts.gpus() if hosts is not None else gpus_here(placement.executors)
     on_gpus = placement.by_gpu()
+    facts = hosts.facts if hosts is not None else None
+    devices = {device for spec in on_gpus for device in spec.device.split(",")}
+    if kinds := sorted({gpu.kind for device, gpu in gpus.items() if device in devices}):
+        facts = {**(facts or platform_facts()), GPU: " and ".join(kinds)}
+    memory_of = {device: gpu.memory for device, gpu in gpus.items()}
     in_turn = colocated.sharing if colocated is not None else ()
     processor = hosts.facts["processor"] if hosts is not None else ""
-    recorded = settle_on(recorded, Machine(on_gpus, processor, gpus, in_turn))
+    recorded = settle_on(recorded, Machine(on_gpus, processor, memory_of, in_turn))
     config = local(recorded)
     gpu_memory = ""
     if any(spec.device.startswith("cuda") for spec in placement.executors):
         from llamarl.controller.device_memory import GpuMemory, held
 
-        memory = GpuMemory(held(config, on_gpus), gpus, in_turn)
+        memory = GpuMemory(held(config, on_gpus), memory_of, in_turn)
         memory.check()
         gpu_memory = memory.table()
     try:
@@ -257,7 +265,7 @@ def _place_executors(
     _tell_of_the_rate(config)
     if not config.evaluation.every and config.evaluation.dp * config.evaluation.tp > 1:
         print("evaluation.dp and evaluation.tp do nothing: evaluation.every is 0", file=sys.stderr)
-    return Prepared(recorded, config, graph, placement, weight_edges, hosts, gpu_memory=gpu_memory)
+    return Prepared(recorded, config, graph, placement, weight_edges, hosts, facts, gpu_memory=gpu_memory)
 
 
 def _check_gpus_of_vllm(config: RunConfig, executors: Sequence[ExecutorSpec]) -> None:

@@ -55,7 +55,7 @@ def replay_run(config: RunConfig, source: Path) -> None:
         check_replay(source, *settings, config.run.num_ticks)
     prepared = prepare(config)
     if prepared.hosts is not None:
-        check_replay(source, *settings, config.run.num_ticks, prepared.hosts.facts)
+        check_replay(source, *settings, config.run.num_ticks, prepared.facts)
     refuse_other_models(prepared.local, source)
     start(prepared, repeats=source, by_log=True)
     print(compare_runs(source, absolute_dir(prepared.config)))

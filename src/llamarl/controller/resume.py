@@ -158,8 +158,7 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     found = differences(had, to_plain(prepared.config), begun_in(run_dir / CONFIG_FILE))
     if checkpoint.reshard:
         found = [difference for difference in found if difference.key not in RESHARDABLE]
-    now = prepared.hosts.facts if prepared.hosts is not None else None
-    elsewhere = platform_differences(platform, now) if platform and not checkpoint.other_platform else []
+    elsewhere = platform_differences(platform, prepared.facts) if platform and not checkpoint.other_platform else []
     if found or elsewhere:
         policy = reached_policy(run_dir) if made != run_dir else ""
         raise ConfigError(explain(found, elsewhere, run_dir, made, policy=policy))

@@ -188,7 +188,7 @@ class RunParts:
                 run_dir, folder.identity.run_id, prepared.graph.executors, load_from
             )
         needs = _needs_of(run_dir, config.run.num_ticks)
-        self._platform = prepared.hosts.facts if prepared.hosts is not None else None
+        self._platform = prepared.facts
         self.recorder = self._make_recorder(resume_after_tick)
         self._log = self._make_log()
         real = self._make_runtime()

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
@@ -39,13 +40,14 @@ from llamarl.settings.trainer import MOST_AT_ONCE
 
 __all__ = [
     "ColocatedGroup",
+    "Gpu",
     "Placement",
+    "all_gpus",
     "available_cores",
     "available_cuda_devices",
+    "gpus_here",
     "here",
     "may_have_gpus",
-    "memory_of_all_gpus",
-    "memory_of_gpus",
     "place",
     "share_of",
     "stand_in",
@@ -197,41 +199,53 @@ def here(*, cores: int | None = None, cuda_devices: int | None = None) -> Machin
 
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_ASK_FOR_MEMORY = """
+_ASK = """
 import torch
-print(*(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())))
+for i in range(torch.cuda.device_count()):
+    found = torch.cuda.get_device_properties(i)
+    print(found.total_memory, found.name)
 """
 
 
-def memory_of_gpus(executors: Sequence[ExecutorSpec]) -> dict[str, float]:
-    """Bytes of each GPU of this machine, where an executor is on one; a process of its own asks, since
-    this one is to have no CUDA context.
+class Gpu(NamedTuple):
+    """What one GPU is."""
+
+    kind: str
+    """Its name, such as ``NVIDIA H100 80GB HBM3``."""
+    memory: float
+    """Bytes."""
+
+
+def gpus_here(executors: Sequence[ExecutorSpec]) -> dict[str, Gpu]:
+    """Tell what each GPU of this machine is, where an executor is on one; a process of its own asks, since this one is to
+    have no CUDA context.
 
     Raises:
         ConfigError: The driver does not say.
     """
     if not any(spec.device.startswith("cuda") for spec in executors):
         return {}
-    return {f"cuda:{i}": size for i, size in enumerate(_ask_for_memory(os.environ))}
+    return {f"cuda:{i}": gpu for i, gpu in enumerate(_ask_gpus(os.environ))}
 
 
-def memory_of_all_gpus() -> list[float]:
-    """Bytes of each GPU of this machine, also of those that are hidden from this process, as Ray hides them from one that
+def all_gpus() -> list[Gpu]:
+    """Tell what each GPU of this machine is, also those that are hidden from this process, as Ray hides them from one that
     has asked for none. Run on a node.
 
     Raises:
         ConfigError: The driver does not say.
     """
-    return _ask_for_memory({name: value for name, value in os.environ.items() if name not in _HIDING})
+    return _ask_gpus({name: value for name, value in os.environ.items() if name not in _HIDING})
 
 
-def _ask_for_memory(environment: Mapping[str, str]) -> list[float]:
-    command = [sys.executable, "-c", _ASK_FOR_MEMORY]
+def _ask_gpus(environment: Mapping[str, str]) -> list[Gpu]:
+    command = [sys.executable, "-c", _ASK]
     try:
         asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
-        raise ConfigError(f"the GPUs here do not say how much memory they have: {error}") from error
-    return [float(size) for size in asked.stdout.split()]
+        raise ConfigError(f"the GPUs here do not say what they are: {error}") from error
+    lines = [line.split(" ", 1) for line in asked.stdout.splitlines()]
+    return [Gpu(kind, float(size)) for size, kind in lines]
 
 
 def place(

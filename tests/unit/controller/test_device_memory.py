@@ -13,9 +13,11 @@ from llamarl.config import RunConfig, validate
 from llamarl.controller import preflight, prepare, settle
 from llamarl.controller.device_memory import GpuMemory, held
 from llamarl.controller.settle import Machine, with_sizes
+from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import placement
+from llamarl.runtime.placement import Gpu
 
 GB = 1e9
 N = 2 * 1000 * 512 + 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024 + 2 * 512) + 512
@@ -229,11 +231,11 @@ def test_a_dry_run_on_gpus_settles_and_shows_what_they_hold(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     asked: list[str] = []
 
-    def memory(executors: Sequence[ExecutorSpec]) -> dict[str, float]:
+    def gpus(executors: Sequence[ExecutorSpec]) -> dict[str, Gpu]:
         asked.extend(spec.name for spec in executors if spec.device.startswith("cuda"))
-        return {"cuda:0": 24e9, "cuda:1": 24e9}
+        return {"cuda:0": Gpu("one kind", 24e9), "cuda:1": Gpu("other kind", 24e9), "cuda:2": Gpu("idle", 1.0)}
 
-    monkeypatch.setattr(prepare, "memory_of_gpus", memory)
+    monkeypatch.setattr(prepare, "gpus_here", gpus)
     config = validate(
         {"run": {"dir": str(tmp_path / "run")}, "model": {"path": "bundled:tiny"}, "evaluation": {"every": 0}}
     )
@@ -244,6 +246,8 @@ def test_a_dry_run_on_gpus_settles_and_shows_what_they_hold(monkeypatch: pytest.
     lines = shown[shown.index("# memory of the GPUs") :].splitlines()[1:3]
     assert [line.split(":")[:2] for line in lines] == [["cuda", "0"], ["cuda", "1"]]
     assert all("of 24.00 GB" in line for line in lines)
-    monkeypatch.setattr(prepare, "memory_of_gpus", lambda executors: {"cuda:0": 1e8, "cuda:1": 24e9})
+    assert prepare.prepare(config).facts == {**platform_facts(), "gpu": "one kind and other kind"}
+    small = {"cuda:0": Gpu("one kind", 1e8), "cuda:1": Gpu("one kind", 24e9)}
+    monkeypatch.setattr(prepare, "gpus_here", lambda executors: small)
     with pytest.raises(ConfigError, match="cuda:0 has 100.00 MB"):
         prepare.plan_run(config)

@@ -16,7 +16,7 @@ from llamarl.errors import TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.runtime.host_placement import Machine
-from llamarl.runtime.placement import memory_of_all_gpus
+from llamarl.runtime.placement import Gpu, all_gpus
 from llamarl.runtime.placement import place as settle
 from llamarl.transports.network import Network
 
@@ -143,10 +143,10 @@ def test_a_device_that_is_left_open_is_what_the_nodes_have_not_what_the_controll
 
     asked: list[int] = []
 
-    def call(number: int, within_s: float, work: Any) -> list[float]:
-        assert work is memory_of_all_gpus
+    def call(number: int, within_s: float, work: Any) -> list[Gpu]:
+        assert work is all_gpus
         asked.append(number)
-        return [80e9, 24e9]
+        return [Gpu("large", 80e9), Gpu("small", 24e9)]
 
     def placed(gpus: int) -> dict[str, ExecutorSpec]:
         nodes = [Machine("head", 8, 0, facts), Machine("node", 8, gpus, facts)]
@@ -159,6 +159,7 @@ def test_a_device_that_is_left_open_is_what_the_nodes_have_not_what_the_controll
         assert made.config.trainer.max_tokens_per_microbatch == (16384 if gpus else 4096)
         lines = [line.split(" of ")[0].split(": ")[0] for line in made.gpu_memory.splitlines()]
         assert lines == [f"cuda:{i}@node" for i in range(gpus)]
+        assert made.facts == (facts | {"gpu": "large or small"} if gpus else facts)
         assert made.gpu_memory.count(" of 24.00 GB") == gpus, "the smallest: which are ours is not known yet"
         return {spec.name: spec for spec in made.graph.executors}
 
