@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
+from llamarl.determinism import rank_environment
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.loading import load_tokenizer
-from llamarl.plural import format_bytes
+from llamarl.plural import format_bytes, plural
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.engine import EngineConfig
 from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
@@ -84,10 +85,10 @@ def decode(device: torch.device) -> str:
 
 
 def hand_over(device: torch.device) -> str:
-    """A version from another process's memory, by ``cuda_ipc`` on a GPU, with its checksum."""
+    """A version from another process's memory, on another GPU where there is one, by ``cuda_ipc``, with its checksum."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_send, args=(theirs, str(device)), daemon=True)
+    process = context.Process(target=_send, args=(theirs, str(_other(device))), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -110,7 +111,8 @@ def hand_over(device: torch.device) -> str:
         process.kill()
     if not torch.equal(live["w"].cpu(), _version()):
         raise RuntimeError("what arrived is not what was sent")
-    return f"4 MB by {'cuda_ipc' if device.type == 'cuda' else 'shared_memory'} between two processes"
+    way = f"cuda_ipc from {_other(device)}" if device.type == "cuda" else "shared_memory"
+    return f"4 MB by {way} between two processes"
 
 
 def _version() -> torch.Tensor:
@@ -133,19 +135,62 @@ def _send(pipe: Connection, name: str) -> None:
 
 
 def collective(device: torch.device) -> str:
-    """The library of collectives starts and sums; over one GPU, since two take two."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    """The library of collectives starts, and sums to the same bits twice: over two GPUs where there are two, else over one."""
+    others = [] if device.type == "cuda" and torch.cuda.device_count() < 2 else [_other(device)]
+    ranks = [device, *others]
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{os.path.join(folder, 'meeting')}"
-        dist.init_process_group(backend, init_method=meeting, rank=0, world_size=1, timeout=timedelta(seconds=_WAIT_S))
+        started = [
+            context.Process(target=_sum_twice, args=(meeting, rank, len(ranks), str(one)), daemon=True)
+            for rank, one in enumerate(ranks[1:], 1)
+        ]
+        for process in started:
+            process.start()
         try:
-            values = torch.ones(1 << 20, device=device)
-            dist.all_reduce(values)
-            if values.sum().item() != 1 << 20:
-                raise RuntimeError("a sum over one rank is not what it was of")
+            _sum_twice(meeting, 0, len(ranks), str(device))
         finally:
-            dist.destroy_process_group()
-    return f"{backend}, one rank"
+            for process in started:
+                process.join(_WAIT_S)
+                process.kill()
+    if any(process.exitcode for process in started):
+        raise RuntimeError("another rank failed: what it said stands above")
+    return f"{_backend(device)}, {plural(len(ranks), 'rank')}{'' if others else ' (several take several GPUs)'}"
+
+
+def _other(device: torch.device) -> torch.device:
+    """A second GPU, where there is one."""
+    if device.type == "cpu":
+        return device
+    return torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count())
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _sum_twice(meeting: str, rank: int, num_ranks: int, name: str) -> None:
+    """One rank's part in sums of what every rank can work out for itself."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.update(
+        {name: value for name, value in rank_environment(1).items() if name.startswith(("NCCL_", "GLOO_"))}
+    )
+    limit = timedelta(seconds=_WAIT_S)
+    dist.init_process_group(_backend(device), init_method=meeting, rank=rank, world_size=num_ranks, timeout=limit)
+    try:
+        parts = [torch.randn(1 << 20, generator=torch.Generator().manual_seed(one)) for one in range(num_ranks)]
+        found = []
+        for _ in range(2):
+            found.append(parts[rank].to(device, copy=True))
+            dist.all_reduce(found[-1])
+        if not torch.allclose(found[0].cpu(), torch.stack(parts).sum(0), atol=1e-5):
+            raise RuntimeError("a sum over ranks is not what it was of")
+        if not torch.equal(found[0], found[1]):
+            raise RuntimeError("the same sum gave other bits the second time: runs over several GPUs would not repeat")
+    finally:
+        dist.destroy_process_group()
 
 
 def _groups() -> list[Group]:
