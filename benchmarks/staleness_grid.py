@@ -2,7 +2,7 @@
 
     python benchmarks/staleness_grid.py --seeds 5 --runs runs/staleness_grid --json OUT --picture PNG
 
-The bundled model and ``recipes/tiny.toml`` with 4 prompts a tick and 80 ticks, at whose end it is still learning. Six corrections at staleness 0 to 16, once at the recipe's falling rate and once at a constant one; the last policy is
+The bundled model and ``recipes/tiny.toml`` with 4 prompts a tick and 80 ticks, at whose end it is still learning. Seven corrections at staleness 0 to 16, once at the recipe's falling rate and once at a constant one; the last policy is
 judged by 2,000 held-out prompts. Seeds are paired: the same prompts, draws and held-out prompts for every arm. An arm is called
 broken from the staleness on at which the 95 % interval of its paired loss against AIPO (rho 10) at staleness 0 lies above 0.02.
 Finished runs are kept in ``--runs``; each takes one core, so two cores do two at a time.
@@ -27,6 +27,7 @@ CORRECTIONS: dict[str, Settings] = {
     "AIPO, rho 10": {"algorithm.rho": 10.0},
     "truncated weights": {"algorithm.name": '"truncated_is"'},
     "decoupled PPO": {"algorithm.name": '"decoupled_ppo"'},
+    "PPO clip": {"algorithm.name": '"ppo"'},
     "DPPO mask": {"algorithm.name": '"dppo"', "algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15},
 }
 REFERENCE = "AIPO, rho 10"
