@@ -149,9 +149,9 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
     """Scores of judged groups.
 
     A response is right when its reward is at least 1. ``accuracy``: share of right ones among scored samples;
-    ``pass_at_k``: share of prompts with a right one among their k samples; ``reward_mean``: mean reward of scored
-    samples; ``failed``: samples without a verdict, which count in none of these; ``parts/NAME``: mean of a named part
-    over the samples that have it. Of each of ``tasks``, the labels of a mixture, the first three as ``tasks/LABEL/*``.
+    ``pass_at_k``: share of prompts with a right one among their k samples, of those of which any was scored;
+    ``reward_mean``: mean reward of scored samples; ``failed``: samples without a verdict, which count in none of these;
+    ``parts/NAME``: mean of a named part over the samples that have it. Of each of ``tasks``, the labels of a mixture, the first three as ``tasks/LABEL/*``.
     """
     of_tasks: dict[str, float] = {}
     for task in tasks:
@@ -159,7 +159,8 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
         of_tasks |= {f"tasks/{task}/{key}": mine[key] for key in ("accuracy", "reward_mean", "pass_at_k")}
     responses = [r for g in groups for r in g.responses]
     values = [r.outcome.value for r in responses if isinstance(r.outcome, Score)]
-    solved = [any(isinstance(r.outcome, Score) and r.outcome.value >= 1 for r in g.responses) for g in groups]
+    of_prompts = [[r.outcome.value for r in g.responses if isinstance(r.outcome, Score)] for g in groups]
+    solved = [max(found) >= 1 for found in of_prompts if found]
     return {
         "accuracy": float(np.mean([v >= 1 for v in values])) if values else float("nan"),
         "reward_mean": float(np.mean(values)) if values else float("nan"),

@@ -66,8 +66,9 @@ def majority(responses: Sequence[Response], *, numeric: bool) -> bool:
 
 
 def best_of(responses: Sequence[Response], scores: Sequence[float]) -> bool:
-    """Whether the response that a reward model rates highest is right; of equal ones the first. NaN is no rating."""
-    rated = [(score, r) for score, r in zip(scores, responses, strict=True) if not math.isnan(score)]
+    """Whether the response that a reward model rates highest is right; of equal ones the first. NaN is
+    no rating, and a response without a verdict is not asked for."""
+    rated = [(s, r) for s, r in zip(scores, responses, strict=True) if not math.isnan(s) and _is_judged(r)]
     return bool(rated) and _is_right(max(rated, key=lambda one: one[0])[1])
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 from made_responses import made_group, made_response
 
+from llamarl.executors.evaluator import evaluate
 from llamarl.executors.measures import answered, best_of, majority, mean_of, measures, pass_at_k
 from llamarl.types import Failure, Group, Response, Score
 
@@ -48,6 +49,15 @@ def test_the_best_is_the_one_that_is_rated_highest() -> None:
     responses = _group(("a", 0.0), ("b", 1.0), ("c", 0.0)).responses
     assert best_of(responses, [0.1, 0.9, 0.2]) and not best_of(responses, [0.9, 0.1, 0.2])
     assert best_of(responses, [math.nan, 0.5, 0.5]) and not best_of(responses, [math.nan] * 3)
+    unjudged = _group(("a", None), ("b", 1.0), ("c", 0.0)).responses
+    assert best_of(unjudged, [0.9, 0.5, 0.2]) and not best_of(unjudged, [0.9, 0.2, 0.5])  # a failed one is no wrong one
+
+
+def test_a_prompt_without_a_verdict_counts_in_no_share_of_a_run_s_own_evaluation() -> None:
+    groups = [_group(("a", 1.0), ("b", None)), _group(("a", 0.0), ("b", 0.0)), _group(("a", None), ("b", None))]
+    scores = evaluate(groups)
+    assert (scores["pass_at_k"], scores["accuracy"], scores["failed"]) == (0.5, pytest.approx(1 / 3), 3.0)
+    assert math.isnan(evaluate(groups[2:])["pass_at_k"])
 
 
 def test_the_interval_is_wilsons() -> None:
