@@ -62,6 +62,7 @@ def add_verdicts(groups: Sequence[Group], *, weight: float) -> list[Group]:
     """Rewards: ``weight`` times the task's, plus the verdicts of models, which are cleared.
 
     Where a model has judged, the task's own reward becomes the part ``task``, unless its weight is 0.
+    What an environment gave turn by turn is the task's too: a critic that credits turns finds it weighted.
     """
 
     def total(response: Response) -> Response:
@@ -73,7 +74,10 @@ def add_verdicts(groups: Sequence[Group], *, weight: float) -> list[Group]:
             outcome = Score(value=value, parts={**before.parts, **own, **outcome.parts})
             if not math.isfinite(value):
                 outcome = Failure(kind="not_a_number", detail=f"the sum of its rewards is {value}")
-        return dataclasses.replace(response, outcome=outcome, verdict=None)
+        turns = response.turns
+        if weight != 1.0:
+            turns = tuple(dataclasses.replace(turn, reward=weight * turn.reward) for turn in turns)
+        return dataclasses.replace(response, outcome=outcome, verdict=None, turns=turns)
 
     return _changed(groups, total)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_responses import made_response
+from made_responses import made_group, made_response
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -26,6 +26,8 @@ from llamarl.executors.judging import add_verdicts, with_score, zero_rewards
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.loading import load_tokenizer
+from llamarl.settings.algorithms import AlgorithmConfig
+from llamarl.trainer.credit import token_advantages
 from llamarl.trainer.reward_scoring import RewardScorer, distinct, padded_batches
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
@@ -215,6 +217,24 @@ def test_models_alone_judge_where_the_tasks_weight_is_0() -> None:
     assert first == Score(value=1.5, parts={"helpful": 3.0})
     assert isinstance(second, Failure) and second.kind == "generation"
     assert isinstance(third, Failure) and third.kind == "judge"  # nobody judged it: never a zero
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.0, [0.0, 0.6]), (0.5, [0.5, 0.7]), (1.0, [1.0, 0.8])])
+def test_what_an_environment_paid_counts_with_the_tasks_weight_where_turns_are_credited(
+    weight: float, expected: list[float]
+) -> None:
+    """It paid 1 and 0.2 for two turns of one token each, a judge gives the whole 0.6; with lambda 0 and values of 0 a turn's
+    advantage is what it earned: its weighted pay, and the last one the verdict too."""
+    turns = tuple(
+        Turn(start=i, end=i + 1, finish_reason="stop", reply="", reward=pay) for i, pay in enumerate((1.0, 0.2))
+    )
+    played = made_response(tokens=[5, 6], turns=turns, values=np.zeros(2, np.float32))
+    judged = with_score(played, 0.6, name="helpful", weight=1.0)
+    own = [made_group([dataclasses.replace(judged, outcome=Score(value=1.2) if weight else Score(value=0.0))])]
+    response = add_verdicts(own, weight=weight)[0].responses[0]
+    assert isinstance(response.outcome, Score) and response.outcome.value == pytest.approx(1.2 * weight + 0.6)
+    found = token_advantages(response, 0.0, AlgorithmConfig(advantage="turn_gae", turn_lambda=0.0))
+    assert found is not None and found.tolist() == pytest.approx(expected)
 
 
 def test_an_architecture_outside_the_table_runs_padded_to_the_librarys_scores(tmp_path: Path) -> None:
