@@ -17,8 +17,18 @@ from llamarl.errors import ConfigError
 from llamarl.import_path import call
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.strict import is_import_path
+from llamarl.types import Response, Score
 
-__all__ = ["ESTIMATORS", "compute_advantages", "group_mean", "group_std", "leave_one_out", "max_rl", "shaping"]
+__all__ = [
+    "ESTIMATORS",
+    "compute_advantages",
+    "group_mean",
+    "group_std",
+    "leave_one_out",
+    "max_rl",
+    "shaped_reward",
+    "shaping",
+]
 
 Rewards = npt.NDArray[np.float64]
 
@@ -68,8 +78,10 @@ def group_std(rewards: Rewards) -> Rewards:
 def max_rl(rewards: Rewards) -> Rewards:
     """(r_i - mean) / mean of the group's rewards, which are not negative (MaxRL, arXiv:2602.02710). [G] -> [G].
 
-    With rewards of 0 and 1 its expectation is the gradient of a mean of log pass@k up to k = G: a
-    prompt that is seldom solved counts as much as its rate is small. 0 where nothing was earned.
+    With rewards of 0 and 1 its mean over the group is on average the gradient of the sum of pass@k / k
+    for k from 1 to G - 1: a prompt that is seldom solved counts as much as its rate is small. (The
+    source's form without a baseline has the term of k = G too; the mean, taken off only where
+    something was earned, costs it.) 0 where nothing was earned.
     """
     scored = ~np.isnan(rewards)
     if _agree(rewards[scored]):
@@ -88,17 +100,30 @@ def overlong_penalty(length: int, config: AlgorithmConfig) -> float:
     return config.overlong_penalty * min(1.0, max(0.0, over))
 
 
-def shaping(value: float, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], config: AlgorithmConfig) -> float:
+def shaping(
+    value: float,
+    tokens: Sequence[int] | npt.NDArray[np.integer[Any]],
+    config: AlgorithmConfig,
+    written: npt.NDArray[np.bool_] | None = None,
+) -> float:
     """What length and repetitions add to a response's reward, before any baseline.
 
     Args:
         value: The reward; at least 1 is right.
         tokens: Of the response.
+        written: True on those that the policy wrote; None: all. The others count in its length alone.
     """
     added = cosine_length(len(tokens), config.cosine_length, right=value >= 1)
     if config.repetition_penalty:
-        added -= config.repetition_penalty * repeated_share(tokens, config.repetition_ngram)
+        added -= config.repetition_penalty * repeated_share(tokens, config.repetition_ngram, written)
     return added - overlong_penalty(len(tokens), config)
+
+
+def shaped_reward(response: Response, config: AlgorithmConfig) -> float:
+    """The reward of a scored response with what its length and repetitions add."""
+    assert isinstance(response.outcome, Score)
+    value = response.outcome.value
+    return value + shaping(value, response.tokens, config, response.policy_versions >= 0)
 
 
 def cosine_length(length: int, limit: int, *, right: bool) -> float:
@@ -111,10 +136,16 @@ def cosine_length(length: int, limit: int, *, right: bool) -> float:
     return -way if right else way - 1.0
 
 
-def repeated_share(tokens: Sequence[int] | npt.NDArray[np.integer[Any]], size: int) -> float:
+def repeated_share(
+    tokens: Sequence[int] | npt.NDArray[np.integer[Any]], size: int, written: npt.NDArray[np.bool_] | None = None
+) -> float:
     """Share of a response's runs of ``size`` tokens that were there before (arXiv:2502.03373); 0 of
-    a shorter one."""
-    runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    a shorter one. A run with a token that is not ``written`` is none: an environment repeats itself."""
+    runs = [
+        tuple(tokens[i : i + size])
+        for i in range(len(tokens) - size + 1)
+        if written is None or written[i : i + size].all()
+    ]
     return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
 
 

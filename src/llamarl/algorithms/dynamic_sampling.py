@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.algorithms.advantages import shaping
+from llamarl.algorithms.advantages import shaped_reward
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Group, Response, Score
 
-__all__ = ["Selection", "has_signal", "oldest_version", "select_groups"]
+__all__ = ["Selection", "has_signal", "oldest_version", "rewards_differ", "select_groups"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,12 @@ def has_signal(group: Group, config: AlgorithmConfig) -> bool:
     token, and not cut at the length limit where ``train_truncated`` is False. Compared exactly: no rounding of a mean.
     """
     scored = [r for r in group.responses if isinstance(r.outcome, Score)]
-    rewards = {
-        r.outcome.value + shaping(r.outcome.value, r.tokens, config) for r in scored if isinstance(r.outcome, Score)
-    }
-    return len(rewards) > 1 and any(_trains(r, config) for r in scored)
+    return rewards_differ(group, config) and any(_trains(r, config) for r in scored)
+
+
+def rewards_differ(group: Group, config: AlgorithmConfig) -> bool:
+    """Whether two of the group's rewards do, what length and repetitions add included; compared exactly."""
+    return len({shaped_reward(r, config) for r in group.responses if isinstance(r.outcome, Score)}) > 1
 
 
 def oldest_version(group: Group) -> int | None:

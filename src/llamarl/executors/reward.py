@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.algorithms.dynamic_sampling import rewards_differ
 from llamarl.channels.base import ChannelKind
 from llamarl.channels.plain_values import from_bytes, to_bytes
 from llamarl.channels.samples import Limits
@@ -34,6 +35,7 @@ from llamarl.observability.rollouts import write_rollouts
 from llamarl.observability.writing import Patience
 from llamarl.progress import watch
 from llamarl.roles import ROLES
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Group, Score
 
 __all__ = ["JUDGING_SHARE", "RewardExecutor", "count_causes", "failure_cause", "part_means", "reward_metrics"]
@@ -85,7 +87,7 @@ class RewardExecutor(BaseExecutor):
             self._folder.check()
             files = (write_rollouts(run_dir, tick, groups, patience),)
         spans = (("score", started, scored), ("write_rollouts", scored, time.monotonic()))
-        metrics = reward_metrics(groups, list(self.config.task.tasks))
+        metrics = reward_metrics(groups, list(self.config.task.tasks), self.config.algorithm)
         outputs = self._tell(groups, tick)
         failures = few_causes(count_causes(groups))
         self._watch_failures(sum(failures.values()) / max(1, sum(len(g.responses) for g in groups)), failures, tick)
@@ -188,20 +190,21 @@ class RewardExecutor(BaseExecutor):
             self.pool.close()
 
 
-def reward_metrics(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, float]:
+def reward_metrics(
+    groups: Sequence[Group], tasks: Sequence[str] = (), algorithm: AlgorithmConfig | None = None
+) -> dict[str, float]:
     """``reward/*`` and ``groups/*`` of scored groups; failed samples count as failed and nothing else.
 
     ``reward/parts/NAME`` is the mean of a named part over the responses that have it.
 
     Args:
         tasks: Labels of a mixture's tasks, of each of which ``reward/tasks/LABEL/*`` is told.
+        algorithm: Says what length and repetitions add, by which groups without a signal go; None: nothing.
     """
+    algorithm = algorithm or AlgorithmConfig()
     outcomes = [r.outcome for g in groups for r in g.responses]
     values = [o.value for o in outcomes if isinstance(o, Score)]
-    no_signal = 0
-    for group in groups:
-        rewards = {r.outcome.value for r in group.responses if isinstance(r.outcome, Score)}
-        no_signal += len(rewards) <= 1
+    no_signal = sum(not rewards_differ(group, algorithm) for group in groups)
     return {
         "reward/mean": float(np.mean(values)) if values else float("nan"),
         "reward/std": float(np.std(values)) if values else float("nan"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llamarl.algorithms.advantages import shaping
+from llamarl.algorithms.advantages import shaped_reward
 from llamarl.algorithms.gae import gae, suffix_sums
 from llamarl.algorithms.kl import sampled_kl
 from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
@@ -41,7 +41,7 @@ def response_reward(response: Response, config: AlgorithmConfig) -> float:
         )
     if isinstance(response.outcome, Failure):
         return float("nan")
-    reward = response.outcome.value + shaping(response.outcome.value, response.tokens, config)
+    reward = shaped_reward(response, config)
     if config.kl_coef and config.kl_place == "reward" and response.loss_mask.any():
         reward -= config.kl_coef * float(_token_kl(response, config).sum())
     return reward

@@ -10,13 +10,13 @@ import torch
 from made_responses import made_response
 from torch import Tensor
 
-from llamarl.algorithms.advantages import compute_advantages, max_rl, shaping
+from llamarl.algorithms.advantages import compute_advantages, max_rl, shaped_reward, shaping
 from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.diagnostics import effective_share, weight_sums
 from llamarl.algorithms.kl import k3, unbiased
 from llamarl.algorithms.registry import LOSSES
 from llamarl.settings.algorithms import AlgorithmConfig
-from llamarl.trainer.credit import reward_parts
+from llamarl.trainer.credit import response_reward, reward_parts
 from llamarl.trainer.objective import ratio_keep_mask, top_entropy_mask
 from llamarl.types import Failure, Score
 
@@ -119,6 +119,18 @@ def test_max_rl_divides_by_the_rate_of_success() -> None:
     assert max_rl(np.array([0.0, 0.0, np.nan])).tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_max_rl_is_on_average_the_gradient_of_pass_at_k_by_k_up_to_one_less_than_the_group(size: int) -> None:
+    """Right with probability p = 0.3 = sigmoid(theta): by theta log p has the gradient 1 - p, log (1 - p) has - p, and pass@k
+    has k (1 - p)^(k - 1) p (1 - p)."""
+    p, found = 0.3, 0.0
+    for right in range(size + 1):
+        rewards = np.array([1.0] * right + [0.0] * (size - right))
+        chance = math.comb(size, right) * p**right * (1 - p) ** (size - right)
+        found += chance * float((max_rl(rewards) * np.where(rewards == 1, 1 - p, -p)).mean())
+    assert found == pytest.approx(sum((1 - p) ** (k - 1) * p * (1 - p) for k in range(1, size)), rel=1e-12)
+
+
 def test_gdpo_normalises_each_reward_apart_so_that_a_small_one_counts_as_much() -> None:
     """Answer right 1, 0, 0, 1 and format, worth a tenth, 0.1, 0.1, 0, 0: added up, format would hardly count."""
     parts = [(1.0, 0.1), (0.0, 0.1), (0.0, 0.0), (1.0, 0.0)]
@@ -159,3 +171,15 @@ def test_runs_that_were_there_before_are_charged() -> None:
     assert shaping(1.0, [1, 2, 1, 2, 1, 3], config) == pytest.approx(-0.8)
     assert shaping(0.0, np.array([1, 2, 3, 4], np.int32), config) == shaping(0.0, [7], config) == 0.0
     assert shaping(0.0, [5] * 11, config) == pytest.approx(-1.8)
+
+
+def test_what_an_environment_repeats_is_not_charged_to_the_policy() -> None:
+    """It says 7 8 9 after each of three turns; of what the policy wrote, 1 2, 3 4 and 1 2, one pair of three was there before."""
+    config = AlgorithmConfig(repetition_penalty=0.6, repetition_ngram=2)
+    tokens, says = [1, 2, 7, 8, 9, 3, 4, 7, 8, 9, 1, 2], [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+    response = made_response(
+        tokens=tokens, mask=np.array(says, bool), versions=np.array(says) - 1, outcome=Score(value=1.0)
+    )
+    assert shaped_reward(response, config) == response_reward(response, config) == pytest.approx(1.0 - 0.6 / 3)
+    by_length = AlgorithmConfig(overlong_buffer=4, overlong_limit=14)  # which counts all of it: 12 of 10 .. 14
+    assert shaped_reward(response, by_length) == 0.5

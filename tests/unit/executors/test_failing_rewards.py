@@ -11,6 +11,7 @@ from llamarl.config import validate
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext, StepResult
 from llamarl.executors.reward import RewardExecutor, reward_metrics
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Group, Score
 
 COMPLETIONS = ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward")
@@ -99,3 +100,13 @@ def test_parts_are_averaged_over_the_responses_that_have_them() -> None:
     assert metrics["reward/parts/steps"] == 4.0
     assert (metrics["reward/mean"], metrics["reward/failed"]) == (2 / 3, 1.0)
     assert metrics["groups/no_signal"] == 1.0  # one verdict alone has nothing to be compared with
+
+
+def test_a_group_whose_lengths_are_paid_differently_has_a_signal() -> None:
+    """Both wrong, of 1 and of 2 tokens: -1 + 0.25 and -1 + 0.5 with cosine_length 2. Two of one length have none."""
+    wrong = Score(value=0.0)
+    groups = [
+        made_group(made_response(i, tokens=[5] * n, outcome=wrong) for i, n in enumerate(ns)) for ns in ((1, 2), (2, 2))
+    ]
+    told = [reward_metrics(groups, algorithm=AlgorithmConfig(cosine_length=n))["groups/no_signal"] for n in (2, 0)]
+    assert told == [1.0, 2.0]
