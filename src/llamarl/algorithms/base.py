@@ -50,7 +50,7 @@ class TokenBatch:
     num_sequences: int
     proximal_logprobs: Tensor | None = None
     """log-probs under the weights before the tick's first update, nats, [T]; None where the tick has one update, which
-    makes them the policy's own."""
+    makes them the policy's own, and for losses that do not look at them (``registry.WITH_PROXIMAL_POLICY``)."""
 
     entropy: Tensor | None = None
     """Of the policy at each token, nats, [T]; has a gradient where ``algorithm.entropy_coef`` is not 0."""

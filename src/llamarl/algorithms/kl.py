@@ -57,7 +57,7 @@ def sampled_kl(
     """KL(mu || reference) per token from recorded log-probs, nats, [T]: what a reward can be charged with.
 
     A constant to the loss, so its gradient is that of REINFORCE with this as a cost. Only that of ``k1`` is then the
-    gradient of the KL; ``k3`` as a cost is also pulled by the reverse KL.
+    gradient of the KL; that of ``k3`` is less by the gradient of the reverse one, KL(reference || policy).
     """
     log_ratio = reference_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
     return ESTIMATORS[estimator](torch.from_numpy(log_ratio)).numpy()

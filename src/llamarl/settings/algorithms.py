@@ -250,8 +250,9 @@ class AlgorithmConfig:
 
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     """Per-token estimate of that KL. ``unbiased`` is ``k3`` weighted by pi / mu, whose gradient is
-    that of the KL, in the loss, however old the sample. On policy that of ``k2`` is too; ``k3`` is the usual choice and never negative; ``k1`` has no gradient in expectation and
-    is here for comparison."""
+    that of the KL, in the loss, however old the sample. On policy that of ``k2`` is too; ``k3`` is the usual choice there and
+    never negative; ``k1`` has no gradient in expectation. With ``kl_place`` reward or token_reward it is the other way
+    round: choose ``k1``, which pulls as the KL does; ``k3`` hardly does while the policy is near the reference."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Of a loss of your own, which reads them as ``config.options``."""
