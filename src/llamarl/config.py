@@ -484,7 +484,19 @@ def _judging_checks(config: RunConfig) -> Iterator[Mistake]:
         others = ("reward_model.path", "judge.path", "judge.url")
         text = f"is 0, so models alone judge, but there is none: name one in {' or '.join(others)}, or set it to 1"
         yield Mistake("reward.weight", text, others)
-    taken = {TASK_PART, *(part.part for task in (config.task, *config.task.tasks.values()) for part in task.judges)}
+    judges = [part for task in (config.task, *config.task.tasks.values()) for part in task.judges]
+    if config.algorithm.advantage == "gdpo":
+        weights = [("task.rewards", part.part, part.weight) for part in judges]
+        weights += [(f"{section}.weight", name, getattr(config, section).weight) for section, name in models.items()]
+        for key, name, weight in (one for one in weights if one[2] <= 0):
+            yield Mistake(
+                key,
+                f": {name!r} has the weight {weight:g}, but with algorithm.advantage 'gdpo' parts of a reward count alike and "
+                f"with their own sign, so that a penalty would be sought: "
+                f"{'turn its sign and its weight' if weight else 'leave it out'}, or choose another advantage",
+                ("algorithm.advantage",),
+            )
+    taken = {TASK_PART, *(part.part for part in judges)}
     for section, name in models.items():
         if name in taken:
             text = f"is {name!r}, which another part of the reward is called: choose another name"

@@ -14,6 +14,7 @@ from made_responses import made_group, made_response
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from llamarl.algorithms.advantages import compute_advantages
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import llamarl_graph
@@ -217,6 +218,26 @@ def test_models_alone_judge_where_the_tasks_weight_is_0() -> None:
     assert first == Score(value=1.5, parts={"helpful": 3.0})
     assert isinstance(second, Failure) and second.kind == "generation"
     assert isinstance(third, Failure) and third.kind == "judge"  # nobody judged it: never a zero
+
+
+@pytest.mark.parametrize(("weight", "what"), [(-0.5, "turn its sign and its weight"), (0.0, "leave it out")])
+def test_a_penalty_is_no_part_for_gdpo_which_would_seek_it(weight: float, what: str) -> None:
+    """Right 1 0 1 0, long 1 1 0 0 with weight -1: by arXiv:2601.05242 the short right answer is worth most, 1.22 and the long
+    wrong one -1.22; of parts without their weights the long right one would be, and the short wrong one least."""
+    table = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    (found,) = compute_advantages([table @ [1.0, -1.0]], AlgorithmConfig(advantage="gdpo"), parts=[table])
+    assert found.tolist() == pytest.approx([math.sqrt(1.5), 0.0, 0.0, -math.sqrt(1.5)], abs=1e-4)
+    (signed,) = compute_advantages(
+        [table @ [1.0, -1.0]], AlgorithmConfig(advantage="gdpo"), parts=[table * [1.0, -1.0]]
+    )
+    assert signed.tolist() == pytest.approx([0.0, -math.sqrt(1.5), math.sqrt(1.5), 0.0], abs=1e-4)
+    parts = [{"function": "r.py:right"}, {"function": "r.py:long", "weight": weight}]
+    settings = {"task": {"rewards": parts}, "algorithm": {"advantage": "gdpo"}}
+    with pytest.raises(ConfigError, match=rf"task\.rewards: 'long' has the weight .*{what}"):
+        validate(settings)
+    with pytest.raises(ConfigError, match=r"reward_model\.weight: .*turn its sign"):
+        validate({"reward_model": {"path": "m", "weight": -1.0}, "algorithm": {"advantage": "gdpo"}})
+    validate(settings | {"algorithm": {"advantage": "group_std"}})
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(0.0, [0.0, 0.6]), (0.5, [0.5, 0.7]), (1.0, [1.0, 0.8])])
