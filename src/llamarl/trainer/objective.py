@@ -70,7 +70,7 @@ def microbatch_loss(
         if microbatch.kl_weights is not None:
             losses = losses + microbatch.kl_weights * kl
             if algorithm.teacher_top_k:
-                sums["loss/policy"] = (losses.detach() * microbatch.weights).sum()
+                sums["loss/policy"] += (microbatch.kl_weights * kl.detach() * microbatch.weights).sum()
         sums["kl/reference"] = (kl.detach() if sampled is None else torch.where(sampled, kl.detach(), 0.0)).sum()
     if algorithm.imitates:  # what wrote the tokens has no distribution to compare with
         sums["entropy"] = entropy.detach().sum()

@@ -190,6 +190,10 @@ def test_the_gradient_over_likeliest_tokens_is_the_written_one_however_a_step_is
                 losses.append(_written_out(pi[at], said[at].detach(), said[at].topk(6).indices))
     objective = torch.stack(losses).mean()
     objective.backward()
+    calm = Trainer(
+        policy, settings, OptimizerConfig(), dataclasses.replace(algorithm, entropy_coef=0.5), temperature=0.8
+    )
+    assert calm.train(groups, 0)["loss/policy"] == metrics["loss/policy"]  # an entropy term is none of that KL
     assert metrics["kl/reference"] == pytest.approx(objective.item(), rel=1e-5)
     assert metrics["loss/policy"] == pytest.approx(objective.item(), rel=1e-5) and metrics["ratio/mean"] > 0
     for name, parameter in model.named_parameters():
