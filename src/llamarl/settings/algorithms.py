@@ -172,9 +172,9 @@ class AlgorithmConfig:
     rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its
     group's mean reward, ``leave_one_out`` the mean of the other members, ``group_std`` subtracts
     the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses mean and
-    deviation of the whole step (REINFORCE++), ``group_mean_batch_std`` the group's mean and the
-    step's deviation. ``max_rl`` subtracts the group's mean and divides by
-    it. ``gdpo`` adds up ``group_std`` of each named part of the reward, over the step's deviation.
+    deviation of the whole tick (REINFORCE++), ``group_mean_batch_std`` the group's mean and the
+    tick's deviation. ``max_rl`` subtracts the group's mean and divides by
+    it. ``gdpo`` adds up ``group_std`` of each named part of the reward, over the tick's deviation.
     ``reward`` is the reward itself, without a baseline. ``distillation`` looks at no reward: a token's
     advantage is what the teacher, ``reference.path``, thinks of it, log p_teacher - log pi
     (docs/algorithms/distillation.md). ``gae`` is an advantage a
@@ -203,7 +203,7 @@ class AlgorithmConfig:
     critic's value of the next turn."""
 
     gae_normalize: bool = True
-    """Whether a critic's advantages get mean 0 and deviation 1 over the trained tokens of the step."""
+    """Whether a critic's advantages get mean 0 and deviation 1 over the trained tokens of the tick."""
 
     overlong_buffer: NonNegativeInt = 0
     """Tokens before ``overlong_limit`` over which the reward falls linearly by ``overlong_penalty``
