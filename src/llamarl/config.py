@@ -259,6 +259,11 @@ class RunConfig:
         return not self.algorithm.imitates and not self.task.rollouts
 
     @property
+    def trained_temperature(self) -> float:
+        """Of the log-probs that are trained, and of a reference's beside them: the one sampled at; rows to imitate have none."""
+        return 1.0 if self.algorithm.imitates else self.generator.sampling.temperature
+
+    @property
     def has_reference(self) -> bool:
         """Whether the job has a reference executor."""
         return self.reference.enabled or self.algorithm.kl_coef > 0 or self.algorithm.distills

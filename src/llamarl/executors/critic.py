@@ -58,7 +58,7 @@ class ReferenceExecutor(Stateless, BaseExecutor):
             self.config.reference,
             self.config.algorithm,
             self.config.trainer,
-            temperature=self.config.generator.sampling.temperature,
+            temperature=self.config.trained_temperature,
             num_tokens=load_model_config(self.config.model.path).get_text_config().vocab_size,
             device=self.context.device,
         )

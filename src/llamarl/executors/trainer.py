@@ -136,7 +136,7 @@ class TrainerExecutor(BaseExecutor):
             self.config.trainer,
             self.config.optimizer,
             self.config.algorithm,
-            temperature=1.0 if self.config.algorithm.imitates else self.config.generator.sampling.temperature,
+            temperature=self.config.trained_temperature,
             seed=self.config.run.seed,
             device=self.context.device,
             num_ticks=self.config.run.num_ticks,

@@ -22,8 +22,9 @@ TASKS = {"task": {"mixture": [{"name": "steps"}, {"name": "countdown"}], "name":
 class Marks:
     """Says -1 of every token."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_: object, **settings: object) -> None:
         self.layout = SimpleNamespace(is_data_leader=True)
+        self.temperature = settings["temperature"]
 
     def score(self, groups: list[Group]) -> list[Group]:
         def marked(group: Group) -> Group:
@@ -63,6 +64,15 @@ def test_groups_of_its_tasks_are_scored_and_all_are_handed_on_in_order(
     found = teacher(monkeypatch, options).step(0, {"in": list(groups)}).outputs["out"]
     assert [group.prompt.index for group in found] == [0, 1, 2, 3]
     assert [all(r.reference_logprobs is not None for r in group.responses) for group in found] == scored
+
+
+def test_a_reference_says_its_log_probs_at_the_temperature_that_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of sampling; rows to imitate train at 1, and at another one the KL of equal weights would not be 0."""
+    warm = {"generator": {"sampling": {"temperature": 0.7}}}
+    rows = {"name": "demonstrations", "data": "rows.jsonl"}
+    assert teacher(monkeypatch, {}, **warm).scorer.temperature == 0.7
+    imitates = {"task": rows, "algorithm": {"name": "sft", "kl_coef": 0.1}}
+    assert teacher(monkeypatch, {}, **warm, **imitates).scorer.temperature == 1.0
 
 
 @pytest.mark.parametrize("tasks", [["stesp"], [], "steps"])
