@@ -106,7 +106,16 @@ class JobHosts:
         together = colocated.sharing if colocated is not None else ()
         tensor_parallel = {role.name: role.units(config) for role in present_roles(config) if role.section}
         gpus = [there[number].cuda_devices if number in there else 0 for number in range(len(named))]
-        whole = spread(executors, len(named), on, tensor_parallel=tensor_parallel, together=together, cuda_devices=gpus)
+        cores = [there[number].cores if number in there else 1 for number in range(len(named))]
+        whole = spread(
+            executors,
+            len(named),
+            on,
+            tensor_parallel=tensor_parallel,
+            together=together,
+            cuda_devices=gpus,
+            cores=cores,
+        )
         without = layouts(
             executors,
             on,

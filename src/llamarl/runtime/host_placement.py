@@ -4,7 +4,7 @@
 
 An executor that is given hosts fills them one after the other: tensor-parallel peers stay together
 where they can, ranks with neighbouring numbers too, since these talk most. One that is given none
-goes whole to the host that has fewest ranks so far; one that may be on GPUs to such a host among those with
+goes whole to the host that has fewest ranks so far and cores to offer; one that may be on GPUs to such a host among those with
 enough free ones, else with enough, else with any, where there are some. Unlike replicas may be given hosts kind by
 kind: ``generator_0`` are those of the first kind.
 
@@ -61,6 +61,7 @@ def spread(
     tensor_parallel: Mapping[str, Units],
     together: Sequence[str] = (),
     cuda_devices: Sequence[int] = (),
+    cores: Sequence[int] = (),
 ) -> dict[str, tuple[int, ...]]:
     """Executor -> the host of each of its ranks.
 
@@ -69,6 +70,8 @@ def spread(
         tensor_parallel: Executor -> its units; absent: 1.
         together: Executors that share devices: they go where the first of them that is given hosts goes.
         cuda_devices: Of each host; empty: none has any.
+        cores: Of each host; empty: all have some. One that offers none, as heads mostly do (``--num-cpus=0``), gets no
+            rank that nobody puts there.
 
     Raises:
         ConfigError: ``on`` names an executor that there is not, or parts those that share devices. Names every mistake.
@@ -89,6 +92,7 @@ def spread(
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     given = {**on, **{name: next(iter(shared)) for name in together if shared}}
+    usable = [host for host in range(num_hosts) if not cores or cores[host]] or range(num_hosts)
     where: dict[str, tuple[int, ...]] = {}
     used: Counter[int] = Counter()
     on_gpus: Counter[int] = Counter()
@@ -100,11 +104,7 @@ def spread(
         if hosts is None:
             hosts = next((where[name][:1] for name in together if spec.name in together and name in where), None)
         if hosts is None:
-            fit = (
-                range(num_hosts)
-                if spec.device == "cpu"
-                else _with_gpus(cuda_devices, on_gpus, spec.num_ranks, num_hosts)
-            )
+            fit = usable if spec.device == "cpu" else _with_gpus(cuda_devices, on_gpus, spec.num_ranks, usable)
             hosts = (min(fit, key=lambda host: used[host]),)
         units = tensor_parallel.get(spec.name, 1)
         if isinstance(units, int):
@@ -117,12 +117,14 @@ def spread(
     return {name: where[name] for name in names}
 
 
-def _with_gpus(cuda_devices: Sequence[int], taken: Mapping[int, int], num_ranks: int, num_hosts: int) -> Sequence[int]:
+def _with_gpus(
+    cuda_devices: Sequence[int], taken: Mapping[int, int], num_ranks: int, hosts: Sequence[int]
+) -> Sequence[int]:
     """The hosts with a GPU for each of so many ranks that nobody has yet; else that others may have; else with any; else all."""
     for least, others in ((num_ranks, taken), (num_ranks, {}), (1, {})):
-        if found := [host for host, count in enumerate(cuda_devices) if count - others.get(host, 0) >= least]:
+        if found := [host for host in hosts if cuda_devices and cuda_devices[host] - others.get(host, 0) >= least]:
             return found
-    return range(num_hosts)
+    return hosts
 
 
 def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:
@@ -223,7 +225,13 @@ def layouts(
         places = {name: [hosts.index(host) for host in own] for name, own in named.items()}
         gpus = [there[host].cuda_devices for host in hosts]
         found = spread(
-            executors, len(hosts), places, tensor_parallel=tensor_parallel, together=together, cuda_devices=gpus
+            executors,
+            len(hosts),
+            places,
+            tensor_parallel=tensor_parallel,
+            together=together,
+            cuda_devices=gpus,
+            cores=[there[host].cores for host in hosts],
         )
         yield {name: tuple(hosts[at] for at in ranks) for name, ranks in found.items()}
 

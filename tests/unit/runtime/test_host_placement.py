@@ -7,6 +7,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import (
     Machine,
+    layouts,
     spread,
     unlike,
 )
@@ -55,6 +56,17 @@ def test_an_executor_that_may_be_on_gpus_goes_to_a_host_with_enough_of_them_wher
     where = spread(executors[:2], 3, {"g": (2,)}, tensor_parallel={}, cuda_devices=[4, 4, 4])
     assert where == {"g": (2, 2), "t": (0,) * 4}, "where they are free"
     assert spread(executors[:1], 3, {}, tensor_parallel={}) == {"g": (0, 0)}, "nobody has any"
+
+
+def test_a_host_that_offers_no_cores_gets_only_what_is_put_there() -> None:
+    executors = [spec("g", 2, "auto"), spec("r"), spec("t", 1, "auto")]
+    where = spread(executors, 3, {}, tensor_parallel={}, cores=[0, 8, 8])
+    assert where == {"g": (1, 1), "r": (2,), "t": (2,)}
+    where = spread(executors, 3, {"r": (0,)}, tensor_parallel={}, cuda_devices=[8, 2, 0], cores=[0, 8, 8])
+    assert where == {"g": (1, 1), "r": (0,), "t": (1,)}
+    heads = {0: machine("head", cores=0), 1: machine("a")}
+    assert next(layouts(executors, {}, heads, tensor_parallel={}))["r"] == (1,), "a resume too"
+    assert spread(executors[1:2], 1, {}, tensor_parallel={}, cores=[0]) == {"r": (0,)}, "which place then refuses"
 
 
 def test_executors_that_share_devices_are_put_together_or_refused() -> None:
