@@ -35,6 +35,11 @@ def test_what_ray_raises_is_told_by_its_cause_in_a_line() -> None:
     )
     assert one_line(RuntimeError(far)) == "Ray: ModuleNotFoundError: No module named 'llamarl.runtime'"
     assert one_line(RuntimeError("a\nb")) == "Ray: a"
+    versions = "Version mismatch: The cluster was started with:\n    Ray: 2.61.0\n    Python: 3.11.9\nThis process on node b"
+    assert one_line(RuntimeError(versions)) == (
+        "Ray: Version mismatch: The cluster was started with: Ray: 2.61.0 Python: 3.11.9 This process on node b"
+    )
+    assert one_line(RuntimeError("Traceback (most recent call last):\n  File x\nKeyError: 3")) == "Ray: KeyError: 3"
     assert one_line(RuntimeError()) == "Ray: RuntimeError"
 
 
@@ -195,9 +200,25 @@ def test_gpus_of_which_the_cluster_does_not_tell_are_given_back_and_named_in_wor
     cluster = RayCluster([node], 0, {})
     why_not = cluster.take({0: (1, 1)}, 5.0)
     assert why_not == (
-        "the cluster gave GPUs and does not say which within 5 s: Ray: Get timed out: some object(s) not ready."
+        "the cluster gave GPUs and does not say which within 60 s: Ray: Get timed out: some object(s) not ready."
     )
     assert removed == [group] and not cluster._groups and not cluster._bundles and cluster.gpus(0) == ()
+
+
+def test_gpus_keep_their_order_though_ray_tells_them_in_another_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def get(_: object, timeout: float) -> list[str]:
+        waited.append(timeout)
+        return ["10", "2", "0"]
+
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: None))
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, place: None)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, remote=lambda work: task))
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    assert ray._gpu_ids(None, 0, 3) == ["0", "2", "10"]
+    assert waited == [60.0], "the process that is asked may have to be started: not the 5 s that a free share may take"
 
 
 @pytest.mark.parametrize(

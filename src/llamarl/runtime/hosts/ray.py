@@ -163,13 +163,13 @@ class RayCluster(Cluster):
                 return f"the cluster did not give all of this within {within_s:g} s: {wanted}. Others may hold it: ray status shows who"
             try:
                 gpus = {
-                    number: _gpu_ids(group, place, shares[number][1], within_s)
+                    number: _gpu_ids(group, place, shares[number][1])
                     for place, number in enumerate(numbers)
                     if shares[number][1]
                 }
             except RayError as error:
                 remove_placement_group(group)
-                return f"the cluster gave GPUs and does not say which within {within_s:g} s: {one_line(error)}"
+                return f"the cluster gave GPUs and does not say which within {_AGENT_S:g} s: {one_line(error)}"
             self._groups.append(group)
             for place, number in enumerate(numbers):
                 self._bundles.setdefault(number, (group, place))
@@ -391,6 +391,8 @@ def one_line(error: BaseException) -> str:
     text = str(cause) if isinstance(cause, BaseException) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception)\b: ", line)]
+    if not named and lines and lines[0].endswith(":"):  # such as versions that do not match: below it stands which
+        lines = [" ".join(lines)]
     return f"Ray: {(named[-1:] or lines[:1] or [type(error).__name__])[0][:300]}"
 
 
@@ -421,15 +423,19 @@ def _resources(cores: int, gpus: int) -> dict[str, float]:
     return {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
 
 
-def _gpu_ids(group: Any, place: int, count: int, within_s: float) -> list[str]:
-    """Which GPUs a bundle holds: a task that asks for them all is told."""
+def _gpu_ids(group: Any, place: int, count: int) -> list[str]:
+    """Which GPUs a bundle holds: a task that asks for them all is told, in a process that may have to be started first.
+
+    Ray keeps them in a set: where ``CUDA_VISIBLE_DEVICES`` was set for its node, as Slurm does, each process finds
+    another order.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     pinned = PlacementGroupSchedulingStrategy(group, place)
     asked = ray.remote(_own_gpus).options(num_cpus=0, num_gpus=count, max_retries=0, scheduling_strategy=pinned)
-    found: list[str] = ray.get(asked.remote(), timeout=within_s)
-    return found
+    found: list[str] = ray.get(asked.remote(), timeout=_AGENT_S)
+    return sorted(found, key=_natural)
 
 
 def _own_gpus() -> list[str]:
