@@ -73,10 +73,38 @@ def test_it_begins_a_run_once_and_then_resumes_it_and_from_its_mirror_where_the_
     assert said() == ["train", "tiny", "--run.dir", str(run), "--cluster", "auto"]
     run.mkdir()
     (run / "config.toml").touch()
-    assert said() == ["train", "--resume", str(run), "--cluster", "auto"]
+    assert said() == ["train", "tiny", "--resume", str(run), "--cluster", "auto"]
     url, flags = "s3://bucket/x", ["--cluster", "auto", "--run.mirror", "s3://bucket/x"]
-    assert said(LLAMARL_MIRROR=url) == ["train", "--resume", str(run), *flags]
+    assert said(LLAMARL_MIRROR=url) == ["train", "tiny", "--resume", str(run), *flags]
     (run / "config.toml").unlink()
     assert said(LLAMARL_MIRROR=url) == ["train", "tiny", "--run.dir", str(run), *flags]
     (tmp_path / "mirror").touch()
     assert said(LLAMARL_MIRROR=url) == ["train", "tiny", "--resume", url, "--run.dir", str(run), *flags]
+
+
+def test_the_image_has_the_compiler_that_a_run_on_a_gpu_asks_for() -> None:
+    slim = (FOLDER / "Dockerfile").read_text().partition("FROM python:3.11-slim")[2]
+    (installs,) = [line for line in slim.splitlines() if "apt-get install" in line]
+    assert {"gcc", "libc6-dev"} <= set(installs.split()), "llamarl.compiler; gcc alone has no headers"
+
+
+def test_a_slurm_job_that_is_queued_again_keeps_its_flags(tmp_path: Path) -> None:
+    for name in ("srun", "scontrol", "python"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\n[ {name} != srun ] || printf "%s\\n" "$@" >{tmp_path}/said\necho 0 >runs/7.exit\n')
+        program.chmod(0o755)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "activate").touch()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2"}
+
+    def said() -> list[str]:
+        words = ["bash", str(FOLDER / "job.sbatch"), "my.toml", "--on", "trainer=0,1"]
+        subprocess.run(words, cwd=tmp_path, env={"PATH": path, "HOME": str(tmp_path), **slurm}, check=True)
+        told = (tmp_path / "said").read_text().split()
+        return told[told.index("runs/7.exit") + 1 :]
+
+    assert said() == ["my.toml", "--on", "trainer=0,1", "--run.dir", "runs/7"]
+    (tmp_path / "runs" / "7").mkdir()
+    (tmp_path / "runs" / "7" / "config.toml").touch()
+    assert said() == ["--resume", "runs/7", "--on", "trainer=0,1"]
