@@ -1,6 +1,8 @@
 """``llamarl cluster up`` on machines that ssh reaches, by Ray's own launcher; then a job, then ``down``."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,29 @@ def test_the_description_is_one_that_ray_takes() -> None:
     assert all("RAY_AUTH_MODE=token /venv/bin/ray start" in command for command in (head, worker))
     health = {"initial_delay_ms": 1000, "period_ms": 800, "timeout_ms": 2000, "failure_threshold": 3}
     assert {f"RAY_health_check_{name}={value}" for name, value in health.items()} <= set(head.split())
+
+
+@pytest.mark.parametrize(
+    ("head", "known", "flags"),
+    [
+        ("a", "127.0.1.1 STREAM a\n127.0.1.1 DGRAM", "--node-name=a"),
+        ("a", "127.0.1.1 STREAM a\n10.0.0.2 STREAM\n10.0.0.3 STREAM", "--node-name=a --node-ip-address=10.0.0.2"),
+        ("10.0.0.2", "127.0.1.1 STREAM a", "--node-ip-address=10.0.0.2"),
+    ],
+)
+def test_a_head_is_known_by_an_address_that_others_reach_whatever_its_machine_calls_it(
+    head: str, known: str, flags: str, tmp_path: Path
+) -> None:
+    for name, said in (("getent", shlex.quote(known)), ("ray", '"$@"')):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nprintf '%s\\n' {said}\n")
+        program.chmod(0o755)
+    made = description_of_cluster([head, "b"], user="me", bin_dir=str(tmp_path))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "-c", made["head_start_ray_commands"][-1]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert [word for word in done.stdout.split() if word.startswith("--node")] == flags.split()
+    assert f"--address={head}:6379" in made["worker_start_ray_commands"][-1].split(), "as b knows it"
 
 
 @pytest.mark.parametrize(

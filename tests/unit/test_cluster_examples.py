@@ -91,7 +91,9 @@ def test_the_image_has_the_compiler_that_a_run_on_a_gpu_asks_for() -> None:
 def test_a_slurm_job_that_is_queued_again_keeps_its_flags(tmp_path: Path) -> None:
     for name in ("srun", "scontrol", "python"):
         program = tmp_path / name
-        program.write_text(f'#!/bin/sh\n[ {name} != srun ] || printf "%s\\n" "$@" >{tmp_path}/said\necho 0 >runs/7.exit\n')
+        program.write_text(
+            f'#!/bin/sh\n[ {name} != srun ] || printf "%s\\n" "$@" >{tmp_path}/said\necho 0 >runs/7.exit\n'
+        )
         program.chmod(0o755)
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import ipaddress
 import json
 import os
 import re
@@ -66,6 +67,7 @@ def description_of_cluster(hosts: Sequence[str], *, user: str, key: str = "", bi
     """
     head, *workers = hosts
     health = " ".join(f"{name}={value}" for name, value in HEALTH.items())
+    before, name = _name_of_head(head)
     ray = f"PATH={bin_dir}:$PATH RAY_AUTH_MODE=token {bin_dir}/ray"  # jobs that are submitted find llamarl by it
     return {
         "cluster_name": "llamarl",
@@ -76,14 +78,27 @@ def description_of_cluster(hosts: Sequence[str], *, user: str, key: str = "", bi
         "head_start_ray_commands": [
             f"{bin_dir}/ray stop",
             # the second generation of Ray's autoscaler loses machines of this provider (2.60)
-            f"{health} RAY_enable_autoscaler_v2=0 {ray} start --head --node-ip-address={head} --port 6379 "
+            f"{before}{health} RAY_enable_autoscaler_v2=0 {ray} start --head {name} --port 6379 "
             "--disable-usage-stats --autoscaling-config=~/ray_bootstrap_config.yaml",
         ],
         "worker_start_ray_commands": [
             f"{bin_dir}/ray stop",
-            f"{ray} start --address=$RAY_HEAD_IP:6379 --disable-usage-stats",
+            f"{ray} start --address={head}:6379 --disable-usage-stats",  # $RAY_HEAD_IP is what the head calls itself
         ],
     }
+
+
+def _name_of_head(head: str) -> tuple[str, str]:
+    """A line of shell on the head, and flags of its ``ray start`` after it: what it is called and where it is reached.
+
+    Ray takes a name for an address as it is; its own machine may call that 127.0.1.1 (Debian), where ranks would then
+    listen. So an address that it has for it elsewhere counts, else the one that Ray finds.
+    """
+    try:
+        return "", f"--node-ip-address={ipaddress.ip_address(head)}"
+    except ValueError:
+        found = f"own=$(getent ahostsv4 {head} | awk '/^127[.]/ {{next}} {{print $1; exit}}'); "
+        return found, f"--node-name={head} ${{own:+--node-ip-address=$own}}"
 
 
 def run(args: argparse.Namespace) -> int:

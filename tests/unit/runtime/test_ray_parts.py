@@ -35,7 +35,9 @@ def test_what_ray_raises_is_told_by_its_cause_in_a_line() -> None:
     )
     assert one_line(RuntimeError(far)) == "Ray: ModuleNotFoundError: No module named 'llamarl.runtime'"
     assert one_line(RuntimeError("a\nb")) == "Ray: a"
-    versions = "Version mismatch: The cluster was started with:\n    Ray: 2.61.0\n    Python: 3.11.9\nThis process on node b"
+    versions = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.61.0\n    Python: 3.11.9\nThis process on node b"
+    )
     assert one_line(RuntimeError(versions)) == (
         "Ray: Version mismatch: The cluster was started with: Ray: 2.61.0 Python: 3.11.9 This process on node b"
     )
