@@ -26,6 +26,8 @@ def test_the_job_asks_for_a_token_and_is_started_again_on_a_volume_that_outlives
     job = manifest["RayJob"]["spec"]
     assert job["backoffLimit"] > 0
     assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    pinned = (FOLDER.parents[1] / "constraints.txt").read_text().split()
+    assert f"ray=={job['rayClusterSpec']['rayVersion']}" in pinned, "without its version KubeRay refuses authOptions"
     head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     (volume,) = head["volumes"]
     claim = manifest["PersistentVolumeClaim"]["metadata"]["name"]
