@@ -23,6 +23,8 @@ from llamarl.files.safe_folder import SafeFolder
 __all__ = ["FileClient"]
 
 _HURRY_S = 3.0
+_SLOWEST_BYTES_PER_S = 20e6
+"""At which a host reads or flushes what one answer is about: a model of 15 GB from a disk of 125 MB/s takes two minutes."""
 
 
 class FileClient:
@@ -33,7 +35,7 @@ class FileClient:
         ask: Calls a method of the :class:`llamarl.files.host_files.HostFiles` there: its result, what
             went wrong, and whether that is a file that is missing. Raises ``ConnectionError`` when its
             agent is gone.
-        stall_s: Longest wait for one answer.
+        stall_s: Longest wait for one answer, beyond the time that the host may take for the bytes that it reads for it.
     """
 
     def __init__(self, host: str, ask: Callable[..., Future[tuple[Any, str, bool]]], *, stall_s: float) -> None:
@@ -109,19 +111,20 @@ class FileClient:
                 number = self._ask(path, "begin", run, record)
                 while piece := data.read(PIECE_BYTES):
                     self._ask(path, "add", number, piece, checksum_bytes(piece))
-            self._ask(path, "finish", number, run, record, as_object)
+            self._ask(path, "finish", number, run, record, as_object, num_bytes=record.num_bytes)
         except OSError as error:
             raise TransferError(f"host {self.host}: {path}: {source}: {error.strerror or error}") from error
 
     def holds(self, path: Path, files: Sequence[FileRecord]) -> Path | None:
         """Where the host has the same bytes already: under the same path, or in its own Hugging
         Face cache; None: nowhere."""
-        found = self._ask("", "holds", str(path), list(files))
+        found = self._ask("", "holds", str(path), list(files), num_bytes=_bytes_of(files))
         return Path(found) if found else None
 
     def lacks(self, files: Sequence[FileRecord]) -> list[FileRecord]:
         """Those whose content the host does not have, each content once."""
-        return [files[position] for position in self._ask("", "lacks", list(files))]
+        lacking = self._ask("", "lacks", list(files), num_bytes=_bytes_of(files))
+        return [files[position] for position in lacking]
 
     def place(self, run: str, files: Sequence[FileRecord]) -> Path:
         """A folder there of contents that it has, under the records' paths."""
@@ -135,10 +138,11 @@ class FileClient:
         """From now on wait a few seconds for an answer, at most."""
         self._stall_s = min(self._stall_s, _HURRY_S)
 
-    def _ask(self, path: str, method: str, *arguments: Any) -> Any:
+    def _ask(self, path: str, method: str, *arguments: Any, num_bytes: int = 0) -> Any:
         began_s = time.monotonic()
+        limit_s = self._stall_s + num_bytes / _SLOWEST_BYTES_PER_S
         try:
-            result, trouble, missing = self._ask_host(method, *arguments).result(self._stall_s)
+            result, trouble, missing = self._ask_host(method, *arguments).result(limit_s)
         except TimeoutError as error:
             waited_s = time.monotonic() - began_s
             raise self._named(TransferError(f"no answer for {waited_s:.0f} s"), path) from error
@@ -152,3 +156,7 @@ class FileClient:
         if str(error).startswith(f"host {self.host}"):
             return error
         return TransferError(f"host {self.host}{': ' + path if path else ''}: {error}", missing=error.missing)
+
+
+def _bytes_of(files: Sequence[FileRecord]) -> int:
+    return sum(record.num_bytes for record in files)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from waiting import wait_until
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.errors import TransferError
 from llamarl.files import host_files
+from llamarl.files.file_client import FileClient
 from llamarl.files.incoming_file import PIECE_BYTES
 from llamarl.files.safe_folder import SafeFolder
 
@@ -123,3 +125,27 @@ def test_a_run_that_there_is_not_and_a_path_that_leads_out_are_refused(host: Far
         client.fetch(run, "../../x", SafeFolder(tmp_path), None)
     with pytest.raises(TransferError, match="is no name of a run"):
         client.open_run("../x")
+
+
+def test_a_host_has_time_to_read_a_large_model_before_it_says_whether_it_holds_it(tmp_path: Path) -> None:
+    waited: dict[str, float] = {}
+
+    class Answer(Future[Any]):
+        def __init__(self, method: str) -> None:
+            super().__init__()
+            self.method = method
+
+        def result(self, timeout: float | None = None) -> Any:
+            waited[self.method] = timeout or 0.0
+            return ([] if self.method == "lacks" else 0), "", False
+
+    client = FileClient("b", lambda method, *_: Answer(method), stall_s=60.0)
+    model = [FileRecord(path=str(n), num_bytes=5 << 30, xxh3_128="0" * 32) for n in range(3)]
+    client.holds(tmp_path, model)
+    client.lacks(model)
+    (tmp_path / "source").write_bytes(b"x")
+    client.send(tmp_path / "source", model[0], "run", as_object=True)
+    needed_s = 16.1e9 / 125e6
+    assert waited["holds"] > needed_s > 60.0 and waited["lacks"] > needed_s, "a cloud disk of 125 MB/s"
+    assert waited["finish"] > 5.3e9 / 60e6, "it is flushed there, to a disk of 60 MB/s"
+    assert waited["begin"] == waited["add"] == 60.0
