@@ -17,7 +17,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
 from llamarl.runtime.hosts import ray
-from llamarl.runtime.hosts.agent import _meeting_port
+from llamarl.runtime.hosts.agent import HostAgent, _meeting_port
 from llamarl.runtime.hosts.hosted_rank import HostedRank
 from llamarl.runtime.hosts.launcher import imported_on, seconds_ahead
 from llamarl.runtime.hosts.node import interface_of
@@ -82,6 +82,19 @@ def test_places_where_ranks_meet_do_not_coincide_nor_with_where_segments_are_off
         with pytest.raises(OSError, match="to meet on all"):
             _meeting_port("127.0.0.1", ports, range(last - 3, last + 1))
     assert _meeting_port("127.0.0.1", (0, 0), []) > 0
+
+
+def test_an_executor_that_is_brought_up_again_and_again_uses_up_no_range_of_ports() -> None:
+    async def meet(last: int) -> list[tuple[str, str]]:
+        node: Any = SimpleNamespace(address="127.0.0.1", ports=(last - 1, last))
+        agent = HostAgent(node)
+        return [await agent.meeting_place(name, True) for name in ("generator", "trainer", "trainer", "critic")]
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        last = taken.getsockname()[1] - 1
+        *met, (_, refused) = asyncio.run(meet(last))
+    assert met == [(f"tcp://127.0.0.1:{port}", "") for port in (last, last - 1, last - 1)]
+    assert refused.startswith(f"no port of {last - 1}-{last} is free"), "the others' meeting places stay theirs"
 
 
 def test_a_job_ends_at_once_though_nobody_takes_what_its_rank_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ class HostAgent:
         self._said: list[Say] = []
         self._news = asyncio.Event()
         self._stores = Stores()
-        self._promised: set[int] = set()
-        """Ports of meeting places: a rank listens there only once it has started."""
+        self._promised: dict[int, str] = {}
+        """Port of a meeting place -> executor: a rank listens there only once it has started."""
         self._files = HostFiles(default_base())
 
     async def now_s(self) -> float:
@@ -104,10 +104,14 @@ class HostAgent:
             return self._stores.new(name), ""
         address, ports = self._node.address, self._node.ports
         try:
-            port = _meeting_port(address, ports, self._promised)
+            try:
+                port = _meeting_port(address, ports, self._promised)
+            except OSError:  # a range is used up in the end: where the same executor met before nobody will again
+                self._promised = {port: who for port, who in self._promised.items() if who != name}
+                port = _meeting_port(address, ports, self._promised)
         except OSError as error:
             return "", f"no port of {ports[0]}-{ports[1]} is free on {address}: {error}"
-        self._promised.add(port)
+        self._promised[port] = name
         return f"tcp://{f'[{address}]' if ':' in address else address}:{port}", ""
 
     async def files(self, method: str, *arguments: Any) -> tuple[Any, str, bool]:
