@@ -56,6 +56,18 @@ def test_what_of_a_cluster_is_free_is_told_in_cores_and_gpus() -> None:
     assert _free({"CPU": 12.0, "GPU": 1.0}, {"CPU": 1.0}) == "free now: 1 core of 12 cores and 1 GPU"
 
 
+def test_the_head_has_the_first_place_whatever_its_address() -> None:
+    names = ("10.0.0.10", "10.0.0.9", "10.0.0.30")
+    told = [ray._as_ray_tells(node(name, is_head=name == "10.0.0.30")) for name in names]
+    assert [one["name"] for one in sorted(told, key=ray._head_first)] == ["10.0.0.30", "10.0.0.9", "10.0.0.10"]
+
+
+def node(name: str, *, is_head: bool) -> dict[str, Any]:
+    """As ``ray.nodes`` tells of one."""
+    resources = {"CPU": 4.0, **({"node:__internal_head__": 1.0} if is_head else {})}
+    return {"NodeName": name, "NodeManagerAddress": name, "NodeID": name, "Resources": resources}
+
+
 def test_ports_are_one_or_a_range() -> None:
     assert (parse_ports("7"), parse_ports("7-9")) == ((7, 7), (7, 9))
     for wrong in ("9-7", "0", "70000", "a", "7-", "-7"):

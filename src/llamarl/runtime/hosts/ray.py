@@ -297,9 +297,7 @@ def _with_nodes(ports: tuple[int, int]) -> RayCluster:
     from llamarl.runtime.host_placement import Machine, unlike
 
     here_id = ray.get_runtime_context().get_node_id()
-    alive = sorted(
-        (_as_ray_tells(node) for node in ray.nodes() if node["Alive"]), key=lambda one: _natural(one["name"])
-    )
+    alive = sorted((_as_ray_tells(node) for node in ray.nodes() if node["Alive"]), key=_head_first)
     asked = [_submit(one["node_id"], this_node, {**one, "ports": ports}) for one in alive]
     until = time.monotonic() + _INVENTORY_S
     nodes: list[RayNode] = []
@@ -442,6 +440,12 @@ def _own_gpus() -> list[str]:
     import ray
 
     return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+
+def _head_first(told: Mapping[str, Any]) -> tuple[bool, list[tuple[int, str]]]:
+    """Order of nodes. Where they go by addresses, as on Kubernetes and Slurm, these are others for each cluster: a place
+    in the list, by which ``--on`` may name them, then still tells the head from the rest."""
+    return not told["is_head"], _natural(told["name"])
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
