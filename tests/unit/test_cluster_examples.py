@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,25 +91,48 @@ def test_the_image_has_the_compiler_that_a_run_on_a_gpu_asks_for() -> None:
     assert {"gcc", "libc6-dev"} <= set(installs.split()), "llamarl.compiler; gcc alone has no headers"
 
 
-def test_a_slurm_job_that_is_queued_again_keeps_its_flags(tmp_path: Path) -> None:
-    for name in ("srun", "scontrol", "python"):
+@pytest.fixture
+def slurm(tmp_path: Path) -> Callable[[], list[str]]:
+    """The batch script on the first of two nodes, whose programs are stand-ins: the words of its ``srun``."""
+    said = {
+        "srun": '"$@"',
+        "scontrol": "n0",
+        "hostname": '"10.0.0.5 172.17.0.1"',
+        "getent": '"$(cat known)"',
+        "python": "x",
+    }
+    for name, words in said.items():
         program = tmp_path / name
-        program.write_text(
-            f'#!/bin/sh\n[ {name} != srun ] || printf "%s\\n" "$@" >{tmp_path}/said\necho 0 >runs/7.exit\n'
-        )
+        to = f">{tmp_path}/said; echo 0 >runs/7.exit" if name == "srun" else ""
+        program.write_text(f'#!/bin/sh\nprintf "%s\\n" {words} {to}\n')
         program.chmod(0o755)
+    (tmp_path / "known").write_text("10.0.0.4 STREAM n0")
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").touch()
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2"}
 
-    def said() -> list[str]:
+    def submit() -> list[str]:
         words = ["bash", str(FOLDER / "job.sbatch"), "my.toml", "--on", "trainer=0,1"]
-        subprocess.run(words, cwd=tmp_path, env={"PATH": path, "HOME": str(tmp_path), **slurm}, check=True)
-        told = (tmp_path / "said").read_text().split()
+        subprocess.run(words, cwd=tmp_path, env=environment, check=True)
+        return (tmp_path / "said").read_text().split()
+
+    return submit
+
+
+def test_a_slurm_job_that_is_queued_again_keeps_its_flags(slurm: Callable[[], list[str]], tmp_path: Path) -> None:
+    def flags(told: list[str]) -> list[str]:
         return told[told.index("runs/7.exit") + 1 :]
 
-    assert said() == ["my.toml", "--on", "trainer=0,1", "--run.dir", "runs/7"]
+    assert flags(slurm()) == ["my.toml", "--on", "trainer=0,1", "--run.dir", "runs/7"]
     (tmp_path / "runs" / "7").mkdir()
     (tmp_path / "runs" / "7" / "config.toml").touch()
-    assert said() == ["--resume", "runs/7", "--on", "trainer=0,1"]
+    assert flags(slurm()) == ["--resume", "runs/7", "--on", "trainer=0,1"]
+
+
+def test_the_head_of_a_slurm_job_is_found_where_its_machine_calls_itself_a_loopback(
+    slurm: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    assert "n0:6379" in slurm()
+    (tmp_path / "known").write_text("127.0.1.1 STREAM n0\n127.0.1.1 DGRAM")
+    assert "10.0.0.5:6379" in slurm()

@@ -133,7 +133,8 @@ class HostsConfig:
     generator=a,b."""
 
     port_range: Annotated[str, NO_BITS] = ""
-    """Ports on which processes of the job may listen on each node, beside Ray's own: "20000-20100". Empty: any."""
+    """Ports on which processes of the job may listen on each node, beside Ray's own: "20000-20100". Empty: any.
+    Where ranks of one executor are on several nodes, gloo and NCCL listen on any as well."""
 
     run_folder: Annotated[Literal["auto", "own"], NO_BITS] = "auto"
     """"auto": a host that is seen to read and write the controller's run folder uses it. Every
