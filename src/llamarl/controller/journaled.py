@@ -16,7 +16,6 @@ decode it (:mod:`llamarl.channels.plain_values`) and its samples looked at
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from llamarl.controller.marking import Marking
 from llamarl.errors import ChannelError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report
-from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed
+from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed, raise_open_files
 from llamarl.runtime.tick_record import (
     OF_HANDLE,
     OF_REPORT,
@@ -50,7 +49,6 @@ from llamarl.transports.segments import Segment
 
 __all__ = ["load_journal", "read_journal", "report_of"]
 
-_MOST_FILES = 1 << 16
 _OTHER_FILES = 400
 """Left for all else: pipes and sockets of ranks, what the runtime holds."""
 
@@ -90,7 +88,7 @@ def load_journal(
     reports: tuple[Report, ...] = ()
     try:
         _check(chosen, graph, after_tick + 1, num_ticks)
-        max_pieces = (_raise_open_files() - _OTHER_FILES) // 2
+        max_pieces = (raise_open_files() - _OTHER_FILES) // 2
         reports = _reports(chosen, graph, segments, max_pieces=max_pieces, limits=limits)
     except (ChannelError, ValueError, KeyError, TypeError) as error:
         while segments:
@@ -144,16 +142,6 @@ def _check_tokens(tokens: Sequence[Token | None], channel: ChannelSpec, specs: M
     many = (len(tokens) == specs[channel.source].num_ranks) or (channel.elastic and bool(tokens))
     if not many or found != [(rank, parts) for rank in range(len(found))]:
         raise ValueError(f"its tokens of channel {channel.name!r} are not those of the ranks of {channel.source!r}")
-
-
-def _raise_open_files() -> int:
-    """How many files this process may have open, now that it has asked for as many as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _reports(

@@ -44,7 +44,7 @@ from llamarl.runtime.rank_plans import (
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
-from llamarl.runtime.tick_log import TickLog, copy_to_controller
+from llamarl.runtime.tick_log import TickLog, copy_to_controller, raise_open_files
 from llamarl.runtime.worker import CHANNEL_FACTORY, PULL_DEADLINE_S, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 from llamarl.transports.segments import Segment
@@ -158,6 +158,7 @@ class ProcessRuntime:
     def start(self, job: JobStart) -> Mapping[str, SetupReport]:
         """Bring all executors up, in parallel."""
         assert self._ranks is None, "start is called once"
+        raise_open_files()
         if self._restarts:
             job = dataclasses.replace(job, channels=[_with_tokens_of_their_own(channel) for channel in job.channels])
         plans = plan_workers(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import resource
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,7 +45,15 @@ from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, op
 from llamarl.transports.slots import HEADER_BYTES, SlotState, parse_header
 from llamarl.weight_sync.slot import SlotHandle
 
-__all__ = ["JOURNAL_FOLDER", "MAX_PAST_BYTES", "MAX_PAST_SEGMENTS", "Resumed", "TickLog", "copy_to_controller"]
+__all__ = [
+    "JOURNAL_FOLDER",
+    "MAX_PAST_BYTES",
+    "MAX_PAST_SEGMENTS",
+    "Resumed",
+    "TickLog",
+    "copy_to_controller",
+    "raise_open_files",
+]
 
 JOURNAL_FOLDER = "journal"
 """In the run's folder."""
@@ -54,9 +63,21 @@ MAX_PAST_SEGMENTS = 256
 brought up again until the next one."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Most that waits to be written."""
+_MOST_FILES = 1 << 16
 
 K = TypeVar("K")
 R = TypeVar("R", RankReport, RankSetup)
+
+
+def raise_open_files() -> int:
+    """How many files this process may have open, now that it has asked for as many as it may: a shell gives 1,024, and the
+    pipes of a hundred ranks on other hosts are 400, what they made that is held as many again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def test_more_pieces_than_may_be_open_are_refused_and_none_stays_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal_of(tmp_path, COUNTED)
-    monkeypatch.setattr("llamarl.controller.journaled._raise_open_files", lambda: 404)
+    monkeypatch.setattr("llamarl.controller.journaled.raise_open_files", lambda: 404)
     resumed = load_journal(tmp_path, "mine", GRAPH, config(), after_tick=-1)
     assert resumed.reports == () and resumed.segments == []
     assert "it holds more than 2 pieces, as many as may be open: save more often" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Names of runtimes, output of workers, deaths of processes, thread environment."""
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from llamarl.determinism import environment
 from llamarl.runtime import processes
+from llamarl.runtime.base import JobStart
 from llamarl.runtime.children import cause_of_death
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ranks import END_S
@@ -16,6 +18,21 @@ from llamarl.runtime.ranks import END_S
 def test_all_waits_between_a_failure_and_the_end_of_the_last_process_come_to_less_than_the_stated_ten_seconds() -> None:
     """docs/runtime.md: for what came with it, for executors to close, for processes to end, be killed and have their output read."""
     assert processes._FOLLOW_UP_S + processes._CLOSE_BUSY_S + END_S < 10.0
+
+
+def test_a_job_takes_as_many_open_files_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_workers(*_: object, **__: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(processes, "plan_workers", plan_workers)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))  # what a shell gives
+        with pytest.raises(InterruptedError):
+            processes.ProcessRuntime().start(JobStart(executors=[], channels=[], deadline_s=1.0))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_all_thread_pools_of_a_worker_get_the_same_count() -> None:
