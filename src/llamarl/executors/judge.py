@@ -24,6 +24,7 @@ from typing import Any
 
 from llamarl.checkpoint.snapshot import canonical_json, checksum_bytes
 from llamarl.checkpoint.storage import RunIdentity
+from llamarl.errors import ConfigError
 from llamarl.executors.asking import EngineJudge, Question, ServerJudge, Verdict
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.executors.conversations import fill
@@ -46,7 +47,13 @@ class JudgeExecutor(Stateless, BaseExecutor):
         if self.settings.path:
             self.judge = EngineJudge(self.settings, self.config.judge_engine, device=self.context.device)
             return
-        key = os.environ.get(self.settings.api_key_env, "") if self.settings.api_key_env else ""
+        variable = self.settings.api_key_env
+        key = os.environ.get(variable, "") if variable else ""
+        if variable and not key:  # on another host: here the checks before the run have seen it
+            raise ConfigError(
+                f"judge.api_key_env names {variable}, which is not set where this judge is: on a cluster it has the environment "
+                "of its node (of Ray: export it before ray start)"
+            )
         self.judge = ServerJudge(self.settings, api_key=key)
         if self.context.run_dir is not None:
             self._folder = RunIdentity.of(self.context.run_dir)

@@ -351,6 +351,14 @@ def test_a_key_that_is_not_set_is_missed_before_a_run(monkeypatch: pytest.Monkey
     assert any("names NO_SUCH_KEY, which is not set here" in str(mistake) for mistake in find_missing(config))
 
 
+def test_a_key_that_only_the_controller_has_is_missed_before_a_judge_elsewhere_asks_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="names NO_SUCH_KEY, which is not set where this judge is"):
+        executor(url="http://127.0.0.1:1/v1", model="m", api_key_env="NO_SUCH_KEY")
+
+
 def test_a_dry_run_shows_it_after_the_reward_model() -> None:
     both = validate({"reward_model": {"path": "m"}, "judge": {"path": "bundled:tiny"}})
     edges = {c.name: (c.source, c.sink) for c in llamarl_graph(both).channels}
