@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 from llamarl.config import RunConfig
@@ -125,7 +125,8 @@ class JobHosts:
             allow_unlike=config.hosts.allow_unlike,
         )
         trouble: ConfigError | None = None
-        for where in without if self.absent else (whole,):
+        # a new run keeps the places that the user has named; who has none may go to hosts that are alike
+        for where in without if self.absent else (whole, *islice(without, 1 if on else None)):
             try:
                 placement = self._fit(where, executors, hosts, colocated)
             except ConfigError as error:

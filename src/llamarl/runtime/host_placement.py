@@ -208,29 +208,35 @@ def layouts(
     """Yield, executor by executor, the host of each of its ranks, without hosts that are not there; to be tried in order:
 
     1. each executor on those of its own hosts that are there, or where fewest ranks are;
-    2. as if the user had named no places.
+    2. as if the user had named no places; where hosts differ, on each kind of them alone.
 
     Args:
         on: As ``hosts.on`` says, by the numbers of all hosts.
         there: Host's number -> what it is made of, for those that are there.
         tensor_parallel: See ``spread``, as for ``together``.
-        allow_unlike: Whether hosts may differ in what decides bits; else only those like the first of them get ranks.
+        allow_unlike: Whether hosts may differ in what decides bits; else only those of one kind get ranks: in (1) like the
+            first that is named, in (2) kind by kind, those with most GPUs, and then most hosts, first.
     """
+    kinds: list[list[int]] = []
+    for host, machine in sorted(there.items()):
+        alike = (kind for kind in kinds if not unlike([there[kind[0]], machine], allow=allow_unlike))
+        if (kind := next(alike, None)) is None:
+            kinds.append(kind := [])
+        kind.append(host)
     kept = {name: [host for host in hosts if host in there] for name, hosts in on.items()}
     kept = {name: hosts for name, hosts in kept.items() if hosts}
-    first = there[next((host for hosts in kept.values() for host in hosts), min(there))]
-    numbers = sorted(host for host, machine in there.items() if not unlike([first, machine], allow=allow_unlike))
-    for named in (kept, {}) if kept else ({},):
+    tries = [(kept, kind) for kind in kinds if kept and next(iter(kept.values()))[0] in kind]
+    kinds.sort(key=lambda kind: (-sum(there[host].cuda_devices for host in kind), -len(kind)))
+    for named, numbers in (*tries, *(({}, kind) for kind in kinds)):
         hosts = sorted({*numbers, *(host for own in named.values() for host in own)})
         places = {name: [hosts.index(host) for host in own] for name, own in named.items()}
-        gpus = [there[host].cuda_devices for host in hosts]
         found = spread(
             executors,
             len(hosts),
             places,
             tensor_parallel=tensor_parallel,
             together=together,
-            cuda_devices=gpus,
+            cuda_devices=[there[host].cuda_devices for host in hosts],
             cores=[there[host].cores for host in hosts],
         )
         yield {name: tuple(hosts[at] for at in ranks) for name, ranks in found.items()}

@@ -12,7 +12,7 @@ from llamarl.config import load_config
 from llamarl.controller import graph, prepare
 from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.job_hosts import JobHosts
-from llamarl.errors import TransferError
+from llamarl.errors import ConfigError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.runtime.host_placement import Machine
@@ -83,6 +83,38 @@ def test_all_ranks_of_a_host_that_is_gone_move_together_and_others_stay() -> Non
     assert found.relocate("trainer") == [place("c"), place("c")]
     assert where == {"generator": (0, 2), "trainer": (2, 2), "reward": (0,)}
     assert found.relocate("generator") == [place("a"), place("c")]
+
+
+@pytest.mark.parametrize(
+    ("on", "where"),
+    [
+        ({}, {"generator": (1,), "trainer": (2,), "reward": (1,)}),
+        ({"trainer": ["b"]}, {"generator": (1,), "trainer": (2,), "reward": (1,)}),
+        ({"trainer": ["head"]}, {"generator": (0,), "trainer": (0,), "reward": (0,)}),
+        ({"trainer": ["b"], "reward": ["head"]}, None),
+    ],
+)
+def test_a_head_of_another_processor_gets_what_is_put_there_and_refuses_no_job_otherwise(
+    on: dict[str, list[str]], where: dict[str, tuple[int, ...]] | None
+) -> None:
+    kinds = {"head": "arm", "a": "x86", "b": "x86"}
+    nodes = [Node(name, processor) for name, processor in kinds.items()]
+    cluster: Any = SimpleNamespace(nodes=nodes, left_out={}, here=0)
+    config = load_config(None, {"hosts.cluster": "auto", "hosts.on": on})
+    found = JobHosts(cluster, config, named=list(kinds))
+    executors = [ExecutorSpec(name=name, factory="m:f", threads=1) for name in ("generator", "trainer", "reward")]
+    if where is None:
+        with pytest.raises(ConfigError, match="processor: head has 'arm', b 'x86'"):
+            found.place(executors, None)
+        return
+    found.place(executors, None)
+    assert found.where == where
+
+
+class Node(Machine):
+    def __init__(self, name: str, processor: str) -> None:
+        super().__init__(name, 8, 0, {"processor": processor})
+        object.__setattr__(self, "address", name)
 
 
 def test_where_no_host_is_left_only_those_without_ranks_on_it_have_a_place() -> None:

@@ -57,6 +57,20 @@ def test_executors_go_to_what_is_left_of_their_own_hosts_and_then_to_wherever_th
     }
 
 
+def test_where_all_named_hosts_are_gone_each_kind_of_the_others_is_tried_not_only_that_of_the_first() -> None:
+    executors, on = [spec("g", 2, "cuda"), spec("t", 2, "auto"), spec("r")], {"g": (4,), "t": (4,)}
+    there = {0: machine(processor="arm"), 1: machine(processor="other"), 2: machine(2), 3: machine(2)}
+    assert tried(executors, on, there) == [
+        {"g": (2, 2), "t": (3, 3), "r": (2,)},
+        {"g": (0, 0), "t": (0, 0), "r": (0,)},
+        {"g": (1, 1), "t": (1, 1), "r": (1,)},
+    ]
+    there[4] = machine(2, processor="other")
+    assert tried(executors, {"g": (4,)}, there)[0] == {"g": (4, 4), "t": (4, 4), "r": (1,)}, (
+        "like the one that is named"
+    )
+
+
 def test_executors_that_share_devices_stay_together() -> None:
     executors = [spec("g", 2, "cuda"), spec("t", 2, "cuda")]
     for where in tried(executors, {"t": (0,)}, {1: machine(2)}, together=("g", "t")):
