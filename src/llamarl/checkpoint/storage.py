@@ -261,6 +261,9 @@ class CheckpointStore:
         if self.config.keep == 0:
             return
         with self._failing("cannot remove an old checkpoint", self.folder):
+            for _, suffix, path in self._entries():
+                if suffix == ".deleted":  # of which something was still open
+                    shutil.rmtree(path, ignore_errors=True)
             held = [path for tick, suffix, path in self._entries() if not suffix and tick <= newest]
             for path in held[: -self.config.keep]:
                 if self.pinned is None or path != self._path(self.pinned):
@@ -272,7 +275,7 @@ class CheckpointStore:
         if doomed.exists():
             shutil.rmtree(doomed)
         os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        _remove_all(doomed)
 
     @contextlib.contextmanager
     def _failing(self, what: str, where: Path) -> Iterator[None]:
@@ -287,6 +290,26 @@ class CheckpointStore:
             return ", ".join(path.name for path in self.list()) or "none"
         except OSError as error:
             return f"unreadable ({error.strerror})"
+
+
+def _remove_all(folder: Path) -> None:
+    """Remove a folder. On NFS a file that this machine has open, as a mirror has what it sends, stays under a name of the
+    client's until it is closed, and so do its folders: that is no failure.
+
+    Raises:
+        OSError: Something else stays.
+    """
+    failed: list[OSError] = []
+    for parent, folders, files in os.walk(folder, topdown=False):
+        for path in (os.path.join(parent, name) for name in (*files, *folders)):
+            try:
+                os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+            except OSError as error:
+                failed.append(error)
+    if not failed:
+        os.rmdir(folder)
+    elif any(not path.name.startswith(".nfs") for path in files_below(folder)):
+        raise failed[0]
 
 
 @contextlib.contextmanager

@@ -366,3 +366,37 @@ def test_checkpoints_are_due_after_each_full_count_of_ticks_and_at_the_end(every
 def test_negative_settings_are_refused_by_name(field: str) -> None:
     with pytest.raises(ConfigError, match=f"checkpoint.{field} must be >= 0"):
         validate({"checkpoint": {field: -1}})
+
+
+def test_an_old_checkpoint_that_a_mirror_still_sends_is_removed_on_nfs_as_far_as_it_can_be_and_later_wholly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep=1))
+    unlink, is_open = os.unlink, {"state.bin"}
+
+    def of_nfs(path: str, *, dir_fd: int | None = None) -> None:
+        folder, name = os.path.split(path)
+        if name in is_open:
+            os.rename(path, os.path.join(folder, f".nfs{name}"), src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        elif name.removeprefix(".nfs") in is_open:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", of_nfs)
+    _write(store, 1)
+    _write(store, 2)
+    assert _names(store) == ["tick_000002"]
+    left = {path.name for path in files_below(store.folder / "tick_000001.deleted")}
+    assert left == {".nfsstate.bin"}, "what is open, and nothing else"
+    is_open.clear()
+    _write(store, 3)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["tick_000003"]
+    assert store.load().tick == 3
+
+    def refused(path: str, *, dir_fd: int | None = None) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(CheckpointError, match="cannot remove an old checkpoint.*not permitted"):
+        _write(store, 4)
