@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,29 @@ def test_an_old_ray_is_told_before_anything_is_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.59.3")
     with pytest.raises(ConfigError, match="needs Ray 2.60, and here is 2.59.3: pip install"):
         RayCluster.check_access("10.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("sleep 0.6; echo; echo status", ""),
+        ("echo; sleep 60", "nothing answers there within 0.3 s"),
+        ("sleep 60", "Ray itself cannot be read within 3 s"),
+        ("echo 'No module' >&2; exit 1", "No module"),
+        ("echo; echo 'InvalidToken: authentication token' >&2; exit 1", "is missing or not that cluster's"),
+    ],
+)
+def test_a_slow_disk_from_which_ray_is_read_is_not_taken_for_a_head_that_does_not_answer(
+    program: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n".replace("sleep 60", "exec sleep 60"))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(ray, "_ASK_S", 0.3)
+    monkeypatch.setattr(ray, "_IMPORT_S", 3.0)
+    found = ray.why_refused("10.0.0.1:6379")
+    assert told in found and bool(told) == bool(found)
 
 
 def test_what_of_a_cluster_is_free_is_told_in_cores_and_gpus() -> None:

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -37,6 +38,9 @@ __all__ = ["RayCluster", "RayNode", "health_of", "one_line", "this_node", "why_r
 
 _ASK_S = 15.0
 """For the head to answer at all; that a token is wrong it says in less than one."""
+_IMPORT_S = 120.0
+"""For Ray's program to be read, some thousand files, from a network disk that has not read them yet."""
+_STATUS = "import sys, ray.scripts.scripts as ray; print(flush=True); sys.argv[:1] = ['ray', 'status']; ray.main()"
 _INVENTORY_S = 60.0
 _AGENT_S = 60.0
 _END_S = 8.0
@@ -361,25 +365,26 @@ def why_refused(address: str) -> str:
     Asked by ``ray status`` in a process of its own: inside ``ray.init`` a wrong token is tried for
     20 s and a missing one aborts the process.
     """
-    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status"]
-    try:
-        asked = subprocess.run(
-            [*command, *(() if address == "auto" else ("--address", address))],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"nothing answers there within {_ASK_S:g} s; is its head up (ray start --head)?"
+    command = [sys.executable, "-P", "-c", _STATUS, *(() if address == "auto" else ("--address", address))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asked:
+        assert asked.stdout is not None
+        try:
+            if not select.select([asked.stdout], [], [], _IMPORT_S)[0]:
+                return f"Ray itself cannot be read within {_IMPORT_S:g} s: is {sys.prefix} on a slow disk?"
+            _, errors = asked.communicate(timeout=_ASK_S)
+        except subprocess.TimeoutExpired:
+            return f"nothing answers there within {_ASK_S:g} s; is its head up (ray start --head)?"
+        finally:
+            asked.kill()
     if not asked.returncode:
         return ""
-    if "authentication token" in asked.stderr.lower():
-        has_none = "couldn't find" in asked.stderr
+    if "authentication token" in errors.lower():
+        has_none = "couldn't find" in errors
         which = "this user has no token" if has_none else "the token of this user is missing or not that cluster's"
         return f"{which}: put it into ~/.ray/auth_token (or RAY_AUTH_TOKEN_PATH), with RAY_AUTH_MODE=token"
-    if address == "auto" and "find any running Ray instance" in asked.stderr:
+    if address == "auto" and "find any running Ray instance" in errors:
         return "no Ray cluster runs on this machine: ray start --head begins one, HOST:PORT names one elsewhere"
-    said = [line for line in asked.stderr.splitlines() if line.strip()]
+    said = [line for line in errors.splitlines() if line.strip()]
     return said[-1].strip() if said else f"ray status ends with {asked.returncode}"
 
 
