@@ -17,6 +17,7 @@ import errno
 import fcntl
 import hmac
 import os
+import platform
 import secrets
 import shlex
 import stat
@@ -49,6 +50,7 @@ __all__ = [
 
 CONFIG_FILE = "config.toml"
 _LOCK_FILE = ".lock"
+_ON = " on "
 _KEY_BYTES = 32
 _LOOKED_AT_S = 0.2
 """Longest time for which somebody who only asks whether a folder is held may seem to hold it."""
@@ -223,7 +225,7 @@ def held(run_dir: Path) -> Iterator[RunFolder]:
                 raise
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()}{_ON}{platform.node()[:32]}\n".encode(), 0)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot write {lock}: {error.strerror}") from error
         folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -265,8 +267,11 @@ def _owner(descriptor: int) -> str:
 
 def _is_alive(owner: str) -> bool:
     """Whether a process of this machine has that id, and has not ended (one that nobody has waited for yet has)."""
+    pid, _, host = owner.partition(_ON)
+    if host not in ("", platform.node()[:32]):  # in a shared folder: whoever has that id here is somebody else
+        return False
     try:
-        status = Path(f"/proc/{int(owner)}/stat").read_text()
+        status = Path(f"/proc/{int(pid)}/stat").read_text()
     except (ValueError, OSError):
         return False
     return status.rpartition(")")[2].split()[0] not in "ZX"

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import platform
 import shutil
 import threading
 from pathlib import Path
@@ -30,8 +31,8 @@ def test_a_second_process_is_refused_and_named_the_first_and_may_run_after_it(tm
 def test_who_holds_a_folder_can_be_asked_without_holding_it(tmp_path: Path) -> None:
     assert who_holds(tmp_path) == ""
     with held(tmp_path):
-        assert who_holds(tmp_path) == str(os.getpid())
-        with pytest.raises(ConfigError, match=f"in use by another llamarl train \\(process {os.getpid()}\\)"):
+        assert who_holds(tmp_path) == f"{os.getpid()} on {platform.node()[:32]}"
+        with pytest.raises(ConfigError, match=f"in use by another llamarl train \\(process {os.getpid()} on "):
             refuse_if_held(tmp_path)
     assert who_holds(tmp_path) == ""
     refuse_if_held(tmp_path)
@@ -49,6 +50,18 @@ def test_a_folder_whose_holder_is_not_seen_here_is_not_refused_before_it_is_to_b
     assert f"is still held by a llamarl train (process {ended.pid})" in capsys.readouterr().err
 
 
+def test_a_folder_that_another_machine_holds_is_not_taken_for_held_by_the_process_of_that_number_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with held(tmp_path):
+        (tmp_path / ".lock").write_text(f"{os.getpid()} on another-head\n")
+        refuse_if_held(tmp_path)
+        outcome = _in_another_process(tmp_path)
+    told = f"process {os.getpid()} on another-head"
+    assert f"is still held by a llamarl train ({told}) that is not on this machine" in capsys.readouterr().err
+    assert f"in use by another llamarl train ({told})" in outcome
+
+
 def test_one_who_asks_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
     with held(tmp_path):
         pass
@@ -56,7 +69,7 @@ def test_one_who_asks_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None
         fcntl.flock(asking, fcntl.LOCK_SH)
         threading.Timer(0.05, fcntl.flock, (asking, fcntl.LOCK_UN)).start()
         with held(tmp_path):
-            assert who_holds(tmp_path) == str(os.getpid())
+            assert str(who_holds(tmp_path)).startswith(f"{os.getpid()} on ")
 
 
 @pytest.mark.parametrize(
