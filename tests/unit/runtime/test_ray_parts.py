@@ -6,6 +6,7 @@ import importlib.util
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -270,6 +271,26 @@ def test_gpus_keep_their_order_though_ray_tells_them_in_another_each_time(monkey
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
     assert ray._gpu_ids(None, 0, 3) == ["0", "2", "10"]
     assert waited == [60.0], "the process that is asked may have to be started: not the 5 s that a free share may take"
+
+
+@pytest.mark.parametrize(("declared_dead", "gone"), [(False, False), (True, True)])
+def test_a_node_that_lives_is_not_given_up_for_being_slow_to_start_the_process_that_shows_it(
+    declared_dead: bool, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, sign = Future[None](), Future[None]()
+    killed.set_exception(OSError("the worker was killed: the node was low on memory"))
+    sign.set_running_or_notify_cancel()
+    threading.Timer(0.6, sign.set_result, (None,)).start()
+    asked = iter((killed, sign))
+    monkeypatch.setattr(ray, "_submit", lambda node_id, work: SimpleNamespace(future=lambda: next(asked)))
+    monkeypatch.setattr(ray, "_is_alive", lambda node_id: not declared_dead)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    health = {"period_ms": 10, "timeout_ms": 10, "failure_threshold": 1}
+    head: Any = SimpleNamespace(name="a", node_id="x", is_head=True, health=health)
+    cluster = RayCluster([head], 0, {})
+    began_s = time.monotonic()
+    assert asyncio.run(cluster.lose(0)) is gone
+    assert (time.monotonic() - began_s < 0.5) is declared_dead
 
 
 @pytest.mark.parametrize(

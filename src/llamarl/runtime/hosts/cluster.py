@@ -105,7 +105,7 @@ class Cluster(Protocol):
 
     async def lose(self, number: int) -> bool:
         """An agent has ended, or did not start: end what is left of it, so that the next who asks gets
-        another. Whether its node is gone, which it then stays; said within ``told_s``, False at a sign
+        another. Whether its node is gone, which it then stays; True within ``told_s``, False at a sign
         of life alone: ranks are brought up elsewhere, or there again, by this word."""
         ...
 

@@ -191,8 +191,9 @@ class RayCluster(Cluster):
 
     async def lose(self, number: int) -> bool:
         """Ray raises an error of an actor 1 to 2 s before it knows that the node is gone. So the cluster
-        must have declared the node dead, or a task on it shows that it lives."""
-        node_id, until = self.nodes[number].node_id, time.monotonic() + self.told_s
+        must have declared the node dead, or a task on it shows that it lives; for that a process may have
+        to start, on a node that is out of memory or whose disk is slow."""
+        node_id, until = self.nodes[number].node_id, time.monotonic() + max(self.told_s, _AGENT_S)
         sign: asyncio.Future[None] = asyncio.wrap_future(_submit(node_id, _live).future())
         gone = False
         while not (gone := not await asyncio.to_thread(_is_alive, node_id) or time.monotonic() > until):
@@ -201,6 +202,7 @@ class RayCluster(Cluster):
                 break
             if sign.done():
                 await asyncio.sleep(_LOOK_S)
+                sign = asyncio.wrap_future(_submit(node_id, _live).future())
         sign.cancel()
         await asyncio.to_thread(self._end_agent, number)
         return gone
