@@ -172,13 +172,19 @@ def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:
     """
     if use == "vllm" and text_part(config) is not config:
         return "the text part of a model in several parts is not run by vLLM: take the native engine"
-    config = text_part(config)
+    whole, config = config, text_part(config)
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         return f"config.json names no model_type, got {kind!r}" if kind else "config.json names no model_type"
     if kind in NOT_COMPUTED:
         return f"architecture {kind!r} is not supported: {NOT_COMPUTED[kind]}"
     family = FAMILIES.get(kind, _UNKNOWN)
+    quantized = whole.get("quantization_config") or config.get("quantization_config")
+    if use != "vllm" and isinstance(quantized, Mapping) and quantized:
+        return (
+            f"its weights are stored quantized (quantization_config in config.json, {quantized.get('quant_method')}), which is "
+            "not undone here: name the model that they were made from, or a copy in bfloat16"
+        )
     if config.get("use_bidirectional_attention"):
         return f"{kind} with use_bidirectional_attention is not a causal decoder"
     if _has_changing_longrope(config):

@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from llamarl.determinism import derive_seed
 from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import check_supported, resolve_model_path
-from llamarl.models.loading import context_length
+from llamarl.models.loading import context_length, load_model_config
 from llamarl.models.precision import engine_dtype
-from llamarl.models.sharded_loading import make_skeleton, stored_weights
+from llamarl.models.sharded_loading import skeleton_of, stored_weights
 from llamarl.settings.engine import CPU_CACHE_BYTES, ENGINES, EngineConfig
 from llamarl.types import FinishReason
 
@@ -139,7 +140,7 @@ class VllmEngine:
         )
         self._folder = folder
         self._context: int = self._llm.llm_engine.model_config.max_model_len
-        skeleton = make_skeleton(folder, attention="sdpa")
+        skeleton = skeleton_of(AutoModelForCausalLM, folder, load_model_config(folder), attention="sdpa")
         dtype: torch.dtype = getattr(torch, dtype_name)
         self._shapes = {name: (tuple(p.shape), dtype) for name, p in skeleton.named_parameters()}
         self._staged: dict[str, Tensor] | None = None

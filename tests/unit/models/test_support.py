@@ -310,11 +310,20 @@ def test_a_model_beside_the_policy_is_asked_too(folders: Path, key: str, section
           "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}, "longrope"),
         ({"model_type": "phi3", "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
           "rope_scaling": {"type": "longrope"}}, None),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "stored quantized .*, fp8"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral"},
+          "quantization_config": {"quant_method": "bitsandbytes"}}, "stored quantized .*, bitsandbytes"),
+        ({"model_type": "qwen3", "quantization_config": None}, None),
     ],
 )  # fmt: skip
 def test_what_else_a_config_may_ask_for(config: dict[str, Any], reason: str | None) -> None:
     found = why_unsupported(config, "generate")
     assert found is None if reason is None else re.search(reason, str(found))
+
+
+def test_vllm_alone_may_be_given_quantized_weights() -> None:
+    config = {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}
+    assert [use for use in USES if "quantized (" not in str(why_unsupported(config, use))] == ["vllm"]
 
 
 @pytest.mark.parametrize(
