@@ -88,16 +88,37 @@ def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str, *,
     raise DataError(f"{where}: got fields {sorted(record)}, expected one of {list(names)}")
 
 
+def _asked(record: Mapping[str, Any]) -> str:
+    """Name of the field that holds a record's question, a conversation before text; empty where none does."""
+    talk = next((name for name in ("messages", *_TEXTS) if isinstance(record.get(name), list)), "messages")
+    return talk if talk in record else next((name for name in _TEXTS if name in record), "")
+
+
 def question_of(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[str, str], ...] | None]:
     """A record's question, and the conversation where it is one (``messages``, or a ``prompt`` that is a list).
 
     Raises:
-        DataError: No question, or a malformed conversation; names ``where``.
+        DataError: No question, or a conversation that is malformed or holds its own answer; names ``where``.
     """
-    talk = next((name for name in ("messages", *_TEXTS) if isinstance(record.get(name), list)), "messages")
-    if talk not in record:
+    asked = _asked(record)
+    if len(found := [name for name in _QUESTIONS if name in record]) > 1:
+        others = ", ".join(name for name in found if name != asked)
+        _tell(f"rows have {', '.join(found)}: {asked} is asked (task.columns.question names another: {others})")
+    question, messages = _words(record, where)
+    if messages and messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the conversation in {asked!r} ends with words of the assistant, which the policy would be shown before "
+            "it answers: leave them out, or name a column of questions (task.columns.question)"
+        )
+    return question, messages
+
+
+def _words(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[str, str], ...] | None]:
+    """Those of a question, or of a conversation however it ends; errors as ``question_of``."""
+    asked = _asked(record)
+    if asked != "messages" and not isinstance(record.get(asked), list):
         return text_field(record, _TEXTS, where), None
-    messages = read_messages(record, where, talk)
+    messages = read_messages(record, where, asked)
     return "\n\n".join(message["content"] for message in messages), messages
 
 
@@ -107,15 +128,16 @@ def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
     The answer may also stand as ``ground_truth`` in ``reward_model``, where verl's tables have it.
 
     Raises:
-        DataError: No question, or a malformed conversation; names ``where``.
+        DataError: No question, or a conversation that is malformed or holds its own answer; names ``where``.
     """
     question, messages = question_of(record, where)
     if "answer" not in record and isinstance(of_verl := record.get("reward_model"), Mapping):
         record = {**record, "answer": of_verl.get("ground_truth")}
+    taken = (_asked(record), "messages", "answer")
     return TaskItem(
         question=question,
         answer=None if record.get("answer") is None else text_field(record, ("answer",), where, trim=True),
-        metadata={key: value for key, value in record.items() if key not in (*_QUESTIONS, "answer")},
+        metadata={key: value for key, value in record.items() if key not in taken},
         messages=messages,
         where=where,
     )
@@ -163,6 +185,10 @@ class TableItems:
         table, rows = self._splits[split]
         item = table.item(int(rows[index]))
         template = self._config.template
+        if template and item.messages:
+            raise DataError.at(
+                "task.template", f"wraps questions, but {item.where} holds a conversation: leave one of the two out"
+            )
         return dataclasses.replace(item, question=template.replace("{question}", item.question)) if template else item
 
     @cached_property
@@ -275,7 +301,8 @@ class _Mapped:
     def questions(self) -> Sequence[str]:
         columns, have = self._columns, self._rows.column_names
         taken = {columns[role]: role for role in _QUESTIONS if role in columns}
-        taken = taken or {name: name for name in _QUESTIONS if name in have and name not in columns.values()}
+        free = _TEXTS if "completion" in columns else _QUESTIONS
+        taken = taken or {name: name for name in free if name in have and name not in columns.values()}
         if not taken:
             raise DataError.at(
                 "task.columns",
@@ -287,10 +314,10 @@ class _Mapped:
         for batch in self._rows.select_columns(list(taken)).iter(_BATCH):
             for index in range(len(next(iter(batch.values())))):
                 record = {role: batch[column][index] for column, role in taken.items()}
-                item = question_item(
+                question, _ = _words(
                     {k: v for k, v in record.items() if v is not None}, f"{self.name} row {len(found)}"
                 )
-                found.append(item.question.strip())
+                found.append(question.strip())
         return found
 
 
@@ -335,7 +362,12 @@ def _record(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> d
     if columns and (missing := [column for column in columns.values() if column not in row]):
         raise DataError(f"{where}: got fields {sorted(row)}, expected {missing[0]!r}, which task.columns names")
     named = {role: row[column] for role, column in columns.items()}
-    return {**named, **{name: row[name] for name in row if name not in columns.values() and name not in named}}
+    others = {name: value for name, value in row.items() if name not in columns.values() and name not in named}
+    if named.keys() & {*_QUESTIONS, "completion"}:  # who names one wants no other
+        others.pop("messages", None)
+    if named.keys() & {*_QUESTIONS}:
+        others = {name: value for name, value in others.items() if name not in _QUESTIONS}
+    return named | others
 
 
 def _refuse_addresses(folder: Path, key: str) -> None:

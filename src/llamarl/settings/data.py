@@ -29,7 +29,7 @@ class DataConfig:
     question_template: Annotated[str, holding(lambda text: "{question}" in text, "must contain {question}")] = (
         "{question}"
     )
-    """Wraps each question; must contain {question}. Other braces need no doubling."""
+    """Wraps each question that is text, not a conversation; must contain {question}. Other braces need no doubling."""
 
     response_prefix: str = ""
     """Words put into the policy's mouth: they end the prompt, and the response goes on from them.

@@ -18,6 +18,7 @@ from llamarl.config import RunConfig  # noqa: E402
 from llamarl.controller.settle import local, pinned  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
 from llamarl.environments.items import TableItems  # noqa: E402
+from llamarl.errors import DataError  # noqa: E402
 from llamarl.settings.environments import TaskConfig, TaskSection  # noqa: E402
 
 ROWS = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}.", "level": n} for n in range(12)]
@@ -105,6 +106,55 @@ def test_columns_splits_and_a_template_go_by_name(tmp_path: Path) -> None:
     item = task.item("train", 0)
     assert item.question == "Q: What is 2 + 1?\nA:"
     assert (item.answer, dict(item.metadata)) == ("2", {"how": "It is \\boxed{3}."})
+
+
+def test_the_column_that_is_named_is_the_question_whatever_else_rows_hold(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "in the talk"}, {"role": "assistant", "content": "\\boxed{1}"}]
+    rows = [{"problem": f"p{n}", "question": f"q{n}", "mine": f"m{n}", "messages": talk} for n in range(4)]
+    rows = [{**row, "solution": f"\\boxed{{{n}}}", "own": f"o{n}"} for n, row in enumerate(rows)]
+    (lines := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in (str(lines), str(write_parquet(tmp_path / "a.parquet", rows))):
+        for column in ("problem", "mine"):
+            task = make_task(TaskConfig(name="math", data=data, columns={"question": column}, eval_fraction=0), seed=0)
+            assert [task.item("train", n).question for n in range(4)] == [f"{column[0]}{n}" for n in range(4)]
+            assert task.item("train", 0).messages is None and task.item("train", 3).answer == "3"
+        columns = {"question": "problem", "completion": "own"}
+        shown = make_task(TaskConfig(name="demonstrations", data=data, columns=columns, eval_fraction=0), seed=0)
+        item = shown.item("train", 2)
+        assert item.question == "p2" and item.metadata == {"continuation": [{"role": "assistant", "content": "o2"}]}
+        columns = {"completion": "own"}
+        shown = make_task(TaskConfig(name="demonstrations", data=data, columns=columns, eval_fraction=0), seed=0)
+        assert shown.item("train", 2).metadata == {"continuation": [{"role": "assistant", "content": "o2"}]}
+
+
+def test_a_conversation_that_holds_its_answer_is_no_question(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "\\boxed{2}"}]
+    file = write_parquet(tmp_path / "a.parquet", [{"problem": "1 + 1?", "solution": "\\boxed{2}", "messages": talk}])
+    with pytest.raises(DataError) as refused:
+        make_task(TaskConfig(name="math", data=str(file)), 0).item("train", 0)
+    assert "row 0: the conversation in 'messages' ends with words of the assistant" in str(refused.value)
+    lines = write_lines(tmp_path / "a.jsonl")
+    lines.write_text(json.dumps({"answer": "2", "messages": talk}) + "\n")
+    assert "a.jsonl:1: the conversation in 'messages' ends" in mistakes(name="math", data=str(lines))
+
+
+def test_of_several_questions_one_is_asked_with_a_word_and_a_reward_gets_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "Say it. 1?"}], "question": "1?", "problem": "one", "answer": "1"}]
+    file = write_parquet(tmp_path / "a.parquet", rows)
+    item = make_task(TaskConfig(name="function", reward="json:dumps", data=str(file), eval_fraction=0), 0).item(
+        "train", 0
+    )
+    assert (item.question, dict(item.metadata)) == ("Say it. 1?", {"question": "1?", "problem": "one"})
+    assert "rows have question, problem, prompt: prompt is asked" in caplog.text
+
+
+def test_a_template_beside_conversations_is_refused(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", [{"prompt": [{"role": "user", "content": "1?"}], "answer": "1"}])
+    task = make_task(TaskConfig(name="math", data=str(file), template="Q: {question}", eval_fraction=0), 0)
+    with pytest.raises(DataError, match="task.template wraps questions, but .* row 0 holds a conversation"):
+        task.item("train", 0)
 
 
 def test_wrong_names_are_told_with_the_nearest_and_all_that_there_are(tmp_path: Path) -> None:
