@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from llamarl.errors import ModelError
-from llamarl.models.folders import check_supported
+from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.loading import load_model, load_model_config, open_tensors, stored_files, use_of
 from llamarl.models.parallel import (
     Cut,
@@ -64,7 +64,10 @@ def make_skeleton(path: str | Path, *, attention: str) -> PreTrainedModel:
         ModelError: The architecture is not supported.
     """
     check_supported(path, use_of(attention))
-    return skeleton_of(AutoModelForCausalLM, path, load_model_config(path), attention=attention)
+    model = skeleton_of(AutoModelForCausalLM, path, load_model_config(path), attention=attention)
+    with suppress(OSError):  # there is none; what it says of a response's end is not in config.json
+        model.generation_config = GenerationConfig.from_pretrained(resolve_model_path(path), local_files_only=True)
+    return model
 
 
 def skeleton_of(kind: Any, path: str | Path, config: PretrainedConfig, *, attention: str) -> PreTrainedModel:

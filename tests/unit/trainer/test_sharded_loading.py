@@ -9,6 +9,7 @@ from tiny_models import tiny_config as sparse_config
 from training_fixtures import make_groups, tiny_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from llamarl.engine.engine import _eos_of
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
@@ -43,6 +44,16 @@ def test_of_published_experts_each_rank_reads_its_own(family: str, tmp_path: Pat
     read_parts(tmp_path, {gate_up: here}, {gate_up: shard}, parts)
     expected = loaded[gate_up][tuple(slice(*extent) for extent in box)].bfloat16()
     assert torch.equal(here, expected)
+
+
+def test_an_engine_over_ranks_ends_responses_where_one_of_one_rank_does(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    alone = load_model(folder, dtype=torch.float32, attention="llamarl_paged")
+    cut = make_skeleton(folder, attention="llamarl_paged")
+    assert _eos_of(cut) == _eos_of(alone) == [2, 7]
+    (folder / "generation_config.json").unlink()
+    assert _eos_of(make_skeleton(folder, attention="llamarl_paged")) == [alone.config.eos_token_id]
 
 
 @pytest.mark.parametrize("exported", [False, True], ids=["language model", "exported critic"])
