@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from llamarl.config import RunConfig
+from llamarl.data.turn_template import TurnTemplate
 from llamarl.errors import CheckpointError, ModelError
 from llamarl.models.adapters import adapter_shapes, merged, whole_shards, write_adapter_folder
 from llamarl.models.attention import PACKED_ATTENTION
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import companion_files, resolve_model_path
-from llamarl.models.loading import load_model
+from llamarl.models.loading import load_model, load_tokenizer
 from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import resolve_precision
 from llamarl.models.sharded_loading import make_skeleton, read_parts, stored_buffers, where_stored
@@ -83,9 +84,24 @@ def export_checkpoint(
     dtype: torch.dtype = getattr(torch, export_dtype or served)
     weights = _merged(config, model, dict(_stored(state, trained))) if lora.rank else _stored(state, shapes)
     _export_folder(out, model, weights, shapes, source=config.model.path, dtype=dtype)
+    if config.algorithm.imitates and not config.task.rollouts:
+        _name_end_of_turn(out, config)
     facts = ExportFacts(policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served)
     write_export(out, facts)
     return facts
+
+
+def _name_end_of_turn(folder: Path, config: RunConfig) -> None:
+    """Add the token with which rows ended a turn to those at which a response ends: a base model's files name the end
+    of the text alone, and whoever generates would go on past the turn."""
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    end = TurnTemplate(tokenizer, config.data).end_token
+    file = folder / "generation_config.json"
+    values = json.loads(file.read_bytes()) if file.is_file() else {}
+    known = values.get("eos_token_id", json.loads((folder / "config.json").read_bytes()).get("eos_token_id"))
+    known = known if isinstance(known, list) else [known] if known is not None else []
+    if end is not None and end not in known:
+        file.write_text(json.dumps(values | {"eos_token_id": [*known, end]}, indent=2) + "\n", encoding="utf-8")
 
 
 def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from llamarl.config import validate
 from llamarl.errors import ModelError
 from llamarl.models.adapters import write_adapter_folder
 from llamarl.models.exported import EXPORT_FILE, why_incomplete
-from llamarl.models.folders import companion_files
+from llamarl.models.folders import companion_files, resolve_model_path
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import CriticConfig, OptimizerConfig, TrainerConfig
 from llamarl.trainer.checkpoint_export import _with_dtype, export_checkpoint
@@ -65,6 +67,30 @@ def test_float32_keeps_the_masters_though_bfloat16_was_served(base: Path, tmp_pa
     export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out", export_dtype="float32")
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(tensor, trainer.parameters_for_sync()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({"eos_token_id": 1, "top_k": 7}, [1, 0]), ({"eos_token_id": [0, 1]}, [0, 1]), (None, [2, 0])]
+)
+def test_a_fine_tuned_base_model_ends_its_responses_where_its_rows_ended_a_turn(
+    base: Path, own: dict[str, Any] | None, expected: list[int], tmp_path: Path
+) -> None:
+    shutil.copytree(base, folder := tmp_path / "base")
+    for file in resolve_model_path("bundled:tiny").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<pad>\n{% endfor %}")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if own is not None:
+        (folder / "generation_config.json").write_text(json.dumps(own))
+    trained(folder).save(tmp_path / "checkpoint" / "trainer" / "state")
+    task = {"name": "demonstrations", "data": "rows.jsonl"}
+    for algorithm, ends in (({"name": "sft"}, expected), ({}, None)):
+        rows = {"algorithm": algorithm, "task": task} if algorithm else {}
+        out = tmp_path / f"out{len(algorithm)}"
+        export_checkpoint(tmp_path / "checkpoint", validate({"model": {"path": str(folder)}, **rows}), out)
+        said = json.loads(file.read_text()) if (file := out / "generation_config.json").is_file() else None
+        assert said == (own if ends is None else (own or {}) | {"eos_token_id": ends})
+        assert why_incomplete(out) is None
 
 
 def test_the_critic_keeps_what_it_learned_from_a_bfloat16_base(base: Path, tmp_path: Path) -> None:
