@@ -46,7 +46,7 @@ TEMPLATES = (
     "{{ ns.n }} {{ m | tojson }}{% if loop.last %}{% break %}{% endif %}{%- endfor %}{{ tools | tojson(indent=2) }}",
     "{% generation %}{{ messages[-1].content }}{% endgeneration %}{{ documents }}{{ dict(a=1) }}{{ tools is none }}",
     "{{ messages[2].content is defined }}{{ messages[2].reasoning_content }}{{ messages[2].tool_calls[0].x[1] }}",
-    "{{ strftime_now('%Y') }}{{ unk_token }}{{ messages | map(attribute='role') | join(',') }}",
+    "{{ strftime_now is defined }}{{ unk_token }}{{ messages | map(attribute='role') | join(',') }}",
 )
 
 
@@ -176,6 +176,15 @@ def test_its_text_is_that_of_transformers(template: str, reply_follows: bool, to
         said, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply_follows
     )
     assert chat.apply_template(tokenizer, said, tools=tools, reply_follows=reply_follows) == expected
+
+
+def test_a_template_that_asks_for_the_date_writes_the_same_prompt_on_every_day() -> None:
+    template = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+    assert render(template) == "26 Jul 2024"
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = template
+    given = DataConfig(chat_template_kwargs={"date_string": "1 Jan 2027"})
+    assert chat.render_prompt(TaskItem(question="1+1="), tokenizer, given)[0] == "1 Jan 2027"
 
 
 THINKS = (
