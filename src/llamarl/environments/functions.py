@@ -1,7 +1,7 @@
 """A user's own reward function, by import path, over the items of a table or over any bundled task's questions.
 
 ``reward(prompt, response, answer) -> float``: the prompt's text, the response's text, the reference
-answer or None; ``calling`` says what else it may take. A finite real number (or a bool) is a score;
+answer or None; ``how_to_call`` says what else it may take. A finite real number (or a bool) is a score;
 a ``llamarl.types.Score`` is one with named parts. Anything else, and any exception, fails the
 sample.
 """
@@ -112,6 +112,8 @@ def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> 
         raise DataError(f"{shown} is async: write a plain function (it may call asyncio.run)")
     if {"completions", "completion_ids"} & set(told.parameters):
         return CompletionsCaller(function, told, shown)
+    if {"solution_str", "ground_truth"} <= set(told.parameters):
+        return _as_verl_calls(function, own, told, shown, batch_size)
     if set(told.parameters) & set(_ONE if batch_size else _MANY) and not set(told.parameters) & set(names):
         raise DataError(
             f"{shown} judges one sample a call, as task.reward_batch_size = {batch_size} passes lists: take "
@@ -132,6 +134,30 @@ def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> 
         f"{shown} cannot be called: it gets ({', '.join(names)}) in this order, or those of ({', '.join(names)}, metadata) "
         f"that it has parameters named after; give its other parameters defaults"
     )
+
+
+_OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def _as_verl_calls(
+    function: Callable[..., Any], own: inspect.Signature, told: inspect.Signature, shown: str, batch_size: int
+) -> Caller:
+    """A function of verl's kind: ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict``,
+    called by name; of a dict ``score`` is the reward, and its other numbers are parts."""
+    names = [name for name in _OF_VERL if name in told.parameters]
+    if batch_size or not _fits((own, told), (), names):
+        why = "judges one sample a call: set task.reward_batch_size to 0" if batch_size else "needs other parameters"
+        raise DataError(f"{shown} is called with {', '.join(_OF_VERL)}, as verl does, and {why}")
+
+    def call(prompt: Any, response: Any, answer: Any, metadata: Any) -> Any:
+        values = (metadata.get("data_source"), response, answer, metadata.get("extra_info") or {})
+        value = function(**{k: v for k, v in zip(_OF_VERL, values, strict=True) if k in names})
+        if not isinstance(value, Mapping) or "score" not in value:
+            return value
+        numeric = {k: v for k, v in value.items() if k != "score" and isinstance(v, numbers.Real | np.bool_)}
+        return Score(value=value["score"], parts=numeric)
+
+    return call
 
 
 def _fits(signatures: Sequence[inspect.Signature], positional: Sequence[str], named: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from llamarl.data.items import TaskItem
 from llamarl.environments.functions import FunctionTask, NotANumber, as_score
 from llamarl.environments.jobs import _verdict
 from llamarl.environments.pool import RewardPool
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, DataError
 from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Failure, Group, Prompt, Score
 
@@ -44,6 +44,17 @@ def spoken(prompts, completions):
 
 def never(completions, **kwargs):
     return [None] * len(completions)
+
+# as verl calls them
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums" and extra_info == {"level": 2}
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": solution_str}
+
+def plain_score(solution_str, ground_truth, **kwargs):
+    return float(ground_truth in solution_str)
+
+def more_score(data_source, solution_str, ground_truth, sandbox):
+    return 0.0
 
 def all_of_them(completions, **kwargs):
     return [float(sorted(kwargs) == ["answer", "completion_ids", "level", "prompts"]) for _ in completions]
@@ -116,6 +127,20 @@ def test_a_reward_of_trl_gets_columns_ids_and_conversations_by_name(module: str)
         TypeError, match="needs 'solution', but there are only answer, completion_ids, completions, level"
     ):
         judged(one("solved"), "7", prompt({"level": 1}))
+
+
+def test_a_reward_of_verl_gets_its_parameters_by_name(module: str) -> None:
+    def one(name: str) -> list[RewardPart]:
+        return [RewardPart(function=f"{module}:{name}")]
+
+    of = prompt({"data_source": "sums", "extra_info": {"level": 2}})
+    assert judged(one("compute_score"), "7", of) == Score(value=1.0, parts={"acc": 1.0})
+    assert judged(one("compute_score"), "8", of) == Score(value=0.0, parts={"acc": 0.0})
+    assert judged(one("plain_score"), "it is 7", prompt()).value == 1.0
+    with pytest.raises(DataError, match="as verl does, and judges one sample a call: set task.reward_batch_size to 0"):
+        judged(one("compute_score"), "7", of, batch_size=4)
+    with pytest.raises(DataError, match="called with data_source, .*, as verl does, and needs other parameters"):
+        judged(one("more_score"), "7", of)
 
 
 def test_none_is_a_reward_that_does_not_apply(module: str) -> None:
