@@ -5,7 +5,7 @@
 Reward workers and executors are processes of their own, and a run that is resumed tomorrow needs
 the function still. So it is named by a file: the one where it is defined if that is a module, else
 a new one that holds its source with all that it uses of its notebook (functions, classes, imports,
-plain constants). The file's name says its content: the same function gives the same path.
+plain constants, compiled patterns). The file's name says its content: the same function gives the same path.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import re
 import symtable
 import sys
 import textwrap
@@ -112,6 +113,9 @@ def _write_down(
     elif getattr(value, "__module__", None) not in (None, "__main__") and _is_attribute(value):
         as_name = "" if value.__name__ == name else f" as {name}"
         imports.append(f"from {value.__module__} import {value.__name__}{as_name}")
+    elif isinstance(value, re.Pattern):
+        imports += ["import re as _re"] if "import re as _re" not in imports else []
+        definitions.append(f"{name} = _re.compile({value.pattern!r}, {value.flags})")
     elif _reads_back(value):
         definitions.append(f"{name} = {value!r}")
     else:

@@ -53,6 +53,20 @@ def test_a_function_of_a_script_goes_with_all_that_it_uses(tmp_path: Path) -> No
     assert "UNUSED" not in Path(path.rpartition(":")[0]).read_text()
 
 
+def test_compiled_patterns_of_a_script_go_with_it(tmp_path: Path) -> None:
+    script = """
+import re
+BOXED, LINE = re.compile(r"\\\\boxed\\{(.*)'\\}", re.DOTALL | re.IGNORECASE), re.compile("^x$", re.M)
+def reward(prompt, response, answer):
+    return float(BOXED.search(response)[1] == answer) + len(LINE.findall(response))
+from llamarl.api.functions import import_path_of
+print(import_path_of(reward), reward("", "x\\n\\\\BOXED{a\\nb'}\\nx", "a\\nb"))
+"""
+    done = run_script(tmp_path, script)
+    path, value = done.stdout.split()
+    assert load(path)("", "x\n\\BOXED{a\nb'}\nx", "a\nb") == float(value) == 3.0
+
+
 def test_the_same_function_gives_the_same_path_and_another_another(tmp_path: Path) -> None:
     first = run_script(tmp_path, SCRIPT + "print(import_path_of(reward))").stdout
     assert run_script(tmp_path, SCRIPT + "print(import_path_of(reward))").stdout == first
