@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 
 from llamarl.errors import FileError, ModelError
 from llamarl.models.decoder import adaptable_layers, decoder_layers
+from llamarl.models.folders import hub_name, is_hub_id
 from llamarl.models.loading import load_model_config
 from llamarl.models.parallel import SHARD, ParallelLayout, ParameterShard, local_tensor
 from llamarl.models.sharded_loading import stored_weights
@@ -222,7 +223,7 @@ class StoredAdapter:
     """``LAYER.lora_A.default.weight`` [rank, in] and ``LAYER.lora_B.default.weight`` [out, rank]."""
     scaling: float
     base: str
-    """Folder of the model that it was trained on, as the adapter names it; may be empty."""
+    """Folder or Hub id (``org/name@REVISION``) of the model that it was trained on, as the adapter names it; may be empty."""
 
 
 def read_adapter_folder(folder: Path) -> StoredAdapter:
@@ -261,7 +262,9 @@ def read_adapter_folder(folder: Path) -> StoredAdapter:
         if factor not in ("A.weight", "B.weight") or tensor.ndim != 2:
             raise ModelError(f"{folder / _ADAPTER_FILE}: {name} is not a factor of a linear layer's adapter")
         tensors[f"{layer}.lora_{factor[0]}.default.weight"] = tensor
-    return StoredAdapter(tensors, scaling, str(config.get("base_model_name_or_path") or ""))
+    base, revision = str(config.get("base_model_name_or_path") or ""), config.get("revision")
+    at = f"@{revision}" if revision and is_hub_id(base) and "@" not in base and not os.path.isdir(base) else ""
+    return StoredAdapter(tensors, scaling, base + at)
 
 
 @torch.no_grad()
@@ -310,12 +313,14 @@ def _unrounded(
 
 
 def write_adapter_folder(
-    folder: Path, adapters: Mapping[str, Tensor], *, rank: int, alpha: float, targets: Sequence[str], base: str
+    folder: Path, adapters: Mapping[str, Tensor], *, rank: int, alpha: float, targets: Sequence[str], base: Path
 ) -> None:
-    """A folder that ``peft.PeftModel.from_pretrained`` loads on top of ``base``."""
+    """A folder that ``peft.PeftModel.from_pretrained`` loads on top of ``base``, which is named by its id and commit
+    where it is the Hub's: the cache's path is of this machine alone."""
     folder.mkdir(parents=True, exist_ok=True)
     config = _peft_config(rank, alpha, targets)
-    config.base_model_name_or_path, config.inference_mode = base, True
+    config.base_model_name_or_path, config.revision = hub_name(base) or (str(base), None)
+    config.inference_mode = True
     config.save_pretrained(folder)
     config_file = folder / ADAPTER_CONFIG
     values = json.loads(config_file.read_text(encoding="utf-8"))

@@ -31,6 +31,7 @@ __all__ = [
     "check_supported",
     "companion_files",
     "fetch_dataset",
+    "hub_name",
     "is_commit",
     "is_hub_id",
     "local_model_path",
@@ -216,6 +217,14 @@ def split_revision(hub_id: str) -> tuple[str, str]:
 def is_commit(revision: str) -> bool:
     """Whether a revision is a commit, which never moves."""
     return bool(_COMMIT.fullmatch(revision))
+
+
+def hub_name(folder: Path) -> tuple[str, str] | None:
+    """Id and commit of the model of which a folder is the Hub's snapshot, in the cache; None of any other folder."""
+    home = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not is_commit(folder.name) or not home.startswith("models--"):
+        return None
+    return home.removeprefix("models--").replace("--", "/"), folder.name
 
 
 def fetch_dataset(hub_id: str, *, key: str) -> Path:

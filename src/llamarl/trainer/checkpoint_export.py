@@ -76,7 +76,7 @@ def export_checkpoint(
     version = _count(state, trained, "policy_version")
     if adapter:
         tensors = dict(_stored(state, trained))
-        base = str(resolve_model_path(config.model.path).resolve())
+        base = resolve_model_path(config.model.path).resolve()
         write_adapter_folder(out, tensors, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, base=base)
         facts = ExportFacts(policy_version=version, dtype="float32", served_dtype=served)
         write_export(out, facts)

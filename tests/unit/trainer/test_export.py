@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.config import validate
 from llamarl.errors import ModelError
-from llamarl.models.adapters import write_adapter_folder
+from llamarl.models.adapters import read_adapter_folder, write_adapter_folder
 from llamarl.models.exported import EXPORT_FILE, why_incomplete
 from llamarl.models.folders import companion_files, resolve_model_path
 from llamarl.settings.algorithms import AlgorithmConfig
@@ -130,11 +130,25 @@ def test_an_adapter_folder_does_not_depend_on_the_order_of_a_set(tmp_path: Path)
     pytest.importorskip("peft")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     tensors = {"layers.0.q_proj.lora_A.default.weight": torch.zeros(2, 3)}
-    write_adapter_folder(tmp_path, tensors, rank=2, alpha=4.0, targets=names, base="/base")
+    write_adapter_folder(tmp_path, tensors, rank=2, alpha=4.0, targets=names, base=Path("/base"))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(names) and list(config) == sorted(config)
     modes = {file.name: file.stat().st_mode for file in tmp_path.iterdir()}
     assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
+
+
+def test_an_adapter_names_its_base_of_the_hub_by_id_and_commit_not_by_a_path_of_this_machine(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    tensors = {"layers.0.q_proj.lora_A.default.weight": torch.zeros(2, 3)}
+    commit = "0123456789" * 4
+    for base, named, read in (
+        (tmp_path / "models--lab--one" / "snapshots" / commit, ("lab/one", commit), f"lab/one@{commit}"),
+        (tmp_path / "lab--one" / commit, (str(tmp_path / "lab--one" / commit), None), None),
+    ):
+        write_adapter_folder(tmp_path, tensors, rank=2, alpha=4.0, targets=["q_proj"], base=base)
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"], config["revision"]) == named
+        assert read_adapter_folder(tmp_path).base == (read or str(base))
 
 
 # -- what is copied beside the weights ----------------------------------------------------------------------------------
