@@ -153,7 +153,8 @@ def render_prompt(
         text = apply_template(tokenizer, messages, tools=tools, settings=settings)
         if tools and text == apply_template(tokenizer, messages, settings=settings):
             raise DataError("the chat template " + _NO_TOOLS.format(names=_names(tools)))
-        special = False
+        text += config.response_prefix
+        tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     else:
         if item.messages:
             question = "\n\n".join(message["content"] for message in item.messages)
@@ -162,14 +163,36 @@ def render_prompt(
                 "plain text (data.chat_template = 'none', or no template) " + _NO_TOOLS.format(names=_names(tools))
             )
         text = f"{config.system_prompt}\n\n{question}" if config.system_prompt else question
-        special = True
-    text += config.response_prefix
-    tokens = np.asarray(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
+        text += config.response_prefix
+        tokens = _plain_tokens(tokenizer, text)
     if tokens.size == 0:
         raise DataError(
             f"question {item.question!r} gives a prompt without a token; an empty prompt cannot be continued"
         )
     return text, tokens
+
+
+def _plain_tokens(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int32]:
+    """With what the tokenizer adds before a text, once where it stands there already; what some add behind would end the
+    prompt that the policy is to go on with, [P]."""
+    begin, end = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "eos_token", None)
+    tokens = np.asarray(
+        tokenizer(text, add_special_tokens=not (begin and text.startswith(begin)))["input_ids"], np.int32
+    )
+    ended = end and tokens.size > 1 and tokens[-1] == getattr(tokenizer, "eos_token_id", None)
+    return tokens[:-1] if ended and not text.endswith(end) else tokens
+
+
+def _marks(tokenizer: Tokenizer, config: DataConfig) -> tuple[str, ...]:
+    """Special tokens that the chat template writes around a question."""
+    if not uses_chat_template(tokenizer, config):
+        return ()
+    try:
+        text = apply_template(tokenizer, [{"role": "user", "content": "?"}], settings=config.chat_template_kwargs)
+    except DataError:  # one that wants more is told by the prompts themselves
+        return ()
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return tuple(str(token) for token in added.values() if token.special and str(token) in text)
 
 
 def with_answer(prompt: Prompt, template: str, tokenizer: Tokenizer, config: DataConfig) -> Prompt:
@@ -309,7 +332,7 @@ class PromptStream:
         the middle of a run.
 
         Where such prompts are skipped, a warning says how many are; so it does of prompts that hold
-        unknown text. What an environment shows is not known before it is played.
+        unknown text, and of those that seem to have been through a chat template before. What an environment shows is not known before it is played.
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short
@@ -325,6 +348,7 @@ class PromptStream:
         if num_items is None or self._opener is not None:
             return
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
+        rendered, marks = [], _marks(self._tokenizer, self._config)
         for place in range(num_items):
             item = self._task.item("train", place)
             tokens = self.read(item, render_prompt(item, self._tokenizer, self._config)[1])
@@ -332,9 +356,17 @@ class PromptStream:
                 long.append(f"{item.where or f'item {place}'} ({len(tokens)} tokens)")
             if holds_unknown(tokens, unknown):
                 unread.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
+            if any(mark in item.question for mark in marks):
+                rendered.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
         if unread:
             words = unknown_text_warning(len(unread), num_items, "training prompts", unread[0])
             _log.warning("task %r: %s", self._task.name, words)
+        if rendered:
+            _log.warning(
+                "task %r: %d of %d training prompts hold tokens that the chat template writes around them: %s is one. If they "
+                "have been through a template already, set data.chat_template = 'none'",
+                self._task.name, len(rendered), num_items, rendered[0],
+            )  # fmt: skip
         if not long:
             return
         named = ", ".join(long[:_MAX_NAMED]) + (", ..." if len(long) > _MAX_NAMED else "")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.data.prompts import PromptStream, with_answer
+from llamarl.data.prompts import PromptStream, _plain_tokens, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
+from llamarl.models.loading import load_tokenizer
 from llamarl.settings.data import DataConfig
 from llamarl.settings.environments import TaskConfig
 from llamarl.types import EVAL_INDEX_OFFSET
@@ -193,6 +195,37 @@ def test_plain_text_gets_the_tokenizers_special_tokens_the_system_prompt_and_the
     assert prompt.text == "Be brief.\n\nQ: xx {}A:"
     assert prompt.tokens[0] == 1
     assert "".join(map(chr, prompt.tokens[1:])) == prompt.text
+
+
+def test_plain_text_begins_with_one_token_of_the_beginning_and_is_not_ended() -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, [("<bos>", bos), ("<eos>", eos)])
+    own = tokenizer("1+", add_special_tokens=False)["input_ids"]
+    for text, expected in (
+        ("1+", [bos, *own]),
+        ("<bos>1+", [bos, *own]),
+        ("", [bos]),
+    ):
+        assert _plain_tokens(tokenizer, text).tolist() == expected, text
+
+
+def test_prompts_that_have_been_through_a_template_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Rendered(Items):
+        def item(self, split: Split, index: int) -> TaskItem:
+            return TaskItem(question="<pad>user\n1+<pad>" if index else "1+", where=f"f:{index}")
+
+    tokenizer = load_tokenizer("bundled:tiny")
+    for template, told in (
+        ("{{ messages[0].content }}<pad>", True),
+        ("{{ messages[0].content }}", False),
+        (None, False),
+    ):
+        caplog.clear()
+        tokenizer.chat_template = template
+        PromptStream(Rendered(3), tokenizer, DataConfig(), 0).check_training_prompts()
+        assert ("2 of 3 training prompts hold tokens that the chat template writes" in caplog.text) is told, template
 
 
 def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_tokens() -> None:
