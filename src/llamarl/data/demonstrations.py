@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from llamarl.data.items import ItemSource, TaskItem
 from llamarl.data.prompts import PromptStream, Tokenizer
-from llamarl.data.turn_template import TurnTemplate
+from llamarl.data.turn_template import THOUGHT, TurnTemplate
+from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
 from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
 
@@ -40,6 +41,7 @@ class DemonstrationStream(PromptStream):
     ) -> None:
         super().__init__(task, tokenizer, config, seed, room=room)
         self._turns = TurnTemplate(tokenizer, config)
+        self._thinks = self._turns.opens_thought
 
     def demonstration(self, index: int) -> Group:
         """Row ``index`` of the training stream, from 0 on without end; errors as ``get``."""
@@ -50,7 +52,17 @@ class DemonstrationStream(PromptStream):
         return [self._group(prompt) for prompt in self.eval_prompts(num_rows)]
 
     def read(self, item: TaskItem, prompt: npt.NDArray[np.int32]) -> Sequence[int]:
-        """Those of prompt and completions together."""
+        """Those of prompt and completions together.
+
+        Raises:
+            DataError: A completion would begin to think a second time.
+        """
+        for message in item.metadata[CONTINUATION] if self._thinks else ():
+            if message["role"] == "assistant" and message["content"].lstrip().startswith(THOUGHT):
+                raise DataError(
+                    f"{item.where}: a completion begins with {THOUGHT}, with which the chat template ends the prompt: leave it "
+                    "out of the rows (what the model writes begins behind it)"
+                )
         return [*prompt, *self._continue(item.metadata[CONTINUATION])[0]]
 
     def _group(self, prompt: Prompt) -> Group:

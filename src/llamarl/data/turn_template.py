@@ -21,7 +21,9 @@ from llamarl.data.prompts import Tokenizer, apply_template, uses_chat_template
 from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
 
-__all__ = ["TurnTemplate"]
+__all__ = ["THOUGHT", "TurnTemplate"]
+
+THOUGHT = "<think>"
 
 _REPLY = "qzReplyOfThePolicyzq"
 _PROBE = "qzWordsOfMessage{}zq"
@@ -49,12 +51,15 @@ class TurnTemplate:
         self._forms: dict[tuple[str, ...], Mapping[str, Any]] = {}
         self.closing = ""
         """What the template writes after a reply when nothing follows: the end of the turn, and a separator."""
+        self.opens_thought = False
+        """Whether a reply begins inside of a thought, which its prompt has opened."""
         self._end: int | None = None
         self._end_text = ""
         if self._chat:
             text = apply_template(tokenizer, [_USER, _SAID], reply_follows=False, settings=config.chat_template_kwargs)
             self.closing = _what_follows(text, _REPLY)
             self._end, self._end_text = _first_special(tokenizer, self.closing)
+            self.opens_thought = (self._after([_USER]) + config.response_prefix).rstrip().endswith(THOUGHT)
             self.between(None, [_USER])  # what it does with the plainest case, before a run depends on it
 
     @property

@@ -23,14 +23,16 @@ from llamarl.types import Prompt, Score
 __all__ = ["DemonstrationsTask", "demonstration_item"]
 
 _COMPLETIONS = ("completion", "answer", "solution", "response")
+_BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""What some data have beside the ``content`` of a turn, for templates of their own."""
 
 
 def demonstration_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """Split a record into what is shown and what is learned.
 
     Raises:
-        DataError: No conversation and no completion, no turn of the assistant, or an empty one, or with tools; names
-            ``where``.
+        DataError: No conversation and no completion, no turn of the assistant, or an empty one, or with tools or thoughts
+            beside its words; names ``where``.
     """
     if record.get("tools"):
         raise DataError(
@@ -61,6 +63,11 @@ def _of_conversation(messages: Sequence[Mapping[str, str]], where: str) -> TaskI
     if not said or said[0] == 0:
         raise DataError(f"{where}: the conversation needs a turn of the assistant after one of somebody else")
     for place in said:
+        if beside := next((key for key in _BESIDE if messages[place].get(key)), ""):
+            raise DataError(
+                f"{where}: message {place} of the assistant has {beside!r} beside its content, which would not be learned: "
+                "write it into the content, as the model is to write it, or leave it out"
+            )
         if not messages[place]["content"].strip():
             raise DataError(
                 f"{where}: message {place} is of the assistant and empty: there is nothing to learn from it"

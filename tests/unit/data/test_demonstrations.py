@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_turn_template import CHATML, GEMMA, LLAMA3, MISTRAL, make_tokenizer
+from test_turn_template import CHATML, GEMMA, LLAMA3, MISTRAL, SPECIAL, make_tokenizer
 
 from llamarl.data.demonstrations import DemonstrationStream
 from llamarl.environments.demonstrations import DemonstrationsTask, demonstration_item
@@ -26,6 +26,7 @@ TALK = [
 def stream(
     rows: list[dict[str, Any]], folder: Path, template: str | None = None, **settings: Any
 ) -> DemonstrationStream:
+    folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = DemonstrationsTask(TaskConfig(name="demonstrations", data=str(file), eval_fraction=0.0), seed=0)
@@ -110,6 +111,8 @@ def test_what_follows_the_last_word_of_the_assistant_is_left_out(tmp_path: Path)
         ({"messages": [*TALK[:2], TALK[1]]}, "two turns of the assistant follow each other"),
         ({"prompt": TALK[:1], "completion": 3}, "'completion' must be text or messages"),
         ({"messages": []}, "expected a list of"),
+        ({"messages": [TALK[0], {**TALK[1], "reasoning_content": "hm"}]}, "'reasoning_content' beside its content"),
+        ({"prompt": TALK[:1], "completion": [{**TALK[1], "tool_calls": [{}]}]}, "'tool_calls' beside its content"),
         ({"messages": TALK, "tools": [{"name": "look"}]}, "was held with tools, which fine-tuning does not show"),
     ],
 )
@@ -117,6 +120,29 @@ def test_a_row_from_which_nothing_can_be_learned_is_named(row: dict[str, Any], s
     with pytest.raises(DataError, match=said) as raised:
         demonstration_item(row, "rows.jsonl:3")
     assert "rows.jsonl:3" in str(raised.value)
+
+
+def test_thoughts_that_a_table_has_room_for_and_does_not_hold_change_nothing() -> None:
+    empty = [{**message, "thinking": None, "tool_calls": []} for message in TALK]
+    assert demonstration_item({"messages": empty}, "w").question == "hi"
+
+
+@pytest.mark.parametrize("settings", [{}, {"response_prefix": "<think>\n"}])
+def test_a_completion_does_not_open_the_thought_that_its_prompt_has_opened(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    thinks = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    assert thinks != CHATML
+    template = CHATML if settings else thinks
+    SPECIAL.setdefault(thinks, SPECIAL[CHATML])
+    rows = [
+        {"messages": [TALK[0], {"role": "assistant", "content": f"{begin}hm</think>so"}]} for begin in ("", "<think>")
+    ]
+    good, bad = (stream([row], tmp_path / str(n), template, **settings) for n, row in enumerate(rows))
+    good.check_training_prompts()
+    with pytest.raises(DataError, match="rows.jsonl:1: a completion begins with <think>, with which the chat template"):
+        bad.check_training_prompts()
+    stream([rows[1]], tmp_path, CHATML).check_training_prompts()
 
 
 def test_a_row_that_is_too_long_with_its_completion_is_refused_or_replaced(tmp_path: Path) -> None:
