@@ -58,7 +58,7 @@ class TurnTemplate:
         if self._chat:
             text = apply_template(tokenizer, [_USER, _SAID], reply_follows=False, settings=config.chat_template_kwargs)
             self.closing = _what_follows(text, _REPLY)
-            self._end, self._end_text = _first_special(tokenizer, self.closing)
+            self._end, self._end_text = _first_special(tokenizer, self.closing.lstrip())
             self.opens_thought = (self._after([_USER]) + config.response_prefix).rstrip().endswith(THOUGHT)
             self.between(None, [_USER])  # what it does with the plainest case, before a run depends on it
 
@@ -119,7 +119,8 @@ class TurnTemplate:
         text = apply_template(self._tokenizer, [_USER, form, *messages], settings=self._config.chat_template_kwargs)
         after = _what_follows(text, _REPLY)
         if form is _SAID and after.startswith(self.closing):
-            return after
+            bare = after.lstrip()  # Llama 2 writes a space before the end of a turn, which no policy writes
+            return bare if self._end_text and bare.startswith(self._end_text) else after
         if (
             form is _CALLED and self._end_text and self._end_text in after
         ):  # behind the name stands the rest of the call

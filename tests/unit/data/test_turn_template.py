@@ -99,6 +99,16 @@ def test_the_end_of_a_turn_stands_once_and_the_separator_is_kept(template: str, 
     assert between(template, [USER], wrote_the_end=False) == END[template] + expected
 
 
+def test_a_space_before_the_end_of_a_turn_does_not_have_it_stand_twice() -> None:
+    tokenizer = make_tokenizer(MISTRAL)
+    tokenizer.chat_template = MISTRAL.replace("' ' + m.content + '</s>'", "' ' + m.content + ' </s>'")
+    assert tokenizer.chat_template != MISTRAL
+    template, end = TurnTemplate(tokenizer, DataConfig()), tokenizer.convert_tokens_to_ids("</s>")
+    assert template.end_token == end
+    for last, expected in ((end, "[INST] and now?[/INST]"), (ord("x"), "</s>[INST] and now?[/INST]")):
+        assert tokenizer.decode(template.between(last, [USER]), skip_special_tokens=False) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
