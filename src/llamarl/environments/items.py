@@ -24,7 +24,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -328,9 +328,18 @@ def _check_columns(columns: Mapping[str, str], have: Sequence[str], name: str) -
 
 
 def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str) -> Mapping[str, str]:
-    """``columns``, with the one that holds the question where no name says so: found by what the first row holds."""
+    """``columns``, with the one that holds the question where no name says so: found by what the first row holds.
+
+    Raises:
+        DataError: It holds conversations in another form.
+    """
     if any(role in columns or (role in row and role not in columns.values()) for role in _QUESTIONS):
         return columns
+    if foreign := next((column for column, value in row.items() if _is_conversation(value, {"from", "value"})), ""):
+        raise DataError(
+            f"{name}: column {foreign!r} holds turns of {{from, value}} (ShareGPT's form): write them as {{role, content}}, "
+            "with the roles system, user and assistant"
+        )
     free = [column for column in row if column not in columns.values() and column.lower() not in _ANSWERS]
     role, found = "messages", [column for column in free if _is_conversation(row[column])]
     if not found:
@@ -349,11 +358,11 @@ def _tell(line: str) -> None:
     _log.warning(line)
 
 
-def _is_conversation(value: Any) -> bool:
+def _is_conversation(value: Any, keys: Set[str] = frozenset({"role", "content"})) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value)
+        and all(isinstance(one, Mapping) and keys <= one.keys() for one in value)
     )
 
 

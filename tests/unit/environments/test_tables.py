@@ -150,6 +150,15 @@ def test_of_several_questions_one_is_asked_with_a_word_and_a_reward_gets_the_oth
     assert "rows have question, problem, prompt: prompt is asked" in caplog.text
 
 
+@pytest.mark.parametrize("task", ["function", "demonstrations"])
+def test_conversations_in_the_form_of_sharegpt_are_told_as_that(task: str, tmp_path: Path) -> None:
+    rows = [{"id": "1", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}]
+    (lines := tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    for file in (lines, write_parquet(tmp_path / "a.parquet", rows)):
+        words = mistakes(name=task, data=str(file), reward="json:dumps" if task == "function" else "")
+        assert "column 'conversations' holds turns of {from, value} (ShareGPT's form)" in words
+
+
 def test_a_template_beside_conversations_is_refused(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", [{"prompt": [{"role": "user", "content": "1?"}], "answer": "1"}])
     task = make_task(TaskConfig(name="math", data=str(file), template="Q: {question}", eval_fraction=0), 0)
