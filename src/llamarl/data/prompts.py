@@ -125,8 +125,10 @@ def apply_template(
             f"{error}; mend it, or try data.chat_template = 'none'"
         ) from error
     except (ValueError, TypeError) as error:
+        system = any(message.get("role") == "system" for message in messages)
+        hint = "some templates know no system message (data.system_prompt): leave it out, or " if system else ""
         raise DataError(
-            f"the chat template refused {list(messages)!r:.1000}: {error}; try data.chat_template = 'none'"
+            f"the chat template refused {list(messages)!r:.1000}: {error}; {hint}try data.chat_template = 'none'"
         ) from error
 
 

@@ -228,6 +228,13 @@ def test_prompts_that_have_been_through_a_template_are_told(caplog: pytest.LogCa
         assert ("2 of 3 training prompts hold tokens that the chat template writes" in caplog.text) is told, template
 
 
+def test_a_template_that_knows_no_system_message_is_told_with_the_key_that_put_it_there() -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system.') }}{% endif %}."
+    with pytest.raises(DataError, match=r"No system.; some templates know no system message \(data.system_prompt\)"):
+        PromptStream(Items(3), tokenizer, DataConfig(system_prompt="S"), 0).get(1)
+
+
 def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_tokens() -> None:
     config = DataConfig(system_prompt="S", response_prefix="<think>")
     prompt = PromptStream(Items(None), Letters(TEMPLATE), config, 0).get(2)
