@@ -70,10 +70,11 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 _NOT_PLAIN = {
     "use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "modules_to_save": None, "rank_pattern": {},
     "alpha_pattern": {}, "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
-    "target_parameters": None, "megatron_config": None,
+    "target_parameters": None, "megatron_config": None, "alora_invocation_tokens": None, "arrow_config": None,
+    "kasa_config": None, "monteclora_config": None, "use_bdlora": None,
 }  # fmt: skip
 """Settings of ``peft`` under which an adapter is more than two factors a layer, and what they are where it is not."""
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Ways of ``peft`` to begin an adapter that take something out of the base weights as well."""
 Box = tuple[tuple[int, int], ...]
 """Global (start, stop) a dimension."""

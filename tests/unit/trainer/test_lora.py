@@ -234,6 +234,8 @@ def test_an_adapter_that_peft_wrote_is_read_and_what_is_more_than_two_factors_is
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     for change, words in (
         ({"use_dora": True}, "use_dora = True"),
+        ({"alora_invocation_tokens": [7, 8]}, "alora_invocation_tokens = "),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias = 'all'"),
