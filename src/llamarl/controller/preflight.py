@@ -25,7 +25,7 @@ from llamarl.import_path import check
 from llamarl.model_support import Use, text_part, why_unsupported
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
-from llamarl.reading import user_path
+from llamarl.reading import read_object, user_path
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
 from llamarl.settings.checkpoint import why_no_storage
@@ -326,6 +326,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             if isinstance(beside, PromptStream):
                 beside.check_training_prompts()
     _tell_of_thinking(config, tokenizer)
+    _tell_of_turns_without_end(config, tokenizer, folder)
     with contextlib.ExitStack() as pools:
         environments = None
         if config.task.has_environment:  # begins an episode or two, so that one that never does is found here
@@ -410,6 +411,25 @@ def _tell_of_thinking(config: RunConfig, tokenizer: Any) -> None:
             f"this model thinks before it answers, as its chat template says, and {limit} tokens "
             f"(generator.sampling.max_new_tokens) may end before its answer: allow some {_THOUGHTS}, or set "
             "data.chat_template_kwargs = { enable_thinking = false }",
+            file=sys.stderr,
+        )
+
+
+def _tell_of_turns_without_end(config: RunConfig, tokenizer: Any, folder: Path) -> None:
+    """A base model may have a chat template, but know the end of the text alone."""
+    from llamarl.data.turn_template import TurnTemplate
+
+    sampling, end = config.generator.sampling, None
+    with contextlib.suppress(DataError):  # of a template that takes one turn alone
+        end = TurnTemplate(tokenizer, config.data).end_token
+    file = folder / "generation_config.json"
+    own = read_object(file).get("eos_token_id") if file.is_file() else None
+    own = text_part(read_model_config(folder)).get("eos_token_id") if own is None else own
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, *sampling.stop_token_ids}
+    if end is not None and end not in ends and (word := tokenizer.decode([end])) not in sampling.stop_strings:
+        print(
+            f"the chat template ends a turn with {word!r}, which ends no response of this model: it may write on until "
+            f"generator.sampling.max_new_tokens. generator.sampling.stop_token_ids = [{end}] ends responses there",
             file=sys.stderr,
         )
 

@@ -125,3 +125,25 @@ def test_a_model_that_thinks_first_is_known_by_its_template(
     )
     prepare(load_config(RECIPE, ["--model.path", str(folder), "--run.dir", str(tmp_path / "run"), *words]))
     assert ("this model thinks before it answers" in capsys.readouterr().err) is told
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "told"),
+    [
+        ("{% for m in messages %}{{ m.content }}<pad>{% endfor %}", [], True),
+        ("{% for m in messages %}{{ m.content }}<eos>{% endfor %}", [], False),
+        (
+            "{% for m in messages %}{{ m.content }}<pad>{% endfor %}",
+            ["--generator.sampling.stop_token_ids", "[0]"],
+            False,
+        ),
+        ("{{ messages[0].content }}", [], False),
+    ],
+)
+def test_a_template_whose_turns_end_no_response_is_told(
+    template: str, words: list[str], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder := tmp_path / "base")
+    (folder / "chat_template.jinja").write_text(template)
+    prepare(load_config(RECIPE, ["--model.path", str(folder), "--run.dir", str(tmp_path / "run"), *words]))
+    assert ("the chat template ends a turn with '<pad>'" in capsys.readouterr().err) is told
