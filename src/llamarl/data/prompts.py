@@ -177,7 +177,8 @@ def render_prompt(
 def _plain_tokens(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int32]:
     """With what the tokenizer adds before a text, once where it stands there already; what some add behind would end the
     prompt that the policy is to go on with, [P]."""
-    begin, end = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "eos_token", None)
+    begin: Any = getattr(tokenizer, "bos_token", None)
+    end: Any = getattr(tokenizer, "eos_token", None)
     tokens = np.asarray(
         tokenizer(text, add_special_tokens=not (begin and text.startswith(begin)))["input_ids"], np.int32
     )

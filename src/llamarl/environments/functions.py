@@ -154,7 +154,9 @@ def _as_verl_calls(
         value = function(**{k: v for k, v in zip(_OF_VERL, values, strict=True) if k in names})
         if not isinstance(value, Mapping) or "score" not in value:
             return value
-        numeric = {k: v for k, v in value.items() if k != "score" and isinstance(v, numbers.Real | np.bool_)}
+        numeric: dict[str, Any] = {
+            k: v for k, v in value.items() if k != "score" and isinstance(v, numbers.Real | np.bool_)
+        }
         return Score(value=value["score"], parts=numeric)
 
     return call
