@@ -165,7 +165,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str | Messages],
+        prompts: str | Messages | Sequence[str | Messages],
         *,
         samples: int = 1,
         seed: int = 0,
@@ -175,7 +175,7 @@ class LLM:
         """Sample responses to all prompts at once; the same call gives the same responses.
 
         Args:
-            prompts: Text, or lists of messages ``{"role": ..., "content": ...}``; one text is a list of one.
+            prompts: Text, or lists of messages ``{"role": ..., "content": ...}``; one text or conversation is a list of one.
             samples: Responses a prompt.
             chat_template: Whether text goes through the tokenizer's chat template, where it has
                 one, as the user's message.
@@ -190,7 +190,9 @@ class LLM:
             ConfigError: A sampling value that no distribution has, or no such name.
             DataError: A prompt that is empty or, with ``max_new_tokens``, longer than the context.
         """
-        asked: list[str | Messages] = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if asked and all(isinstance(message, Mapping) for message in asked):
+            asked = [asked]
         sequences = self.sequences(asked, samples=samples, seed=seed, chat_template=chat_template, **sampling)
         return [self._completion(asked[s.prompt_index], s) for s in self.decode(sequences)]
 

@@ -52,7 +52,8 @@ class ItemSource(Protocol):
 
 
 def read_messages(record: Mapping[str, Any], where: str, name: str = "messages") -> tuple[Mapping[str, str], ...]:
-    """The conversation in a record's field ``name``.
+    """The conversation in a record's field ``name``, without what is null in a message: tables fill the columns of all
+    messages, and templates ask whether one has, say, ``tool_calls``.
 
     Raises:
         DataError: It is no list of objects with the texts ``role`` and ``content``; names ``where``.
@@ -63,7 +64,7 @@ def read_messages(record: Mapping[str, Any], where: str, name: str = "messages")
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         raise DataError(f"{where}: field {name!r} is {messages!r:.80}, expected a list of {{role, content}}")
-    return tuple(messages)
+    return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 
 def held_out(question: str, *, seed: int, fraction: float) -> bool:

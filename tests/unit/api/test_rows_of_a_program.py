@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from llamarl.api.llm import LLM
 from llamarl.api.settings import run_config
+from llamarl.data.items import read_messages
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
 
@@ -106,3 +108,18 @@ def test_a_column_that_was_found_by_its_content_is_told_once(caplog: pytest.LogC
         make_task(config.task, seed=0).num_items("train")
     assert [line for line in caplog.messages if "'words' is taken for the question" in line] == caplog.messages
     assert len(caplog.messages) == 1
+
+
+def test_one_conversation_is_a_list_of_one_as_one_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(LLM, "sequences", lambda self, prompts, **rest: asked.append(prompts) or [])
+    monkeypatch.setattr(LLM, "decode", lambda self, sequences: iter(()))
+    talk, llm = [{"role": "user", "content": "hi"}], LLM.__new__(LLM)
+    for prompts in ("hi", ["hi"], talk, [talk], [talk, "hi"], []):
+        llm.generate(prompts)
+    assert asked == [["hi"], ["hi"], [talk], [talk], [talk, "hi"], []]
+
+
+def test_what_is_null_in_a_message_of_a_table_is_not_shown_to_templates() -> None:
+    record = {"messages": [{"role": "user", "content": "hi", "tool_calls": None, "name": "x"}]}
+    assert read_messages(record, "f:1") == ({"role": "user", "content": "hi", "name": "x"},)
