@@ -201,7 +201,9 @@ def as_score(value: object) -> Score:
 
 
 def finite(what: str, value: object) -> float:
-    """A number as a float. Raises: NotANumber."""
+    """A number, or an array or tensor of no dimensions, as a float. Raises: NotANumber."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
     if not isinstance(value, numbers.Real | np.bool_):
         shown = str(value)[:80] if not isinstance(value, Score) else "Score"
         raise NotANumber(f"{what} is {type(value).__name__} {shown!r}, expected a number: return float(...)")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from made_responses import made_group, made_response
 
@@ -209,6 +210,15 @@ def test_causes_are_counted_the_commonest_first_and_exceptions_by_their_place() 
 def test_what_is_wrong_with_a_score_is_told_by_its_part(value: object, words: str) -> None:
     with pytest.raises(NotANumber, match=words):
         as_score(value)
+
+
+def test_a_tensor_of_no_dimensions_is_a_number() -> None:
+    torch = pytest.importorskip("torch")
+    for value in (torch.tensor(0.5), np.array(0.5), np.float32(0.5)):
+        assert as_score(value) == as_score(Score(value=value)) == Score(value=0.5)
+    for other in (torch.tensor([0.5]), np.array("0.5"), torch.tensor(float("nan"))):
+        with pytest.raises(NotANumber, match="reward is"):
+            as_score(other)
 
 
 class _Part(enum.StrEnum):
