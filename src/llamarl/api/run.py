@@ -17,7 +17,7 @@ from llamarl.errors import ConfigError
 from llamarl.reading import user_path
 
 if TYPE_CHECKING:
-    from llamarl.api.llm import LLM, Completion, Messages
+    from llamarl.api.llm import LLM, Completion
     from llamarl.observability.rollouts import Rollout
 
 __all__ = ["Metrics", "Run", "train"]
@@ -118,7 +118,9 @@ class Run:
             for sample in read_rollouts(self.dir, tick)
         ]
 
-    def generate(self, prompts: str | Messages | Sequence[str | Messages], **sampling: Any) -> list[Completion]:
+    def generate(
+        self, prompts: str | Sequence[str | Mapping[str, str] | Sequence[Mapping[str, str]]], **sampling: Any
+    ) -> list[Completion]:
         """Responses of its final policy, with its own engine, precision and sampling; see
         :meth:`llamarl.LLM.generate`."""
         return self.llm.generate(prompts, **sampling)
