@@ -95,7 +95,9 @@ class TextFor:
             text = apply_template(self._tokenizer, conversation(prompt, response), reply_follows=False)
             found: Any = self._tokenizer(text, add_special_tokens=False)
         elif self.template == "plain":
-            found = self._tokenizer(prompt.text + response.text)
+            words, begin = prompt.text + response.text, self._tokenizer.bos_token
+            # a chat template of the policy may have written the beginning
+            found = self._tokenizer(words, add_special_tokens=not (begin and words.startswith(str(begin))))
         else:
             found = self._tokenizer(prompt.question or prompt.text, transcript(response))
         return Rendered(list(found["input_ids"]), list(found.get("token_type_ids") or ()))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from made_responses import made_group, made_response
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from llamarl.algorithms.advantages import compute_advantages
@@ -22,7 +22,7 @@ from llamarl.controller.prepare import plan_run
 from llamarl.controller.settle import MODELS_FILE, frozen_paths, record_models, refuse_other_models
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
-from llamarl.executors.conversations import conversation, transcript
+from llamarl.executors.conversations import TextFor, conversation, transcript
 from llamarl.executors.judging import add_verdicts, with_score, zero_rewards
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.folders import resolve_model_path
@@ -133,6 +133,16 @@ def test_a_chat_template_renders_question_and_response_as_a_conversation(chattin
     tokens = ids("user : two plus two </s> assistant : four </s>")
     verdict = rated[0].responses[0].verdict
     assert verdict is not None and verdict.value == pytest.approx(library_score(chatting, tokens), abs=1e-5)
+
+
+def test_a_prompt_that_begins_with_the_beginning_gets_no_second_one(plain: Path) -> None:
+    tokenizer = load_tokenizer(plain)
+    tokenizer.bos_token = "<s>"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    text_for = TextFor(tokenizer, "plain", key="k")
+    for begin in ("", "<s> "):
+        (response,) = (group := ask(respond("four"), text=f"{begin}two plus two is ")).responses
+        assert text_for(group.prompt, response).tokens == ids("<s> two plus two is four")
 
 
 def test_a_conversation_is_the_items_messages_where_it_has_them() -> None:
