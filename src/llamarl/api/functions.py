@@ -47,7 +47,8 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
-        return f"{Path(file).resolve()}:{function.__name__}" if file else f"{function.__module__}:{function.__name__}"
+        alone = bool(file) and not _needs_its_package(function, module)
+        return f"{Path(str(file)).resolve() if alone else function.__module__}:{function.__name__}"
     text = standalone_source(function, key)
     stem = f"{function.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     path = Path(FUNCTIONS_FOLDER).resolve() / f"{stem}.py"
@@ -59,6 +60,17 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
             f"{key}: cannot write {path}, from which other processes import it: {error.strerror}"
         ) from error
     return f"{path}:{function.__name__}"
+
+
+def _needs_its_package(function: types.FunctionType, module: Any) -> bool:
+    """Whether the file of a function imports its neighbours by dots, as those of installed packages do."""
+    if "." not in function.__module__:
+        return False
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    return any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
 
 
 def standalone_source(function: types.FunctionType, key: str = "reward") -> str:

@@ -110,3 +110,23 @@ def test_text_is_taken_as_it_is() -> None:
 def test_the_error_names_the_key() -> None:
     with pytest.raises(ConfigError, match="^algorithm.name: "):
         import_path_of(lambda x: x, "algorithm.name")
+
+
+def test_a_function_whose_module_needs_its_package_is_named_by_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    files = {"__init__": "", "limits": "MOST = 3\n", "plain": "def reward(completions):\n    return [1.0]\n"}
+    files["judges"] = "from .limits import MOST\ndef reward(completions):\n    return [MOST]\n"
+    for name, text in files.items():
+        (tmp_path / "mine" / f"{name}.py").write_text(text)
+    script = """
+from mine import judges, plain
+from llamarl.api.functions import import_path_of
+from llamarl.import_path import check, import_user
+for module in (judges, plain):
+    check(path := import_path_of(module.reward), "task.reward")
+    print(path, import_user(path, "task.reward")(["x"]))
+"""
+    done = run_script(tmp_path, script)
+    assert done.stdout.splitlines() == ["mine.judges:reward [3]", f"{tmp_path / 'mine' / 'plain.py'}:reward [1.0]"], (
+        done
+    )
