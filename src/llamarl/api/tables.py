@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 from llamarl.errors import ConfigError
 
 __all__ = ["DATA_FOLDER", "file_of_rows"]
+
+_log = logging.getLogger(__name__)
 
 DATA_FOLDER = "llamarl_data"
 """In the working directory."""
@@ -62,6 +65,11 @@ def _rows(rows: Any, argument: str) -> Iterable[Any]:
         if len(rows) != 1 and "train" not in rows:
             splits = ", ".join(map(str, rows))
             raise ConfigError(f"{argument} is a mapping ({splits:.80}), expected rows: give one of its splits")
+        if others := [name for name in rows if len(rows) > 1 and name != "train"]:
+            more = f"task={{'eval_data': {argument}[{others[0]!r}]}} evaluates on it"
+            _log.warning(
+                "%s: of its splits train is read, and not %s (%s)", argument, ", ".join(map(str, others)), more
+            )
         return _rows(rows["train"] if "train" in rows else next(iter(rows.values())), argument)
     if hasattr(rows, "to_dicts"):  # polars
         return rows.to_dicts()  # type: ignore[no-any-return]

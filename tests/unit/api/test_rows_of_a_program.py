@@ -87,10 +87,14 @@ def test_all_words_that_are_no_settings_are_told_at_once_with_what_they_are_here
 
 
 @pytest.mark.parametrize("splits", [{"test": 1, "train": 4}, {"all": 4}])
-def test_of_a_dataset_dict_the_split_train_or_the_only_one_is_read(splits: dict[str, int]) -> None:
+def test_of_a_dataset_dict_the_split_train_or_the_only_one_is_read(
+    splits: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
     made = pytest.importorskip("datasets").DatasetDict({name: as_dataset(ROWS[:n]) for name, n in splits.items()})
     data = run_config(None, {"data": made, "reward": "json:dumps"}).task.data
     assert [json.loads(line)["level"] for line in Path(data).read_text().splitlines()] == [0, 1, 2, 3]
+    told = "data: of its splits train is read, and not test (task={'eval_data': data['test']} evaluates on it)"
+    assert (told in caplog.text) == ("test" in splits)
 
 
 def test_a_dataset_dict_of_several_other_splits_is_asked_for_one_of_them() -> None:
