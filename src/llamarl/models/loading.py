@@ -133,16 +133,17 @@ def stored_files(path: str | Path) -> dict[str, Path]:
         ModelError: The index or a file is not usable.
     """
     folder = resolve_model_path(path)
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise ModelError(f"model.path: {index} has no weight_map of file names")
         if away := [file for file in weight_map.values() if Path(file).name != file]:
             raise ModelError(f"model.path: {index} names {away[0]!r:.80}, which is not a file beside it")
-        return {name: folder / file for name, file in weight_map.items()}
+        if not single.is_file():  # which transformers reads where there are both
+            return {name: folder / file for name, file in weight_map.items()}
     found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
         with open_tensors(file) as tensors:
             found |= {name: file for name in tensors.keys()}
     return found

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from llamarl.engine.engine import _eos_of
 from llamarl.errors import ModelError
-from llamarl.models.loading import load_model
+from llamarl.models.loading import load_model, stored_files
 from llamarl.models.parallel import ParallelLayout, ParameterShard, parameter_shards
 from llamarl.models.reward_model import load_reward_model, reward_skeleton
 from llamarl.models.sharded_loading import StoredPart, give_storage, make_skeleton, read_parts, where_stored
@@ -44,6 +45,19 @@ def test_of_published_experts_each_rank_reads_its_own(family: str, tmp_path: Pat
     read_parts(tmp_path, {gate_up: here}, {gate_up: shard}, parts)
     expected = loaded[gate_up][tuple(slice(*extent) for extent in box)].bfloat16()
     assert torch.equal(here, expected)
+
+
+def test_beside_other_files_ranks_read_the_one_that_transformers_reads(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    loaded = dict(load_model(folder, dtype=torch.float32).named_parameters())
+    others = {name: torch.zeros_like(value) for name, value in loaded.items()}
+    save_file(others, folder / "model-00001-of-00001.safetensors")
+    save_file(others, folder / "original.safetensors")
+    index = {"weight_map": dict.fromkeys(others, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(stored_files(folder).values()) == {folder / "model.safetensors"}
+    again = dict(load_model(folder, dtype=torch.float32).named_parameters())
+    assert all(torch.equal(again[name], value) for name, value in loaded.items())
 
 
 def test_an_engine_over_ranks_ends_responses_where_one_of_one_rank_does(tmp_path: Path) -> None:
