@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llamarl.environments.items import is_decoded
 from llamarl.errors import ConfigError
 
 __all__ = ["DATA_FOLDER", "file_of_rows"]
@@ -75,7 +76,12 @@ def _rows(rows: Any, argument: str) -> Iterable[Any]:
         return rows.to_dicts()  # type: ignore[no-any-return]
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas
         return rows.to_dict("records")  # type: ignore[no-any-return]
-    if isinstance(rows, list | tuple) or hasattr(rows, "column_names"):  # of datasets, streamed ones too
+    if hasattr(rows, "column_names"):  # of datasets, streamed ones too
+        decoded = [column for column, feature in (getattr(rows, "features", None) or {}).items() if is_decoded(feature)]
+        if decoded and hasattr(rows, "decode"):  # a streamed one would open them before they are left out
+            rows = rows.decode(False)
+        return rows.remove_columns(decoded) if decoded else rows
+    if isinstance(rows, list | tuple):
         return rows
     raise ConfigError(
         f"{argument} is of type {type(rows).__name__}, expected a path, a name on the Hub, a Dataset, a data frame or a list of mappings"

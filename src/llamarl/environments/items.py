@@ -38,7 +38,7 @@ from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
 from llamarl.reading import parse_json, read_lines, read_text, user_path
 from llamarl.settings.environments import TaskConfig
 
-__all__ = ["TableItems", "local_data", "question_item", "question_of", "text_field"]
+__all__ = ["TableItems", "is_decoded", "local_data", "question_item", "question_of", "text_field"]
 
 _log = logging.getLogger(__name__)
 
@@ -401,11 +401,11 @@ def _refuse_addresses(folder: Path, key: str) -> None:
             raise DataError.at(key, f": {card} names files by addresses: fetch them into {folder}, and name them there")
 
 
-def _is_decoded(feature: Any) -> bool:
+def is_decoded(feature: Any) -> bool:
     """Whether ``datasets`` makes a picture, a sound or a film of it, with programs and addresses that the row names."""
     parts = feature.values() if isinstance(feature, Mapping) else feature if isinstance(feature, list) else ()
     inner = getattr(feature, "feature", None)
-    return hasattr(feature, "decode") or any(map(_is_decoded, parts)) or inner is not None and _is_decoded(inner)
+    return hasattr(feature, "decode") or any(map(is_decoded, parts)) or inner is not None and is_decoded(inner)
 
 
 def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
@@ -427,7 +427,7 @@ def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
     try:
         splits = datasets.load_dataset(*source, **options)
         return {
-            name: rows.remove_columns([column for column, feature in rows.features.items() if _is_decoded(feature)])
+            name: rows.remove_columns([column for column, feature in rows.features.items() if is_decoded(feature)])
             for name, rows in splits.items()
         }
     except Exception as error:  # of a dozen readers, each with errors of its own

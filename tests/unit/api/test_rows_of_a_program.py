@@ -114,6 +114,20 @@ def test_a_column_that_was_found_by_its_content_is_told_once(caplog: pytest.LogC
     assert len(caplog.messages) == 1
 
 
+def test_sounds_of_a_dataset_are_not_opened() -> None:
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    sound = {"bytes": None, "path": "/no/where.wav"}
+    features = {"question": datasets.Value("string"), "sound": datasets.Audio(), "all": [datasets.Audio()]}
+    told = {"huggingface": json.dumps({"info": {"features": datasets.Features(features).to_dict()}})}
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    columns = [pyarrow.array(["q"]), pyarrow.array([sound], kind), pyarrow.array([[sound]], pyarrow.list_(kind))]
+    table = pyarrow.table(columns, names=list(features))
+    made = datasets.Dataset(table.replace_schema_metadata(told))
+    for rows in (made, made.to_iterable_dataset()):
+        data = run_config(None, {"data": rows, "reward": "json:dumps"}).task.data
+        assert Path(data).read_text() == '{"question": "q"}\n'
+
+
 def test_one_conversation_is_a_list_of_one_as_one_text_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(LLM, "sequences", lambda self, prompts, **rest: asked.append(prompts) or [])
