@@ -186,7 +186,9 @@ def _answer_requests() -> None:
     asked = json.loads(sys.stdin.readline())
     sys.path[:] = asked["path"]
     import jinja2
+    import jinja2.exceptions
     import jinja2.ext
+    import jinja2.utils
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
@@ -197,6 +199,29 @@ def _answer_requests() -> None:
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Without names that begin with an underscore: those are Python's own."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a namespace has no {name!r}: rename it")
+            super().__setitem__(name, value)
+
+    class Dict:
+        """``dict`` as a template calls it, not the type itself."""
+
+        def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+            return dict(*args, **values)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    def namespace(*args: Any, **values: Any) -> Namespace:
+        made = Namespace()
+        for name, value in dict(*args, **values).items():
+            made[name] = value
+        return made
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -209,6 +234,7 @@ def _answer_requests() -> None:
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
+    environment.globals |= {"namespace": namespace, "dict": Dict()}  # as transformers has them
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     sys.settrace(_end_without_memory)

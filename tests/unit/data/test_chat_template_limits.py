@@ -46,6 +46,7 @@ TEMPLATES = (
     "{{ ns.n }} {{ m | tojson }}{% if loop.last %}{% break %}{% endif %}{%- endfor %}{{ tools | tojson(indent=2) }}",
     "{% generation %}{{ messages[-1].content }}{% endgeneration %}{{ documents }}{{ dict(a=1) }}{{ tools is none }}",
     "{{ messages[2].content is defined }}{{ messages[2].reasoning_content }}{{ messages[2].tool_calls[0].x[1] }}",
+    "{% set ns = namespace({'a': 1}, b=messages | length) %}{% set ns.c = dict.fromkeys(['x'], ns.a) %}{{ ns.b }}{{ ns.c }}",
     "{{ strftime_now is defined }}{{ unk_token }}{{ messages | map(attribute='role') | join(',') }}",
 )
 
@@ -176,6 +177,14 @@ def test_its_text_is_that_of_transformers(template: str, reply_follows: bool, to
         said, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply_follows
     )
     assert chat.apply_template(tokenizer, said, tools=tools, reply_follows=reply_follows) == expected
+
+
+@pytest.mark.parametrize(
+    "template", ["{% set ns = namespace(__class__=1) %}", "{% set ns = namespace() %}{% set ns._a = 1 %}"]
+)
+def test_a_namespace_has_no_names_of_pythons_own(template: str) -> None:
+    with pytest.raises(DataError, match="SecurityError: a namespace has no '_"):
+        render(template)
 
 
 def test_a_template_that_asks_for_the_date_writes_the_same_prompt_on_every_day() -> None:
