@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,13 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
+def _has_vocabulary(folder: Path) -> bool:
+    patterns = ("tokenizer.json", "vocab*", "*.model*", "*.tiktoken", "tekken.json", "*.spm", "bpe.codes", "dict.txt")
+    return any(
+        fnmatchcase(file.name, p) for file in folder.iterdir() for p in patterns if "safetensors" not in file.name
+    )
+
+
 def _tokenizer_code(folder: Path) -> str:
     """What the folder names as the code of its tokenizer; empty where it names none."""
     try:
@@ -322,7 +330,13 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
+            read: set[int] = set(tokenizer("1", add_special_tokens=False)["input_ids"])
             tokenizer("1")  # a setting of a wrong kind ends where it is first used
+            if not read - {tokenizer.unk_token_id} and not _has_vocabulary(folder):  # transformers makes an empty one
+                raise ModelError(
+                    f"model.path: {folder} has no vocabulary of a tokenizer (tokenizer.json, or vocab.json and merges.txt, or "
+                    "tokenizer.model): copy the tokenizer's files of the model that it was made from"
+                )
             return tokenizer
         except (ValueError, OSError, KeyError) as error:
             if not trust_remote_code and (code := _tokenizer_code(folder)):

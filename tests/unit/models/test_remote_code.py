@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from llamarl.engine.engine import NativeEngine
 from llamarl.errors import ModelError
@@ -218,3 +218,14 @@ def test_weights_that_are_no_safetensors_are_never_read(
         change(folder / "config.json", transformers_weights="pytorch_model.bin")
     with pytest.raises(ModelError):
         load_model(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
+def test_a_folder_without_a_vocabulary_is_refused_where_transformers_makes_an_empty_tokenizer(
+    kind: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no vocabulary of a tokenizer"):
+        load_tokenizer(tmp_path)
+    shutil.copy(resolve_model_path("bundled:tiny") / "tokenizer.json", tmp_path)
+    assert load_tokenizer(tmp_path)("1")["input_ids"]
