@@ -325,8 +325,11 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             beside = make_demonstrations(config.for_executor(name), tokenizer)
             if isinstance(beside, PromptStream):
                 beside.check_training_prompts()
-    _tell_of_thinking(config, tokenizer)
-    _tell_of_turns_without_end(config, tokenizer, folder)
+    turns = None
+    with contextlib.suppress(DataError):  # of a template that takes one turn alone
+        turns = TurnTemplate(tokenizer, config.data)
+    _tell_of_thinking(config, tokenizer, begun=turns is not None and turns.opens_thought)
+    _tell_of_turns_without_end(config, tokenizer, folder, None if turns is None else turns.end_token)
     with contextlib.ExitStack() as pools:
         environments = None
         if config.task.has_environment:  # begins an episode or two, so that one that never does is found here
@@ -400,28 +403,32 @@ def _check_temperature_of_rollouts(config: RunConfig) -> None:
         )
 
 
-def _tell_of_thinking(config: RunConfig, tokenizer: Any) -> None:
-    """A model whose template lets it think first needs many tokens before its answer."""
+def _tell_of_thinking(config: RunConfig, tokenizer: Any, *, begun: bool) -> None:
+    """A model whose template lets it think first needs many tokens before its answer.
+
+    Args:
+        begun: Its prompts end inside of a thought.
+    """
     limit, set_by_user = config.generator.sampling.max_new_tokens, config.data.chat_template_kwargs
     if set_by_user and not uses_chat_template(tokenizer, config.data):
         print("data.chat_template_kwargs does nothing: prompts of this model are plain text", file=sys.stderr)
     thinks = uses_chat_template(tokenizer, config.data) and "enable_thinking" in str(tokenizer.chat_template)
-    if thinks and "enable_thinking" not in set_by_user and limit < _THOUGHTS:
+    if (begun or thinks and "enable_thinking" not in set_by_user) and limit < _THOUGHTS:
+        instead = ", or set data.chat_template_kwargs = { enable_thinking = false }" if thinks else ""
         print(
             f"this model thinks before it answers, as its chat template says, and {limit} tokens "
-            f"(generator.sampling.max_new_tokens) may end before its answer: allow some {_THOUGHTS}, or set "
-            "data.chat_template_kwargs = { enable_thinking = false }",
+            f"(generator.sampling.max_new_tokens) may end before its answer: allow some {_THOUGHTS}{instead}",
             file=sys.stderr,
         )
 
 
-def _tell_of_turns_without_end(config: RunConfig, tokenizer: Any, folder: Path) -> None:
-    """A base model may have a chat template, but know the end of the text alone."""
-    from llamarl.data.turn_template import TurnTemplate
+def _tell_of_turns_without_end(config: RunConfig, tokenizer: Any, folder: Path, end: int | None) -> None:
+    """A base model may have a chat template, but know the end of the text alone.
 
-    sampling, end = config.generator.sampling, None
-    with contextlib.suppress(DataError):  # of a template that takes one turn alone
-        end = TurnTemplate(tokenizer, config.data).end_token
+    Args:
+        end: The token that ends a turn.
+    """
+    sampling = config.generator.sampling
     file = folder / "generation_config.json"
     own = read_object(file).get("eos_token_id") if file.is_file() else None
     own = text_part(read_model_config(folder)).get("eos_token_id") if own is None else own

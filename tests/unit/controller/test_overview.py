@@ -127,6 +127,18 @@ def test_a_model_that_thinks_first_is_known_by_its_template(
     assert ("this model thinks before it answers" in capsys.readouterr().err) is told
 
 
+@pytest.mark.parametrize(("end", "told"), [("<think>\n", True), ("<think></think>", False)])
+def test_a_model_whose_prompts_end_in_a_thought_thinks_first(
+    end: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder := tmp_path / "thinks")
+    head = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}"
+    (folder / "chat_template.jinja").write_text(f"{head}{{{{ {end!r} }}}}{{% endif %}}")
+    prepare(load_config(RECIPE, ["--model.path", str(folder), "--run.dir", str(tmp_path / "run")]))
+    err = capsys.readouterr().err
+    assert ("this model thinks before it answers" in err) is told and "enable_thinking" not in err
+
+
 @pytest.mark.parametrize(
     ("template", "words", "told"),
     [
