@@ -119,7 +119,7 @@ class Run:
         ]
 
     def generate(
-        self, prompts: str | Sequence[str | Mapping[str, str] | Sequence[Mapping[str, str]]], **sampling: Any
+        self, prompts: str | Sequence[Mapping[str, str]] | Sequence[str | Sequence[Mapping[str, str]]], **sampling: Any
     ) -> list[Completion]:
         """Responses of its final policy, with its own engine, precision and sampling; see
         :meth:`llamarl.LLM.generate`."""
