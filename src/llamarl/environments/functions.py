@@ -128,7 +128,9 @@ def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> 
             **{k: v for k, v in zip((*names, "metadata"), values, strict=True) if k in by_name}
         )
     extra = ["metadata"] if "metadata" in told.parameters else []
-    if _fits((own, told), names, extra):
+    known, placed = {*_ONE, *_MANY, "metadata"}, zip(told.parameters, names, strict=False)
+    elsewhere = any(name in known and name != given for name, given in placed)  # which would get another's value
+    if not elsewhere and _fits((own, told), names, extra):
         return lambda *values: function(*values[:3], **dict.fromkeys(extra, values[3]))
     raise DataError(
         f"{shown} cannot be called: it gets ({', '.join(names)}) in this order, or those of ({', '.join(names)}, metadata) "

@@ -118,6 +118,7 @@ def _wrapped_by_position(function: Callable[..., Any]) -> Callable[..., Any]:
     [
         (lambda prompt, response, answer: (prompt, response, answer), ("p", "r", "a")),
         (lambda a, b, c: (a, b, c), ("p", "r", "a")),
+        (lambda prompt, completion, truth: (prompt, completion, truth), ("p", "r", "a")),
         (lambda answer, response: (answer, response), ("a", "r")),
         (lambda response, metadata: (response, metadata), ("r", {"k": 1})),
         (lambda a, b, c, metadata: (a, b, c, metadata), ("p", "r", "a", {"k": 1})),
@@ -144,6 +145,8 @@ async def _later(prompt: str, response: str, answer: str) -> float:
     ("function", "batch_size", "words"),
     [
         (lambda response, ground_truth: 0.0, 0, r"\(response, ground_truth\) cannot be called: it gets \(prompt, resp"),
+        (lambda response, answer, scale: 0.0, 0, r"\(response, answer, scale\) cannot be called"),
+        (lambda queries, prompts, labels: [], 8, r"\(queries, prompts, labels\) cannot be called"),
         (lambda a, b, c, d: 0.0, 0, "give its other parameters defaults"),
         (lambda: 0.0, 0, r"\(\) cannot be called"),
         (lambda prompts, responses, answers: [], 0, "takes lists, as task.reward_batch_size = 0 passes one sample"),
