@@ -8,6 +8,7 @@ sample.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import numbers
@@ -84,7 +85,8 @@ class CompletionsCaller:
         columns["completion_ids"] = tokens
         if missing := [name for name in self._needed if name not in columns]:
             raise TypeError(f"{self._shown} needs {missing[0]!r}, but there are only {', '.join(sorted(columns))}")
-        return self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names})
+        value = self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names})
+        return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 Caller = Callable[[Any, Any, Any, Any], Any] | CompletionsCaller
@@ -108,10 +110,10 @@ def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> 
     except (TypeError, ValueError):  # code in C without a signature: calling it is the only way to know
         return lambda prompt, response, answer, metadata: function(prompt, response, answer)
     shown = f"task.reward {path!r}: {getattr(function, '__name__', type(function).__name__)}{told}"
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        raise DataError(f"{shown} is async: write a plain function (it may call asyncio.run)")
     if {"completions", "completion_ids"} & set(told.parameters):
         return CompletionsCaller(function, told, shown)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        raise DataError(f"{shown} is async: write a plain function (it may call asyncio.run)")
     if {"solution_str", "ground_truth"} <= set(told.parameters):
         return _as_verl_calls(function, own, told, shown, batch_size)
     if set(told.parameters) & set(_ONE if batch_size else _MANY) and not set(told.parameters) & set(names):
