@@ -1,6 +1,6 @@
 """Memory of generator ranks, measured, against the planner's forecast of the same model and layout.
 
-    python benchmarks/generator_memory.py --json generator_memory.json       # eight layouts, a minute or two on two cores
+    python benchmarks/generator_memory.py --json generator_memory.json       # four layouts, a minute or two on two cores
 
 Every rank is a process over gloo that holds its part of a Llama-shaped random model in the native engine and samples equal responses
 to groups that share their prompts. Weights are its parameters and what the engine derives from them, the cache is its blocks that were
@@ -38,8 +38,8 @@ from llamarl.settings.engine import EngineConfig
 GROUPS, GROUP_SIZE, BLOCK = 16, 4, 16
 WORKLOADS = {"prompts": (128, 64), "responses": (16, 112)}
 """Tokens of prompt and response: the workspace peaks while prompts are computed, or while tokens are sampled."""
-CASES = [GeneratorLayout(tp=tp, pp=pp) for tp, pp in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
-"""The fourth has more ranks than key-value heads."""
+CASES = [GeneratorLayout(tp=tp) for tp in (1, 2, 4, 8)]
+"""The last has more ranks than key-value heads."""
 
 
 def sequences(prompt: int, response: int) -> list[Sequence]:
@@ -55,9 +55,8 @@ def sequences(prompt: int, response: int) -> list[Sequence]:
 
 def measure_rank(folder: str, layout: GeneratorLayout, lengths: tuple[int, int]) -> dict[str, float]:
     """One rank's bytes in a tick of whole responses, after one that came before."""
-    sizes = {"tp": layout.tp, "pp": layout.pp, "device": "cpu"}
-    config = validate({"model": {"path": folder}, "generator": sizes})
-    (replica,) = replicas_of(config, layout.devices)
+    config = validate({"model": {"path": folder}, "generator": {"tp": layout.tp, "device": "cpu"}})
+    (replica,) = replicas_of(config, layout.tp)
     place = generator_layout(config, "cpu", replica)
     engine = NativeEngine(
         folder,
@@ -98,7 +97,7 @@ def measure(folder: str, layout: GeneratorLayout, lengths: tuple[int, int]) -> l
     """Bytes of every rank."""
     preload = ["llamarl.engine.engine", "llamarl.forecast.memory"]
     with tempfile.TemporaryDirectory() as out:
-        return run_ranks(_rank, layout.devices, out, folder, layout, lengths, preload=preload)
+        return run_ranks(_rank, layout.tp, out, folder, layout, lengths, preload=preload)
 
 
 def forecast(layout: GeneratorLayout, lengths: tuple[int, int], config: Mapping[str, Any] = MODEL) -> dict[str, float]:
@@ -122,7 +121,7 @@ def forecast(layout: GeneratorLayout, lengths: tuple[int, int], config: Mapping[
 
 
 def name_of(layout: GeneratorLayout) -> str:
-    return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "tp") if getattr(layout, axis) > 1) or "one"
+    return f"tp {layout.tp}" if layout.tp > 1 else "one"
 
 
 def main() -> None:

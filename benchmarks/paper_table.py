@@ -78,7 +78,7 @@ def baseline(hardware: Hardware, work: Workload, devices: int) -> Baseline:
                 lengths=padded.response, prompt_tokens=work.prompt_tokens, group_size=work.group_size, sequences=share,
                 total_sequences=work.sequences, slots=slots,
             )  # fmt: skip
-            layout = GeneratorLayout(tp, 1, hardware.device.train_precision)
+            layout = GeneratorLayout(tp, hardware.device.train_precision)
             generate_s = generator_tick_s(hardware, model, layout, demand)
             for micro in (2**i for i in range(share.bit_length())):
                 trains = TrainerLayout(tp, 1, 1, copies, micro)

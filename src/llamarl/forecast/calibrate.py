@@ -87,7 +87,7 @@ def replica_layout(generator: GeneratorConfig, hardware: Hardware) -> GeneratorL
         precision = _PRECISIONS.get(generator.engine.dtype, hardware.device.train_precision)
     if precision not in known:
         precision = hardware.device.train_precision
-    return GeneratorLayout(generator.tp, generator.pp, precision)
+    return GeneratorLayout(generator.tp, precision)
 
 
 def trainer_layout(

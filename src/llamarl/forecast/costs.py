@@ -1,8 +1,8 @@
 """Rooflines of the parts: matrix products, collectives, a decode step, prefill, a weight hand-over.
 
 Every time is ``work / (peak * efficiency) + latency``, with the constants of ``hardware.py``.
-Symbols: ``tp`` tensor-parallel ranks of a replica, ``pp`` pipeline stages, ``active`` sequences
-that decode at once in a replica, ``context`` their mean tokens so far.
+Symbols: ``tp`` tensor-parallel ranks of a replica, ``active`` sequences that decode at once in a
+replica, ``context`` their mean tokens so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.forecast.hardware import BYTES_PER_WEIGHT, Hardware
-from llamarl.forecast.model import ModelSpec, stages_of
+from llamarl.forecast.model import ModelSpec
 
 __all__ = [
     "GeneratorLayout",
@@ -29,7 +29,7 @@ __all__ = [
     "matmul_s",
     "prefill_s",
     "pulled_bytes",
-    "stage_params",
+    "rank_params",
     "turns_s",
     "weight_bytes",
     "weight_sync_s",
@@ -48,15 +48,10 @@ class GeneratorLayout:
     """How one generator replica lies on its devices."""
 
     tp: int = 1
-    pp: int = 1
     precision: str = "bf16"
     other_system: bool = False
     """Decode from captured graphs on any number of ranks, and of quantized weights the codes alone:
     what the paper's system may have, and llamarl's engine has not."""
-
-    @property
-    def devices(self) -> int:
-        return self.tp * self.pp
 
 
 def is_captured(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> bool:
@@ -65,7 +60,7 @@ def is_captured(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -
     way."""
     if layout.other_system or hardware.is_cpu:
         return True
-    return layout.devices == 1 and model.quantized_by_llamarl and not model.rotary_by_length
+    return layout.tp == 1 and model.quantized_by_llamarl and not model.rotary_by_length
 
 
 def captured_layer_s(hardware: Hardware, layout: GeneratorLayout) -> float:
@@ -170,32 +165,25 @@ def decode_step_s(
     """Time in which each of ``active`` sequences of one replica gains one token; arrays in, arrays out.
 
     A layer: weights against bandwidth or FLOPs against the matmul rate, whichever is longer; then
-    the cache's bytes, read once; then two all-reduces. With ``pp`` stages the sequences go through in ``pp`` waves of
-    ``active / pp``.
+    the cache's bytes, read once; then two all-reduces.
     """
     e, size = hardware.efficiency, hardware.device.activation_bytes
-    wave = np.maximum(np.asarray(active, dtype=np.float64) / layout.pp, np.minimum(active, 1.0))
+    active = np.asarray(active, dtype=np.float64)
     rate = hardware.matmul_rate(layout.precision)
-    weights = _layer_weight_bytes(model, layout.precision, wave) / layout.tp / hardware.memory_rate
-    flops = 2.0 * model.active_layer_params * wave / layout.tp / rate
+    weights = _layer_weight_bytes(model, layout.precision, active) / layout.tp / hardware.memory_rate
+    flops = 2.0 * model.active_layer_params * active / layout.tp / rate
     cache_shards = min(layout.tp, model.kv_shards)
-    kv = wave * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
-    attention = wave * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
-    messages = 2.0 * np.asarray(all_reduce_s(hardware, wave * model.hidden * size, layout.tp))
+    kv = active * context * model.kv_values_per_token * size / cache_shards / hardware.memory_rate
+    attention = active * model.attention_flops(1.0) * context / layout.tp / hardware.attention_rate
+    messages = 2.0 * np.asarray(all_reduce_s(hardware, active * model.hidden * size, layout.tp))
     device_layer = np.maximum(weights, flops) + np.maximum(kv, attention) + messages
     if is_captured(hardware, model, layout):
         layer = device_layer + captured_layer_s(hardware, layout)
     else:
         layer = np.maximum(device_layer, e.eager_layer_overhead_s)
     head_bytes = model.head_params * BYTES_PER_WEIGHT[layout.precision] / layout.tp
-    head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * wave / layout.tp / rate)
-    hops: Numbers = 0.0
-    if layout.pp > 1:
-        link = hardware.device.inter_node_bytes_per_s * e.link
-        hops = wave * model.hidden * size / link + e.inter_node_latency_s + e.collective_launch_s
-    # Every wave passes every stage; the last stage, which also holds the head, sets the rhythm.
-    step = layout.pp * (layer * model.layers / layout.pp + hops + head)
-    return e.generator_scale * step + e.decode_step_overhead_s
+    head = np.maximum(head_bytes / hardware.memory_rate, 2.0 * model.head_params * active / layout.tp / rate)
+    return e.generator_scale * (layer * model.layers + head) + e.decode_step_overhead_s
 
 
 def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tokens: float, context: float) -> float:
@@ -203,20 +191,17 @@ def prefill_s(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout, tok
     if tokens <= 0:
         return 0.0
     rate, size = hardware.matmul_rate(layout.precision), hardware.device.activation_bytes
-    flops = 2.0 * model.active_layer_params * model.layers * tokens / layout.devices
-    weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / layout.devices
-    attention = model.attention_flops(context) * tokens * model.layers / layout.devices
+    flops = 2.0 * model.active_layer_params * model.layers * tokens / layout.tp
+    weights = _layer_weight_bytes(model, layout.precision, tokens) * model.layers / layout.tp
+    attention = model.attention_flops(context) * tokens * model.layers / layout.tp
     message = float(all_reduce_s(hardware, tokens * model.hidden * size, layout.tp))
     seconds = max(flops / rate, float(weights) / hardware.memory_rate) + attention / hardware.attention_rate
-    return hardware.efficiency.generator_scale * (seconds + 2.0 * model.layers * message / layout.pp)
+    return hardware.efficiency.generator_scale * (seconds + 2.0 * model.layers * message)
 
 
-def stage_params(model: ModelSpec, layout: GeneratorLayout) -> list[float]:
-    """[stages] Parameters of a rank of llamarl's engine: the first stage has the embedding, the
-    last the output layer."""
-    if layout.pp == 1:
-        return [model.body_params(layout.tp) + model.embedding_params / layout.tp]
-    return [stage.params(model, layout.tp) for stage in stages_of(model.layers, layout.pp)]
+def rank_params(model: ModelSpec, layout: GeneratorLayout) -> float:
+    """Parameters of a rank of llamarl's engine."""
+    return model.body_params(layout.tp) + model.embedding_params / layout.tp
 
 
 def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
@@ -227,19 +212,14 @@ def weight_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) 
     head = model.head_params / layout.tp
     if layout.other_system:
         body = model.total_params - model.embedding_params
-        return body * computed / layout.devices + model.embedding_params * width / layout.tp
-    if layout.pp == 1:
-        layers = model.body_params(layout.tp)
-        return layers * width + model.embedding_params * width / layout.tp + (layers + head) * computed * derived
-    return max(
-        held * width + (held - head * stage.is_first) * computed * derived  # nothing is derived from the embedding
-        for held, stage in zip(stage_params(model, layout), stages_of(model.layers, layout.pp), strict=True)
-    )
+        return body * computed / layout.tp + model.embedding_params * width / layout.tp
+    layers = model.body_params(layout.tp)
+    return layers * width + model.embedding_params * width / layout.tp + (layers + head) * computed * derived
 
 
 def pulled_bytes(hardware: Hardware, model: ModelSpec, layout: GeneratorLayout) -> float:
-    """Bytes of one version that a generator rank receives, of the stage that has most."""
-    return max(stage_params(model, layout)) * hardware.device.activation_bytes
+    """Bytes of one version that a generator rank receives."""
+    return rank_params(model, layout) * hardware.device.activation_bytes
 
 
 def weight_sync_s(
@@ -254,10 +234,10 @@ def weight_sync_s(
         replicas: How many of each layout.
     """
     most = max(pulled_bytes(hardware, model, layout) for _, layout in replicas)
-    copies = sum(count * layout.tp * sum(stage_params(model, layout)) for count, layout in replicas)
+    copies = sum(count * layout.tp * rank_params(model, layout) for count, layout in replicas)
     sent = copies * hardware.device.activation_bytes / trainer_devices
     device, e = hardware.device, hardware.efficiency
-    one_node = trainer_devices + sum(n * layout.devices for n, layout in replicas) <= device.devices_per_node
+    one_node = trainer_devices + sum(n * layout.tp for n, layout in replicas) <= device.devices_per_node
     if one_node:
         proof_s = e.hand_over_passes * most / hardware.memory_rate
         return max(most, sent) / (device.intra_node_bytes_per_s * e.link) + e.intra_node_latency_s + proof_s

@@ -1,7 +1,7 @@
 """What a rank holds at its fullest moment, by part. A plan fits where the parts and a margin of a tenth fit the device.
 
     generator   weights, the peak of the cache over a tick, the buffers of a step (T rows, N sequences sampled for):
-                  MLP of a prefill  T (4 H + 2 D + 4 I / tp)   |  attention of a decode  the wave's cache of a layer
+                  MLP of a prefill  T (4 H + 2 D + 4 I / tp)   |  attention of a decode  the cache of a layer
                   draws             2 N V / tp in float32
     trainer     16 bytes a parameter of state (with Muon 12 of the matrices in layers), and the fullest moment of the
                 fullest pipeline stage:
@@ -57,10 +57,9 @@ def generator_memory(
     # A group's prompt is held once.
     prompts = profile.peak_active * demand.prompt_tokens / min(demand.group_size, profile.peak_active)
     width = hardware.device.activation_bytes
-    shards = layout.pp * min(layout.tp, model.kv_shards)
-    cache = (profile.peak_written + prompts) * model.kv_bytes_per_token(width) / shards
-    sampled = profile.peak_active / layout.pp
-    rows = max(sampled, min(_MAX_BATCH_TOKENS, prompts / layout.pp))
+    cache = (profile.peak_written + prompts) * model.kv_bytes_per_token(width) / min(layout.tp, model.kv_shards)
+    sampled = profile.peak_active
+    rows = max(sampled, min(_MAX_BATCH_TOKENS, prompts))
     prefill = rows * width * (4 * model.hidden + 2 * model.head_dim + 4 * model.intermediate / layout.tp)
     copied = _PADDED * cache / model.layers if hardware.is_cpu else 0.0  # a GPU reads blocks where they lie
     decode = copied + sampled * width * 4 * model.hidden

@@ -78,8 +78,6 @@ class ModelSpec:
     max_context: int = 0
     cut_by_llamarl: bool = True
     """llamarl's trainer and engine can cut its layers over tensor-parallel ranks; False: ``tp`` is 1 there."""
-    staged_by_llamarl: bool = True
-    """llamarl can cut its layers into pipeline stages; False: ``pp`` is 1 there."""
     quantized_by_llamarl: bool = True
     """llamarl's engine can serve it in int8 and fp8."""
     rotary_by_length: bool = False
@@ -235,7 +233,6 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         value_dim=read("v_head_dim", 0) if latent else 0,
         max_context=read("max_position_embeddings", 0),
         cut_by_llamarl=why_unsupported(whole, "tensor_parallel") is None,
-        staged_by_llamarl=why_unsupported(whole, "pipeline") is None,
         quantized_by_llamarl=why_unsupported(whole, "int8") is None and why_unsupported(whole, "fp8") is None,
         rotary_by_length=_follows_length(config),
         unsupported=why_unsupported(whole, "generate") or why_unsupported(whole, "train") or "",

@@ -66,8 +66,7 @@ def _trainer_layout(plan: Plan) -> str:
 def _generator_layout(plan: Plan, choice: GeneratorChoice) -> str:
     if plan.hardware.is_cpu:
         return f"{plural(plan.generator_devices, 'thread')}·{choice.layout.precision}"
-    stages = f"·pp{choice.layout.pp}" if choice.layout.pp > 1 else ""
-    return f"tp{choice.layout.tp}{stages}·dp{choice.replicas}·{choice.layout.precision}"
+    return f"tp{choice.layout.tp}·dp{choice.replicas}·{choice.layout.precision}"
 
 
 def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str = "") -> str:

@@ -65,7 +65,7 @@ class GeneratorCost:
     def _prefill_table(self) -> tuple[Floats, Floats, float]:
         sizes = np.array([0.0, *(2.0**i for i in range(41))])
         values = np.array([prefill_s(self.hardware, self.model, self.layout, float(t), 0.0) for t in sizes])
-        attention = self.model.attention_flops(1.0) * self.model.layers / self.layout.devices
+        attention = self.model.attention_flops(1.0) * self.model.layers / self.layout.tp
         return sizes, values, self.hardware.efficiency.generator_scale * attention / self.hardware.attention_rate
 
 
@@ -250,7 +250,7 @@ def scenario_from_recipe(
     time = trainer_tick(of_trainer, work.model, trains, trainer_demand(work))
     load_s = weight_sync_s(hardware, work.model, trainer_devices=trains.devices, replicas=[(own.dp, layout)])
     devices = {
-        "generator": own.dp * layout.devices * threads["generator"],
+        "generator": own.dp * layout.tp * threads["generator"],
         "trainer": trains.devices * threads["trainer"],
     }
     sharing = f"; {sum(devices.values())} threads share {cores} cores" if shared else ""

@@ -151,7 +151,7 @@ class GeneratorChoice:
 
     @property
     def devices(self) -> int:
-        return self.replicas * self.layout.devices
+        return self.replicas * self.layout.tp
 
     @property
     def is_even(self) -> bool:
@@ -314,40 +314,34 @@ def generator_choices(
         total: Responses of the tick over all generators, if these are not all.
     """
     model, limit = work.model, hardware.usable_memory_bytes / (1.0 + MARGIN)
-    most = model.layers if model.staged_by_llamarl else 1
-    found = False
-    for pp in _powers(min(most, model.layers, devices)):
-        if found and pp > 1:  # stages are for a generator that fits nowhere without
-            return
-        for tp in tensor_parallel_sizes(model, devices // pp):
-            numbers = _fewest_of_each_share(work.prompts_per_step, devices // (tp * pp))
-            for replicas, precision in product(numbers, _precisions(hardware, model, options)):
-                layout = GeneratorLayout(tp, pp, precision, options.other_system)
-                if weight_bytes(hardware, model, layout) > limit:
-                    continue
-                share = math.ceil(work.prompts_per_step / replicas) * work.group_size
-                best: GeneratorChoice | None = None
-                worse = 0
-                top = math.ceil(share * options.oversubscription) if partial else share
-                for slots in _slot_counts(top, min(MOST_SLOTS, top)):
-                    demand = GeneratorDemand(
-                        lengths=work.response,
-                        prompt_tokens=work.prompt_tokens,
-                        group_size=work.group_size,
-                        sequences=share,
-                        total_sequences=total or work.sequences,
-                        slots=slots,
-                        max_segments=options.max_segments if partial else 1,
-                        oversubscription=options.oversubscription if partial else 1.0,
-                    )
-                    choice = _generator_choice(hardware, model, layout, demand, replicas, work.prompts_per_step)
-                    if choice and (best is None or choice.time_s < best.time_s):
-                        best, worse = choice, 0
-                    elif choice and (worse := worse + 1) == 2:
-                        break  # fewer at once only queue longer
-                if best:
-                    found = True
-                    yield best
+    for tp in tensor_parallel_sizes(model, devices):
+        numbers = _fewest_of_each_share(work.prompts_per_step, devices // tp)
+        for replicas, precision in product(numbers, _precisions(hardware, model, options)):
+            layout = GeneratorLayout(tp, precision, options.other_system)
+            if weight_bytes(hardware, model, layout) > limit:
+                continue
+            share = math.ceil(work.prompts_per_step / replicas) * work.group_size
+            best: GeneratorChoice | None = None
+            worse = 0
+            top = math.ceil(share * options.oversubscription) if partial else share
+            for slots in _slot_counts(top, min(MOST_SLOTS, top)):
+                demand = GeneratorDemand(
+                    lengths=work.response,
+                    prompt_tokens=work.prompt_tokens,
+                    group_size=work.group_size,
+                    sequences=share,
+                    total_sequences=total or work.sequences,
+                    slots=slots,
+                    max_segments=options.max_segments if partial else 1,
+                    oversubscription=options.oversubscription if partial else 1.0,
+                )
+                choice = _generator_choice(hardware, model, layout, demand, replicas, work.prompts_per_step)
+                if choice and (best is None or choice.time_s < best.time_s):
+                    best, worse = choice, 0
+                elif choice and (worse := worse + 1) == 2:
+                    break  # fewer at once only queue longer
+            if best:
+                yield best
 
 
 def trainer_choices(hardware: Hardware, work: Workload, options: Options, devices: int) -> Iterator[TrainerChoice]:

@@ -138,9 +138,7 @@ def test_a_replica_holds_the_version_its_codes_and_the_caches_peak_by_hand() -> 
     demand = GeneratorDemand(
         lengths=constant(1000), prompt_tokens=24, group_size=4, sequences=8, total_sequences=8, slots=8
     )
-    bf16, fp8 = (
-        generator_memory(H100, model, GeneratorLayout(1, 1, precision), demand) for precision in ("bf16", "fp8")
-    )
+    bf16, fp8 = (generator_memory(H100, model, GeneratorLayout(1, precision), demand) for precision in ("bf16", "fp8"))
     assert bf16["weights"] == 2 * model.total_params
     ends = model.vocab * model.hidden  # the embedding has no codes
     assert fp8["weights"] == 2 * model.total_params + model.total_params - ends

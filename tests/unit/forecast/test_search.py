@@ -84,7 +84,7 @@ def test_no_pair_of_layouts_is_faster_than_the_plan(model: str, devices: int, pr
             trainers[layout.devices] = min(took, trainers.get(layout.devices, math.inf))
     best = math.inf
     for tp, replicas, precision in itertools.product(sizes, range(1, prompts + 1), ("bf16", "fp8")):
-        layout, left = GeneratorLayout(tp, 1, precision), devices - tp * replicas
+        layout, left = GeneratorLayout(tp, precision), devices - tp * replicas
         share = math.ceil(prompts / replicas) * 4
         for slots in range(1, share + 1):
             asked = GeneratorDemand(
