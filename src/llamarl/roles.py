@@ -172,8 +172,7 @@ class Role:
         often) of each kind."""
         settings = self.settings(config)
         if self._has_unlike(config):
-            stages = ((kind, kind.pp or settings.pp) for kind in settings.replicas)
-            return tuple((kind.tp or settings.tp, kind.dp * pp) for kind, pp in stages)
+            return tuple((kind.tp or settings.tp, kind.dp) for kind in settings.replicas)
         return math.prod(int(getattr(settings, name, 1)) for name in self.close)
 
     def _has_unlike(self, config: JobConfig) -> bool:
@@ -223,8 +222,8 @@ ROLES: Mapping[str, Role] = {
             ),
             writes=("completions",),
             section="generator",
-            sizes=("dp", "tp", "pp"),
-            model_sizes=("tp", "pp"),
+            sizes=("dp", "tp"),
+            model_sizes=("tp",),
             close=("tp",),
             model=Model(uses=_generates),
         ),

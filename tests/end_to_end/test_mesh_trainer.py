@@ -15,8 +15,8 @@ from llamarl.models.folders import resolve_model_path
 
 SHORT = {"run.num_ticks": 2, "evaluation.every": 0}
 MESHES = [
-    {"trainer.fsdp": 2, "trainer.pp": 2, "generator.pp": 2, "trainer.max_tokens_per_microbatch": 256},
-    pytest.param({"trainer.fsdp": 2, "trainer.tp": 2, "generator.dp": 2, "generator.pp": 2}, marks=pytest.mark.long),
+    {"trainer.fsdp": 2, "trainer.pp": 2, "generator.tp": 2, "trainer.max_tokens_per_microbatch": 256},
+    pytest.param({"trainer.fsdp": 2, "trainer.tp": 2, "generator.dp": 2, "generator.tp": 2}, marks=pytest.mark.long),
     pytest.param(
         {"trainer.fsdp": 2, "trainer.cp": 2, "reference.enabled": "true", "reference.fsdp": 2}, marks=pytest.mark.long
     ),
@@ -48,14 +48,14 @@ def test_a_whole_job_with_a_mesh_trainer_ends_with_a_model_that_moved(
         assert 0 < (trained[name] - initial[name]).abs().max() < 1e-2, name  # two steps of at most 2e-4
 
 
-def test_adapters_alone_travel_from_ranks_to_stages_and_evaluate_as_one_process_does(
+def test_adapters_alone_travel_from_ranks_to_ranks_and_evaluate_as_one_process_does(
     llamarl: CommandLine, tmp_path: Path
 ) -> None:
     """Trainer, generator and evaluator each over two ranks. ``llamarl eval`` of the merged model says the same, to the token."""
     pytest.importorskip("peft")
     settings = {
         "run.num_ticks": 2, "evaluation.every": 2, "evaluation.tp": 2, "evaluation.num_prompts": 5,
-        "generator.pp": 2, "trainer.fsdp": 2, "lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2,
+        "generator.tp": 2, "trainer.fsdp": 2, "lora.rank": 3, "lora.hand_over": "adapter", "optimizer.lr": 3e-2,
         "optimizer.warmup_ticks": 0, "generator.sampling.max_new_tokens": 40,
     }  # fmt: skip
     llamarl.train(tmp_path / "run", settings)

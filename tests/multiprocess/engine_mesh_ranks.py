@@ -1,4 +1,4 @@
-"""One rank of an engine on a mesh under test: generate, be interrupted, take new weights, go on; all is left in a folder.
+"""One tensor-parallel rank of an engine under test: generate, be interrupted, take new weights, go on; all is left in a folder.
 
 ``main`` runs in processes forked from a server that has imported this module, so that torch is imported once.
 """
@@ -20,8 +20,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.channels.weights import WeightsPayload, WeightsReceiver, WeightsSender
 from llamarl.config import RunConfig, validate
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.expert_record import of_all_stages, of_group
-from llamarl.engine.ranks import EngineRanks
+from llamarl.engine.expert_record import of_group
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of
 from llamarl.executors.version_loader import VersionLoader
@@ -32,9 +31,9 @@ from llamarl.weight_sync.model_layouts import adapter_parameters, model_paramete
 
 NUM_KV_TOKENS = 74
 """Room that all sequences together do not have: some are preempted."""
-ALONE = (1, 1)
-FURTHER = {(2, 2): "qwen3_moe"}
-"""Which family of a mesh also gets adapters alone, and keeps its cache."""
+ALONE = 1
+FURTHER = {2: "qwen3_moe"}
+"""Which family of so many ranks also gets adapters alone."""
 
 
 WIDE = {"num_attention_heads": 8}
@@ -67,10 +66,9 @@ def sequences() -> list[Sequence]:
     ]
 
 
-def recipe(folder: Path, mesh: tuple[int, int]) -> RunConfig:
-    pp, tp = mesh
+def recipe(folder: Path, tp: int) -> RunConfig:
     lora = {"rank": 3, "alpha": 12.0, "targets": list(TARGETS), "hand_over": "adapter"}
-    return validate({"model": {"path": str(folder)}, "generator": {"pp": pp, "tp": tp, "device": "cpu"}, "lora": lora})
+    return validate({"model": {"path": str(folder)}, "generator": {"tp": tp, "device": "cpu"}, "lora": lora})
 
 
 def whole_weights(config: RunConfig) -> RunConfig:
@@ -88,12 +86,11 @@ def sampled(batch: list[Sequence]) -> dict[str, Any]:
     return {name: [list(getattr(s, name)) for s in batch] for name in ("tokens", "logprobs", "policy_versions")}
 
 
-def experts(engine_ranks: EngineRanks, batch: list[Sequence]) -> dict[str, Any]:
-    """Of prompts and own tokens, over all layers; on ranks other than the first nothing is claimed of them."""
+def experts(batch: list[Sequence]) -> dict[str, Any]:
+    """Of prompts and own tokens."""
     own = [of_group([s.experts]) for s in batch]
     own += [None if s.experts is None else s.experts.rows(len(s.tokens)) for s in batch]
-    whole = of_all_stages(own, engine_ranks)
-    return {"experts": [None if rows is None else rows.tolist() for rows in whole] if engine_ranks.is_leader else None}
+    return {"experts": [None if rows is None else rows.tolist() for rows in own]}
 
 
 def longer(sequence: Sequence) -> Sequence:
@@ -103,15 +100,13 @@ def longer(sequence: Sequence) -> Sequence:
     )
 
 
-def load_later(
-    engine: NativeEngine, folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None
-) -> None:
+def load_later(engine: NativeEngine, folder: Path, family: str, tp: int, layout: ParallelLayout | None) -> None:
     """Other weights, from one trainer rank."""
     num_ranks, rank = (1, 0) if layout is None else (layout.num_ranks, layout.rank)
     spec = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator")
     sender = WeightsSender(spec, rank=0, num_source_ranks=1, num_sink_ranks=num_ranks)
     receiver = WeightsReceiver(spec, rank=rank, num_source_ranks=1, num_sink_ranks=num_ranks)
-    parts = generator_weights(whole_weights(recipe(folder / family, mesh)))
+    parts = generator_weights(whole_weights(recipe(folder / family, tp)))
     later = dict(make_model(family, seed=9).named_parameters())
     handle = sender.send(0, WeightsPayload(version=1, tensors=later, sink_layout=parts))
     received = receiver.receive((handle,), 60.0)
@@ -121,19 +116,18 @@ def load_later(
     sender.close()
 
 
-def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None) -> dict[str, Any]:
+def generate(folder: Path, family: str, tp: int, layout: ParallelLayout | None) -> dict[str, Any]:
     token_bytes = NativeEngine(folder / family, EngineConfig(block_size=4)).token_bytes if layout is None else 0
     if layout is not None:
-        alone = json.loads((folder / f"{family}-1x1-0.json").read_text())
-        token_bytes = alone["token_bytes"] // 3 // min(mesh[1], 2) * (3 if mesh[0] == 1 else 2 if mesh[0] == 2 else 1)
+        alone = json.loads((folder / f"{family}-1-0.json").read_text())
+        token_bytes = alone["token_bytes"] // min(tp, 2)
     config = EngineConfig(
         block_size=4,
         kv_cache_bytes=NUM_KV_TOKENS * token_bytes,
         max_sequences=8,
         max_batch_tokens=24,
     )
-    sparse, ranks = family in SPARSE, EngineRanks(layout)
-    engine = NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=sparse)
+    engine = NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=family in SPARSE)
 
     told: dict[str, Any] = {}
     for attempt in ("first", "again"):
@@ -141,35 +135,26 @@ def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelL
         engine.add(batch)
         for _ in range(7):
             engine.step()
-        engine.add(engine.suspend())  # nothing survives: what was being drawn is drawn again
+        engine.add(engine.suspend())  # nothing survives
         told[f"{attempt} ended"] = list(all_steps(engine))
-        told[attempt] = sampled(batch) | experts(ranks, batch)
+        told[attempt] = sampled(batch) | experts(batch)
     stats = engine.stats()
 
-    dropped = sequences()[:3]
-    if mesh[0] > 1:  # the waves that compute these prompts are dropped, and they are computed anew under other weights
-        engine.add(dropped)
-        engine.step()
-        assert engine.suspend() == dropped and not any(s.tokens for s in dropped)
-
-    load_later(engine, folder, family, mesh, layout)
+    load_later(engine, folder, family, tp, layout)
     engine.weights_updated(1)
 
     carried = list(map(longer, batch))
     engine.add(carried)
     told["carried ended"] = list(all_steps(engine))
-    told["carried"] = sampled(carried) | experts(ranks, carried)
-    engine.add(dropped)
-    told["dropped ended"] = list(all_steps(engine))
-    told["dropped"] = sampled(dropped) | experts(ranks, dropped)
+    told["carried"] = sampled(carried) | experts(carried)
 
-    renamed = list(map(longer, carried))  # under the same weights by another name, while waves are under way
+    renamed = list(map(longer, carried))  # under the same weights by another name, while they are written
     engine.add(renamed)
     for _ in range(6):
         engine.step()
     engine.weights_updated(2)
     told["renamed ended"] = list(all_steps(engine))
-    told["renamed"] = sampled(renamed) | experts(ranks, renamed)
+    told["renamed"] = sampled(renamed) | experts(renamed)
     return told | {
         "preemptions": stats["preemptions"],
         "token_bytes": engine.token_bytes,
@@ -177,12 +162,10 @@ def generate(folder: Path, family: str, mesh: tuple[int, int], layout: ParallelL
     }
 
 
-def generate_over_adapters(
-    folder: Path, family: str, mesh: tuple[int, int], layout: ParallelLayout | None
-) -> dict[str, Any]:
+def generate_over_adapters(folder: Path, family: str, tp: int, layout: ParallelLayout | None) -> dict[str, Any]:
     """Four tokens of the base model, and what adapters make of it, from two trainer ranks that cut them in their own way."""
     num_ranks, rank = (1, 0) if layout is None else (layout.num_ranks, layout.rank)
-    config = recipe(folder / family, mesh)
+    config = recipe(folder / family, tp)
     engine = NativeEngine(
         folder / family,
         EngineConfig(block_size=4, max_batch_tokens=24, max_sequences=16),
@@ -225,19 +208,18 @@ def generate_over_adapters(
     return {"adapted": sampled(batch), "without adapters": sampled(without)}
 
 
-def main(mesh: tuple[int, int], rank: int, folder: Path, families: list[str]) -> None:
+def main(tp: int, rank: int, folder: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
-    pp, tp = mesh
     layout = None
-    if mesh != ALONE:
-        join_group(rank, pp * tp, f"{folder}/rendezvous{pp}x{tp}")
-        config = recipe(folder / families[0], mesh)
-        (replica,) = replicas_of(config, pp * tp)
+    if tp != ALONE:
+        join_group(rank, tp, f"{folder}/rendezvous{tp}")
+        config = recipe(folder / families[0], tp)
+        (replica,) = replicas_of(config, tp)
         layout = generator_layout(config, "cpu", replica)
     for family in families:
-        told = generate(folder, family, mesh, layout)
-        if FURTHER.get(mesh) == family or (mesh == ALONE and family in FURTHER.values()):
-            told |= generate_over_adapters(folder, family, mesh, layout)
-        (folder / f"{family}-{pp}x{tp}-{rank}.json").write_text(json.dumps(told))
+        told = generate(folder, family, tp, layout)
+        if FURTHER.get(tp) == family or (tp == ALONE and family in FURTHER.values()):
+            told |= generate_over_adapters(folder, family, tp, layout)
+        (folder / f"{family}-{tp}-{rank}.json").write_text(json.dumps(told))
     if layout is not None:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Episodes on two ranks, of whichever kind: one has the environments, both play the same."""
+"""Episodes on two ranks: one has the environments, both play the same."""
 
 import json
 from dataclasses import asdict
@@ -28,16 +28,12 @@ FAILS_AT = 5
 """Prompt whose environment raises in its second turn."""
 
 
-def main(rank: int, axis: str, folder: Path) -> None:
-    """
-    Args:
-        axis: Over which the engine lies on two ranks, ``tp`` or ``pp``; empty: it is on one.
-    """
+def main(rank: int, tp: int, folder: Path) -> None:
     torch.set_num_threads(1)
     layout = None
-    if axis:
-        join_group(rank, 2, f"{folder}/rendezvous-{axis}")
-        layout = make_layout(fsdp=1, **{"tp": 1, axis: 2}, device="cpu", keys=("dp", "tp", "pp"))  # type: ignore[arg-type]
+    if tp > 1:
+        join_group(rank, tp, f"{folder}/rendezvous")
+        layout = make_layout(fsdp=1, tp=tp, device="cpu", keys=("dp", "tp"))
     task = TaskConfig(
         name="episodes",
         environment=f"{ENVIRONMENTS}:Ledgers",
@@ -51,13 +47,13 @@ def main(rank: int, axis: str, folder: Path) -> None:
     template = TurnTemplate(tokenizer, DataConfig())
     player = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=3)
     told = play(player, stream)
-    (folder / f"{axis}-{rank}.json").write_text(json.dumps(told))
+    (folder / f"{tp}-{rank}.json").write_text(json.dumps(told))
     arriving = EpisodeEngine(engine, environments, template, tokenizer, reply_delay=0, on_arrival=True)
     arriving.begin_tick(None)
     told = play(arriving, stream)
-    (folder / f"{axis}-{rank}-arriving.json").write_text(json.dumps([told, arriving.joins]))
+    (folder / f"{tp}-{rank}-arriving.json").write_text(json.dumps([told, arriving.joins]))
     environments.close()
-    if axis:
+    if tp > 1:
         dist.destroy_process_group()
 
 
@@ -90,18 +86,13 @@ def play(player: EpisodeEngine, stream: PromptStream) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_hear_the_same_replies_and_play_what_one_plays_alone(tmp_path: Path) -> None:
-    run_ranks(
-        main,
-        [(rank, axis, tmp_path) for axis, rank in (("", 0), ("tp", 0), ("tp", 1), ("pp", 0), ("pp", 1))],
-        limit_s=120,
-    )
-    alone = json.loads((tmp_path / "-0.json").read_text())
+    run_ranks(main, [(rank, tp, tmp_path) for tp, rank in ((1, 0), (2, 0), (2, 1))], limit_s=120)
+    alone = json.loads((tmp_path / "1-0.json").read_text())
     assert sum(len(sequence["turns"]) for sequence in alone) > 2 * len(alone)
     assert [sequence["reason"] for sequence in alone].count("error") == 1  # a failure is heard by all too
-    for axis in ("tp", "pp"):
-        first, second = (json.loads((tmp_path / f"{axis}-{rank}.json").read_text()) for rank in (0, 1))
-        assert first == second == alone
-        # where replies join on arrival, what the first rank has seen decides for both
-        first, second = (json.loads((tmp_path / f"{axis}-{rank}-arriving.json").read_text()) for rank in (0, 1))
-        assert first == second
-        assert len(first[1]) == sum(len(sequence["turns"]) for sequence in first[0])
+    first, second = (json.loads((tmp_path / f"2-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second == alone
+    # where replies join on arrival, what the first rank has seen decides for both
+    first, second = (json.loads((tmp_path / f"2-{rank}-arriving.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert len(first[1]) == sum(len(sequence["turns"]) for sequence in first[0])

@@ -175,7 +175,7 @@ def _of_engine(role: Role, shape: _Shape, config: RunConfig) -> tuple[dict[str, 
     adapted = _adapted(config.model.path, tuple(lora.targets)) if alone and role.name != "judge" else 0
     if role.name != "generator":
         tp = config.evaluation.tp if role.name == "evaluator" else 1
-        own = dataclasses.replace(config.generator, replicas=(), dp=1, tp=tp, pp=1, shards=0)
+        own = dataclasses.replace(config.generator, replicas=(), dp=1, tp=tp, shards=0)
         return _of_replica(shape, own, adapted)
     kinds = range(max(1, len(config.generator.replicas)))
     each = (_of_replica(shape, config.generator.as_of_kind(kind), adapted) for kind in kinds)
@@ -201,11 +201,11 @@ def _of_replica(shape: _Shape, own: GeneratorConfig, adapted: int) -> tuple[dict
     codes = 0 if own.quantization == "none" else 1  # beside the weights as they arrive
     prefill = engine.max_batch_tokens * width * (4 * shape.hidden + 4 * shape.inside / tp)
     draws = 3 * 4 * engine.max_sequences * shape.vocabulary / tp
-    copied = _copied(engine) * engine.kv_cache_bytes * own.pp / shape.layers
-    weights = shape.parameters * (width + codes) / (tp * own.pp)
+    copied = _copied(engine) * engine.kv_cache_bytes / shape.layers
+    weights = shape.parameters * (width + codes) / tp
     sure = {"weights": weights, "KV cache": engine.kv_cache_bytes}
     if adapted:
-        sure["base of adapters"] = adapted * width / (tp * own.pp)
+        sure["base of adapters"] = adapted * width / tp
     return sure, {"a step": copied + prefill + draws}
 
 

@@ -14,7 +14,6 @@ from llamarl.config import RunConfig
 from llamarl.plural import format_bytes, plural
 from llamarl.roles import present_roles
 from llamarl.settings.engine import CPU_CACHE_BYTES
-from llamarl.settings.executors import GeneratorConfig
 from llamarl.settings.trainer import TWO_MOMENTS
 
 __all__ = [
@@ -160,15 +159,11 @@ def replica_line(config: RunConfig) -> str:
     """What each kind of ``generator.replicas`` is; empty where all are alike."""
     kinds = config.generator.replicas
     each = [
-        f"{kind.dp} x tp {_sizes(config.generator.as_of_kind(place))} {_precision(config, place)}, "
+        f"{kind.dp} x tp {kind.tp or config.generator.tp} {_precision(config, place)}, "
         f"{plural(1, 'prompt') if (prompts := _prompts(config, place)) == '1' else f'{prompts} prompts'} a tick"
         for place, kind in enumerate(kinds)
     ]
     return "; ".join(each)
-
-
-def _sizes(own: GeneratorConfig) -> str:
-    return f"{own.tp}" + (f" x pp {own.pp}" if own.pp > 1 else "")
 
 
 def _precision(config: RunConfig, kind: int) -> str:
@@ -307,8 +302,5 @@ def _memory(config: RunConfig, parameters: float) -> str:
     if not config.samples:
         return of_trainer
     width = 2 if generator.engine.dtype in ("bfloat16", "float16") else 4
-    weights, cache = (
-        width * parameters / (generator.tp * generator.pp),
-        generator.engine.kv_cache_bytes or CPU_CACHE_BYTES,
-    )
+    weights, cache = width * parameters / generator.tp, generator.engine.kv_cache_bytes or CPU_CACHE_BYTES
     return f"{of_trainer}; generator {format_bytes(weights)} of weights and at most {format_bytes(cache)} of KV cache a rank"

@@ -139,7 +139,7 @@ def check_parallel_sizes(config: RunConfig, folder: Path) -> None:
 def _sizes_of(role: Role, config: RunConfig, name: str) -> dict[str, int]:
     """Key -> size, of a role and of its kinds of replicas, where it is above 1."""
     sizes = {f"{role.section}.{name}": role.size_of(config, (size for size in role.sizes if size == name))}
-    kinds = config.generator.replicas if role.name == "generator" else ()
+    kinds = config.generator.replicas if role.name == "generator" and name in role.sizes else ()
     sizes |= {f"generator.replicas.{place}.{name}": getattr(kind, name) for place, kind in enumerate(kinds)}
     return {key: size for key, size in sizes.items() if size > 1}
 
@@ -164,7 +164,7 @@ def _check_pipeline(role: Role, config: RunConfig, folder: Path | str) -> None:
 
 
 def _check_context(role: Role, config: RunConfig, folder: Path | str) -> None:
-    for key, cp in _sizes_of(role, config, "cp").items() if role.name != "generator" else ():
+    for key, cp in _sizes_of(role, config, "cp").items():
         heads = text_part(read_model_config(folder)).get("num_attention_heads")
         if isinstance(heads, int) and (reason := why_heads_not_shared(heads, tp=role.size_of(config, ("tp",)), cp=cp)):
             raise ConfigError(f"{key} = {cp}: {reason}")
@@ -237,12 +237,8 @@ def _check_padding(config: RunConfig, key: str, device: str) -> None:
         return
     from llamarl.engine.cuda_graphs import why_layout_unsupported
 
-    kinds = [(1, config.evaluation.tp)]
-    if key == "generator.device":
-        of_kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
-        kinds = [(kind.pp, kind.tp) for kind in of_kinds]
-    for parts, tp in kinds:
-        reason = why_layout_unsupported(mode, device=device, num_ranks=parts * tp, cut=parts > 1)
+    for tp in generator.replica_ranks if key == "generator.device" else (config.evaluation.tp,):
+        reason = why_layout_unsupported(mode, device=device, num_ranks=tp)
         if reason is not None:
             raise ConfigError(
                 f"generator.engine.cuda_graphs is {mode!r}, which cannot be with {key} = {getattr(config, key.split('.')[0]).device!r} "
@@ -272,7 +268,6 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     layers, heads, head_dim = cache_shape(load_model_config(folder))
     dtype = engine_dtype(engine.dtype, generator.quantization, device=generator.device, model=folder)
     width = 4 if dtype == "float32" else 2
-    layers = -(-layers // generator.pp)  # of the longest stage
     block_size, cache_bytes = engine.block_size_on(generator.device), engine.kv_cache_bytes
     if not cache_bytes:  # of a GPU it is not known yet
         if generator.device != "cpu" and may_have_gpus():

@@ -289,21 +289,16 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def why_layout_unsupported(
-    mode: Literal["auto", "on", "off", "padded"], *, device: str, num_ranks: int, cut: bool
-) -> str | None:
+def why_layout_unsupported(mode: Literal["auto", "on", "off", "padded"], *, device: str, num_ranks: int) -> str | None:
     """Why decode steps cannot go through padded batches on this device with these ranks; None if they can.
 
     Args:
         mode: ``engine.cuda_graphs``.
         device: Its type.
         num_ranks: Of the engine.
-        cut: Whether its layers are cut over them.
     """
-    if mode == "off" or (mode == "padded" and not cut):
+    if mode in ("off", "padded"):
         return None
-    if cut:
-        return "each of the stages of generator.pp computes a part of the step alone"
     if device != "cuda":
         return f"they need a CUDA device, the engine computes on {device}"
     if num_ranks > 1:

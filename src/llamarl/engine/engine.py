@@ -2,10 +2,6 @@
 
     step():  Scheduler.schedule ─▶ ModelRunner.execute ─▶ sample ─▶ append, stop checks ─▶ ended sequences
 
-With pipeline stages a step begins one wave, a plan that takes its share of the sequences, and ends
-the oldest of as many waves as there are stages: while the last stage computes it, the others
-compute later ones (``waves.py``).
-
 Everything that decides a bit of the output is in the sequences and the order in which they were added; nothing survives
 ``suspend``, so an engine that resumes carried sequences equals a new one that was given the same ones.
 """
@@ -19,13 +15,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llamarl.engine.cut_sampler import sample_over_ranks
+from llamarl.engine.expert_record import ExpertRecord, Experts, joined
 from llamarl.engine.linears import FusedLinear
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sampler import Draws, is_filtered, sample
-from llamarl.engine.scheduler import Member, Scheduler, StepPlan
+from llamarl.engine.scheduler import Member, Prompt, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.engine.waves import Wave, Waves, forget_unread, note_prompts, note_tokens
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.repeatable import suspended
 from llamarl.settings.engine import EngineConfig
@@ -43,9 +39,9 @@ class NativeEngine:
         quantization: ``none`` serves the weights in ``config.dtype``; ``int8`` (CPU) and ``fp8``
             (CUDA) serve linear layers quantized from them, anew at each version.
         eos_token_ids: Tokens that end every response; None takes those of the model's generation config.
-        layout: This rank's place among the ranks of the engine, by ``tp`` and ``pp`` or ``cp``;
-            None is a single rank. All ranks make the same calls with the same sequences, in the
-            same order, and get the same tokens.
+        layout: This rank's place among the tensor-parallel ranks of the engine; None is a single
+            rank. All ranks make the same calls with the same sequences, in the same order, and get
+            the same tokens.
         note_experts: Write down in each sequence which experts of a sparse model computed its
             tokens (``Sequence.experts``).
         parked: Come up as ``park`` leaves the engine; the KV cache is then never held beside what else is being set up.
@@ -82,11 +78,9 @@ class NativeEngine:
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
-        self._waves = Waves(self._ranks.num_stages, self._runner.links)
         self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
         self._policy_version = 0
         self._members: dict[int, Member] = {}
-        self._ended: list[Member] = []
         self._stop_windows: dict[tuple[str, ...], int] = {}
         self._reset_counters()
 
@@ -98,7 +92,7 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._members) or bool(self._ended)
+        return bool(self._members)
 
     def add(self, sequences: Sequence[TokenSequence]) -> None:
         """Admit sequences in order; all of them, or on an error none."""
@@ -109,18 +103,19 @@ class NativeEngine:
             self._members[member.order] = member
 
     def step(self) -> list[TokenSequence]:
-        plan = self._scheduler.schedule(num_shares=self._ranks.num_stages, drawing=self._waves.drawing)
-        begun = bool(plan.chunks or plan.samples)
-        assert begun or self._waves or self._ended or not self._members, "the scheduler made no progress"
-        if begun:
-            self._begin(plan)
-        if self._waves.full or (self._waves and not begun):
-            self._end_oldest()
-        return self._take_ended()
+        plan = self._scheduler.schedule()
+        if not plan.chunks and not plan.samples:
+            assert not self._members, "the scheduler made no progress"
+            return []
+        logits = self._runner.execute(plan)
+        self._count_step(plan.num_tokens)
+        if self._runner.notes_experts:
+            _note_experts(plan, self._runner.chosen_experts(plan))
+        rows = [member for member, _ in plan.samples]
+        ended = self._append(rows, self._sample(rows, logits)) if rows else []
+        return [member.sequence for member in sorted(ended, key=lambda m: m.order)]
 
     def suspend(self) -> list[TokenSequence]:
-        for wave in self._waves.drop():
-            forget_unread(wave.plan)
         self._members.clear()
         return self._scheduler.take_all()
 
@@ -137,8 +132,6 @@ class NativeEngine:
 
     def weights_updated(self, version: int) -> None:
         """Serve ``version`` from the next step on. Running sequences keep their tokens; their KV is recomputed."""
-        while self._waves:  # drawn under the version before
-            self._end_oldest()
         self._policy_version = version
         self._runner.weights_updated()
         self._scheduler.restart_all()
@@ -153,7 +146,6 @@ class NativeEngine:
             raise ValueError(
                 f"{len(self._members)} unfinished sequences are in the engine: suspend them before parking"
             )
-        self._waves.drop()
         return self._runner.park()
 
     def unpark(self) -> None:
@@ -227,24 +219,7 @@ class NativeEngine:
             )
         self._scheduler.check(sequence)
 
-    def _take_ended(self) -> list[TokenSequence]:
-        ended = sorted(self._ended, key=lambda m: m.order)
-        self._ended = []
-        return [member.sequence for member in ended]
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Compute this stage's part of a plan; the last one samples."""
-        rows = [member for member, _ in plan.samples]
-        logits = self._runner.execute(plan)
-        self._count_step(plan.num_tokens)
-        chosen = self._runner.chosen_experts(plan) if self._runner.notes_experts else None
-        if chosen is not None:
-            note_prompts(plan, chosen)
-        self._waves.begin(Wave(plan, rows, chosen), self._sample(rows, logits) if logits is not None else None)
-
-    def _sample(self, rows: list[Member], logits: torch.Tensor) -> Draws | None:
-        if not rows:
-            return None
+    def _sample(self, rows: list[Member], logits: torch.Tensor) -> Draws:
         sequences = [member.sequence for member in rows]
         positions = [len(sequence.tokens) for sequence in sequences]
         params, seeds = [s.params for s in sequences], [s.seed for s in sequences]
@@ -254,20 +229,13 @@ class NativeEngine:
             vocabulary = self._runner.model_config.vocab_size
             return sample_over_ranks(logits, params, seeds, positions, ranks=self._ranks, vocabulary=vocabulary)
 
-    def _end_oldest(self) -> None:
-        """Give the sequences of the oldest wave what was drawn for them."""
-        wave, draws = self._waves.end_oldest()
-        if draws is not None:
-            self._append(wave, draws)
-        if wave.experts is not None:
-            note_tokens(wave.plan, wave.experts)
-
-    def _append(self, wave: Wave, draws: Draws) -> None:
-        for member, token, logprob, ok in zip(wave.rows, draws.tokens, draws.logprobs, draws.ok, strict=True):
-            if self._members.get(member.order) is not member:
-                continue  # it has ended since the wave began
+    def _append(self, rows: list[Member], draws: Draws) -> list[Member]:
+        """Give the sequences what was drawn for them; returns those that have ended."""
+        ended = []
+        for member, token, logprob, ok in zip(rows, draws.tokens, draws.logprobs, draws.ok, strict=True):
             if not ok:
                 self._fail(member)
+                ended.append(member)
                 continue
             sequence = member.sequence
             sequence.tokens.append(token)
@@ -277,6 +245,8 @@ class NativeEngine:
             self._tokens_sampled += 1
             if (reason := self._finish_reason(sequence)) is not None:
                 self._finish(member, reason)
+                ended.append(member)
+        return ended
 
     def _fail(self, member: Member) -> None:
         at = f"token {len(member.sequence.tokens)} under policy version {self._policy_version}"
@@ -315,8 +285,39 @@ class NativeEngine:
     def _finish(self, member: Member, reason: FinishReason) -> None:
         member.sequence.finish_reason = reason
         del self._members[member.order]
-        self._ended.append(member)
         self._scheduler.remove(member)
+
+
+def _note_experts(plan: StepPlan, chosen: Sequence[Experts]) -> None:
+    """Prompts and sequences get the rows of their own tokens, and who goes on from a whole prompt gets the prompt's.
+
+    Args:
+        chosen: Of each chunk of the plan, [its tokens, layers, k].
+    """
+    for chunk, rows in zip(plan.chunks, chosen, strict=True):
+        if isinstance(chunk.owner, Prompt) and sum(map(len, chunk.owner.experts)) <= chunk.start:
+            chunk.owner.experts.append(rows)
+    members = [chunk.owner for chunk in plan.chunks if isinstance(chunk.owner, Member)]
+    for member in [*members, *(member for member, _ in plan.samples)]:
+        sequence, prompt = member.sequence, member.prompt
+        assert prompt is not None, "it is part of this step"
+        if sequence.experts is None:
+            sequence.experts = ExpertRecord()
+        if sequence.experts.prompt is None:
+            sequence.experts.prompt = _of_whole(prompt)
+    for chunk, rows in zip(plan.chunks, chosen, strict=True):
+        if isinstance(chunk.owner, Member):
+            sequence = chunk.owner.sequence
+            assert sequence.experts is not None
+            start = chunk.start - len(sequence.prompt_tokens)
+            if start <= sequence.experts.num_tokens:
+                sequence.experts.note(start, rows)
+
+
+def _of_whole(prompt: Prompt) -> Experts | None:
+    if len(prompt.experts) > 1:
+        prompt.experts = [joined(prompt.experts)]  # one array for all members
+    return prompt.experts[0] if prompt.experts else None
 
 
 def _eos_of(model: torch.nn.Module) -> list[int]:

@@ -83,6 +83,6 @@ def make_environments(task: TaskConfig, layout: ParallelLayout | None) -> Enviro
         DataError, ExecutorFailed, DeadlineExceeded: As ``EpisodePool``.
     """
     ranks = EngineRanks(layout)
-    if ranks.alone:
+    if ranks.size == 1:
         return EpisodePool(task)
     return SharedEpisodes(EpisodePool(task) if ranks.is_leader else None, ranks.share_bytes)

@@ -6,10 +6,6 @@
 A token has the choices of the first pass that computed it, for good: under them the token behind it
 was sampled, and its log-prob recorded. Weights that change meanwhile, a preemption or an episode's
 next turn compute its cache anew, perhaps through other experts; that changes nothing here.
-
-A pipeline stage keeps the choices of its own layers beside each sequence, in its checkpoints too.
-When a group is complete, the first rank of the engine asks all stages for theirs: all ranks deliver
-the same groups in the same order.
 """
 
 from __future__ import annotations
@@ -17,19 +13,15 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from llamarl.engine.ranks import EngineRanks
-
-__all__ = ["ExpertRecord", "Experts", "joined", "layers_joined", "narrowed", "of_all_stages", "of_group"]
+__all__ = ["ExpertRecord", "Experts", "joined", "narrowed", "of_group"]
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
-"""[tokens, sparse layers, k] numbers of experts: uint8, or uint16 where there are more than 256. In
-an engine a pipeline stage has those of its own layers."""
+"""[tokens, sparse layers, k] numbers of experts: uint8, or uint16 where there are more than 256."""
 
 
 def narrowed(chosen: npt.NDArray[np.int64], num_experts: int) -> Experts:
@@ -93,33 +85,6 @@ def of_group(records: Iterable[ExpertRecord | None]) -> Experts | None:
     Members that began under other weights may have had it computed anew; the trainer computes it once, and takes these.
     """
     return next((r.prompt for r in records if r is not None and r.prompt is not None), None)
-
-
-def of_all_stages(own: Sequence[Experts | None], ranks: EngineRanks) -> list[Experts | None]:
-    """What all stages noted, on the first rank of the engine; on other ranks ``own``, of which nobody there makes use.
-
-    Args:
-        own: This stage's, of some rows of tokens; every rank calls it with the same rows.
-    """
-    if ranks.num_stages == 1 or not ranks.is_stage_leader:
-        return list(own)  # of tensor-parallel ranks, which chose the same, one sends
-    parts = ranks.gather_from_stages(list(own))
-    return list(own) if parts is None else [layers_joined(of_stages) for of_stages in zip(*parts, strict=True)]
-
-
-def layers_joined(of_stages: Sequence[Experts | None]) -> Experts | None:
-    """Of one row of tokens, what each stage noted [T, its layers, k], side by side; None where nothing was noted.
-
-    Raises:
-        AssertionError: Stages noted different numbers of tokens.
-    """
-    noted = [part for part in of_stages if part is not None]
-    assert len({len(part) for part in noted}) <= 1, f"stages noted {[len(part) for part in noted]} tokens"
-    assert len(noted) in (0, len(of_stages)), "a stage noted nothing where others did"
-    with_experts = [part for part in noted if part.shape[1]]
-    if not with_experts:
-        return None
-    return np.concatenate(with_experts, axis=1)
 
 
 def _plain(rows: Experts | None) -> dict[str, Any] | None:

@@ -64,7 +64,7 @@ class FusedLinear(nn.Module):
         self._biases: list[Tensor | None] = [source.bias for source in sources]
         self.in_features = sources[0].in_features
         self._summed = summed
-        if summed is not None and not summed.is_stage_leader:
+        if summed is not None and not summed.is_leader:
             self._biases = [None] * len(sources)  # a bias is added once
         self.sizes = [len(weight) for weight in self._weights]
         self.out_features = sum(self.sizes)

@@ -2,9 +2,6 @@
 
 StepPlan ──▶ [1, T] token row + PagedBatch ──▶ transformers decoder ──▶ hidden states of sampling rows ──▶ logits
 
-A pipeline stage holds the cache of its own layers. Where others come before, it takes hidden states
-of the row in place of its tokens; where others follow, it sends them on and has no logits.
-
 On a GPU nothing in a step waits: integers go over in queued copies, and who reads the logits waits for them. A step of
 decodes alone may go through ``cuda_graphs.py``, padded.
 """
@@ -35,7 +32,6 @@ from llamarl.engine.expert_record import Experts, narrowed
 from llamarl.engine.linears import serve_linears, supported_quantizations
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.scheduler import Chunk, Prompt, StepPlan
-from llamarl.engine.waves import StageLinks
 from llamarl.errors import ConfigError, ModelError
 from llamarl.model_support import Use, why_unsupported
 from llamarl.models.decoder import logit_scale, logit_softcap
@@ -47,8 +43,6 @@ from llamarl.models.parallel import ParallelLayout
 from llamarl.models.precision import engine_dtype
 from llamarl.models.repeatable import suspended
 from llamarl.models.sharded_loading import load_tensor_parallel
-from llamarl.models.sizes import layers_of_stages
-from llamarl.models.stages import Stage
 from llamarl.models.transfer import indices
 from llamarl.settings.engine import CPU_CACHE_BYTES, EngineConfig
 
@@ -81,15 +75,13 @@ class ModelRunner:
         self.model, cuts = load_tensor_parallel(
             model_path, layout or ParallelLayout(fsdp=1, tp=1, mesh=None), dtype=self.dtype, device=self.device
         )
-        self._stage = Stage(self.model, self.ranks.stage, self.ranks.num_stages) if self.ranks.num_stages > 1 else None
         self.model.requires_grad_(False)
         self.model_config = self.model.config
         self.model_config.pad_token_id = None  # there is no padding; GPT-2 would wait for the device to look for it
         self._check_quantization(quantization)
         self.notes_experts = note_experts
         self._expert_layers = watch_experts(self.model) if note_experts else []
-        """Of this stage, which may have none where others have some."""
-        if note_experts and self.ranks.least(-len(self._expert_layers)) == 0:
+        if note_experts and not self._expert_layers:
             raise ModelError(f"{type(self.model).__name__} has no experts whose choice could be noted")
         self._routing: Routing | None = None
         """Of the last step, where it is noted."""
@@ -108,9 +100,7 @@ class ModelRunner:
         self._logit_scale, self._final_softcap = logit_scale(self.model_config), logit_softcap(self.model_config)
         self._in_place = reads_in_place(config.attention, self.device)
         fused = quantization != "int8" and why_graphs_unsupported(self.model_config) is None
-        self._uncompiled = fused and compiles_layers(
-            self._in_place, self.dtype, self.ranks.size * self.ranks.num_stages
-        )
+        self._uncompiled = fused and compiles_layers(self._in_place, self.dtype, self.ranks.size)
         if self._uncompiled:
             compile_layers(self.model)
         padded = self._pads_decodes(config)
@@ -125,9 +115,6 @@ class ModelRunner:
             self.park()
         else:
             self._make_cache()
-        self.links: StageLinks | None = None
-        if layout is not None and layout.pp > 1:
-            self.links = StageLinks(layout, width=self._width, dtype=self.dtype, device=self.device)
         if padded:
             self.padded_decoder = self._make_padded_decoder(config)
 
@@ -142,16 +129,12 @@ class ModelRunner:
             raise ModelError(f"generator.quantization={quantization!r}: {reason}")
 
     def _size_cache(self, config: EngineConfig, *, scratch: bool) -> None:
-        """Which layers and heads this rank caches, and how many blocks; with ``scratch`` the last one is nobody's."""
+        """Which heads this rank caches, and how many blocks; with ``scratch`` the last one is nobody's."""
         self.block_size = config.block_size_on(self.device.type)
         self.cache_bytes = config.kv_cache_bytes or _open_cache_bytes(self.device)
-        num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
-        of_stages = layers_of_stages(num_layers, self.ranks.num_stages)
-        own, self._num_layers = of_stages[self.ranks.stage], len(of_stages[self.ranks.stage])
-        self._first_layer = own.start
+        self._num_layers, num_kv_heads, self._head_dim = cache_shape(self.model_config)
         self._num_kv_heads = max(1, num_kv_heads // self.ranks.size)
-        longest = max(map(len, of_stages))  # all stages have as many blocks
-        self._cache_blocks = self.cache_bytes // (self.block_bytes // self._num_layers * longest)
+        self._cache_blocks = self.cache_bytes // self.block_bytes
         self.num_blocks = self._cache_blocks - scratch
         if self.num_blocks < 1:
             raise ConfigError(
@@ -160,12 +143,10 @@ class ModelRunner:
             )
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
-        mode, stages = config.cuda_graphs, self.ranks.num_stages
+        mode = config.cuda_graphs
         if mode == "off":
             return False
-        reason = why_layout_unsupported(
-            mode, device=self.device.type, num_ranks=self.ranks.size * stages, cut=stages > 1
-        )
+        reason = why_layout_unsupported(mode, device=self.device.type, num_ranks=self.ranks.size)
         if reason is None and mode != "padded":
             reason = why_graphs_unsupported(self.model_config)
         if reason is not None and mode != "auto":
@@ -201,13 +182,8 @@ class ModelRunner:
         return (*(t.data_ptr() for t in tensors), *(a for linear in self.linears for a in linear.addresses))
 
     @property
-    def _width(self) -> int:
-        """E, features of a hidden state."""
-        return int(self.model_config.get_text_config().hidden_size)
-
-    @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token over all layers of this rank."""
+        """Bytes of K and V of one token over all layers, on this rank."""
         return 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
 
     @property
@@ -301,9 +277,8 @@ class ModelRunner:
             self.padded_decoder.served_from(self._addresses())
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Tensor | None:
-        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples),
-        V]; None on another stage than the last.
+    def execute(self, plan: StepPlan) -> Tensor:
+        """Compute the plan's tokens and return the logits of its sampling rows, [len(plan.samples), V].
 
         The rows of one prompt's members are equal. Of tensor-parallel ranks each gets its slice of
         the vocabulary.
@@ -328,7 +303,7 @@ class ModelRunner:
             with compiling():
                 self._hidden(tokens, positions, batch)
 
-    def _execute(self, plan: StepPlan) -> Tensor | None:
+    def _execute(self, plan: StepPlan) -> Tensor:
         # a padded kernel multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh and not self._in_place:
             (fresh,) = indices([plan.fresh], self.device)
@@ -342,10 +317,6 @@ class ModelRunner:
             if logits is not None:
                 return logits
         hidden_TE, last_row = self._forward(plan.chunks)
-        if self.links is not None and not self.links.is_last:
-            if plan.chunks:
-                self.links.send_hidden(hidden_TE)
-            return None
         for prompt, chunk in plan.completed:
             prompt.end_state = hidden_TE[last_row[chunk]].clone()
         # one row of logits for all members that sample from the end of one prompt
@@ -368,12 +339,9 @@ class ModelRunner:
         return logits if rows == list(range(len(states))) else logits[row_ids]
 
     def chosen_experts(self, plan: StepPlan) -> list[Experts]:
-        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers of this
-        stage, k]; without such layers [its tokens, 0, 0]."""
+        """Of each chunk of the plan that ``execute`` has just computed, [its tokens, layers, k]."""
         if not plan.chunks:
             return []
-        if not self._expert_layers:
-            return [np.zeros((len(chunk.tokens), 0, 0), np.uint8) for chunk in plan.chunks]
         assert self._routing is not None
         layers = [layer for layer in self._routing.chosen if layer is not None]
         chosen = torch.stack(layers, dim=1)
@@ -396,7 +364,8 @@ class ModelRunner:
         last_row = [0] * len(chunks)
         first_row = self._row_of = [0] * len(chunks)
         if not chunks:
-            return torch.empty(0, self._width, dtype=self.dtype, device=self.device), last_row
+            width = self.model_config.get_text_config().hidden_size
+            return torch.empty(0, width, dtype=self.dtype, device=self.device), last_row
         size = self.block_size
         starts = np.array([chunk.start for chunk in chunks if chunk.decode], np.int64)  # these come first
         order = np.argsort(-starts, kind="stable")  # longest context first, so that neighbours pad each other little
@@ -427,23 +396,16 @@ class ModelRunner:
         moved = iter(indices([*whole, *filled, *cut_tables], self.device))
         token_ids, position_ids, slot_ids = next(moved), next(moved), next(moved)
         prefills = [PrefillChunk(first, len(chunk.tokens), chunk.start, next(moved)) for first, chunk in filling]
-        received = None
-        if self.links is not None and not self.links.is_first:
-            received = self.links.receive_hidden(len(tokens))
         decodes = [DecodeBatch(cut.start, next(moved), next(moved), int(counts[cut.start]) * size) for cut in cuts]
-        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._in_place, self._first_layer)
-        return self._hidden(token_ids, position_ids, batch, received), last_row
+        batch = PagedBatch(self._keys, self._values, slot_ids, decodes, prefills, self._in_place)
+        return self._hidden(token_ids, position_ids, batch), last_row
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, received: Tensor | None = None) -> Tensor:
-        """Hidden states [T, E] of a row of tokens [T] after this stage's layers, from those of the
-        stage before, if there is one."""
+    def _hidden(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        """Hidden states [T, E] of a row of tokens [T]."""
         if self._uncompiled:
             self._compile()
         self._routing = Routing(len(self._expert_layers)) if self._expert_layers else None
         with paged_step(batch), watching(self._routing):
-            if self._stage is not None:
-                before = None if received is None else received[None]
-                return self._stage.hidden_states(self.model, tokens[None], positions[None], before)[0]
             row: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None]}
             return self.model.base_model(**row, use_cache=False).last_hidden_state[0]
 

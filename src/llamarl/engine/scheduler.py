@@ -16,11 +16,6 @@ block is needed and none is free, the youngest running sequence gives up its blo
 the head of the line. The oldest is never preempted for others, and ``add`` refuses what could not
 run alone, so every sequence ends.
 
-With pipeline stages several plans are under way at once. A sequence whose token is being drawn has
-nothing to compute until it is known, so it is in no later plan before, and it is not preempted. A
-plan takes its share of the sequences by count: so as many plans as there are stages, one after
-another, find work.
-
 Invariants (property-tested): blocks in use never exceed the limit; a step never exceeds the budget;
 no two sequences write one slot; the plan depends on the order and content of what was added alone.
 """
@@ -28,7 +23,6 @@ no two sequences write one slot; the plan depends on the order and content of wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from llamarl.engine.block_manager import BlockManager
@@ -131,7 +125,6 @@ class Scheduler:
         self.prompt_tokens_computed = 0
         self.prompt_tokens_shared = 0
         self.num_preemptions = 0
-        self._drawing: Collection[int] = ()
         self._reset()
 
     def _reset(self) -> None:
@@ -197,41 +190,20 @@ class Scheduler:
             self._unforked[member.key] = self._unforked.get(member.key, 0) + 1
             self.waiting.append(member)
 
-    def schedule(
-        self,
-        *,
-        num_shares: int = 1,
-        drawing: Collection[int] = (),
-    ) -> StepPlan:
-        """Decide the next step, and account for it as done.
-
-        Args:
-            num_shares: Plans that share the sequences: this one takes at most its part of those
-                that run, and of those that could.
-            drawing: Admission numbers of the sequences that earlier plans sample from, whose draws are not known yet.
-        """
+    def schedule(self) -> StepPlan:
+        """Decide the next step, and account for it as done."""
         plan, preemptions = StepPlan(), self.num_preemptions
-        self._drawing = drawing
         budget = self.max_batch_tokens
-        could_run = min(self.max_sequences, len(self.running) + len(self.waiting))
-        most_decodes, most = -(-len(self.running) // num_shares), -(-could_run // num_shares)
-        self._decode(plan, min(budget, most_decodes))
-        taken = len(plan.chunks)
-        budget -= taken
-        if budget <= 0 or taken >= most:
-            return plan
+        self._decode(plan, budget)
+        budget -= len(plan.chunks)
         scheduled = {member.order for member, _ in plan.samples}
         for member in list(self.running):
-            if budget <= 0 or taken >= most:
-                break
-            if num_shares > 1 and (_decodes(member) or member.order in drawing):
-                continue  # beyond this plan's share, or in an earlier one
+            if budget <= 0:
+                return plan
             if member.prompt is not None and member.order not in scheduled:
-                used = self._advance(member, budget, plan, scheduled)
-                budget -= used
-                taken += used > 0 or member.order in scheduled
+                budget -= self._advance(member, budget, plan, scheduled)
         if self.waiting and self.num_preemptions == preemptions:
-            self._admit_waiting(budget, plan, scheduled, most - taken)
+            self._admit_waiting(budget, plan, scheduled)
         return plan
 
     def _decode(self, plan: StepPlan, most: int) -> None:
@@ -253,9 +225,9 @@ class Scheduler:
 
     # -- admission ------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, budget: int, plan: StepPlan, scheduled: set[int], most: int) -> None:
+    def _admit_waiting(self, budget: int, plan: StepPlan, scheduled: set[int]) -> None:
         available = self.blocks.num_free - self._blocks_promised()
-        while budget > 0 and most > 0 and self.waiting and len(self.running) < self.max_sequences:
+        while budget > 0 and self.waiting and len(self.running) < self.max_sequences:
             member = self.waiting[0]
             need = self._blocks_to_start(member)
             # half a block for each running sequence is kept free: admitting to the brim would preempt at once
@@ -267,7 +239,6 @@ class Scheduler:
             available -= need
             self.waiting.popleft()
             self._admit(member)
-            most -= 1
             budget -= self._advance(member, budget, plan, scheduled)
 
     def _admit(self, member: Member) -> None:
@@ -422,7 +393,7 @@ class Scheduler:
         if self._drop_idle_prompts():
             return True
         victim = self.running[-1]
-        if victim is member or victim.order in scheduled or victim.order in self._drawing:
+        if victim is member or victim.order in scheduled:
             return False
         self.running.pop()
         if victim.forked:

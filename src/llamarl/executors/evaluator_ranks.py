@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def evaluator_weights(config: RunConfig) -> AnyLayout | None:
     """What every evaluator rank holds of what is handed over; None without tensor parallelism: each holds all of it."""
-    return rank_weights(config, ((1, config.evaluation.tp),) * config.evaluation.dp)
+    return rank_weights(config, (config.evaluation.tp,) * config.evaluation.dp)
 
 
 class EvaluatorRanks:

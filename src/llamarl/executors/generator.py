@@ -38,7 +38,7 @@ from llamarl.determinism import derive_seed
 from llamarl.engine.base import Parkable
 from llamarl.engine.episode_ranks import make_environments
 from llamarl.engine.episodes import EpisodeEngine, ReplyTimes, make_player
-from llamarl.engine.expert_record import of_all_stages, of_group
+from llamarl.engine.expert_record import of_group
 from llamarl.engine.factory import make_engine, sampling_params, to_response
 from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sequence import Sequence as TokenSequence
@@ -78,8 +78,6 @@ class GeneratorExecutor(BaseExecutor):
         dealing = Dealing(generator.shares if generator.replicas else (1.0,) * num_shards, config.groups_per_tick)
         self._weights = next((c for c in context.reads if c.kind is ChannelKind.WEIGHTS), None)
         self.replica = next(replica for replica in replicas if replica.holds(context.rank))
-        own = generator.as_of_kind(self.replica.kind)
-        self._stage = (context.rank - self.replica.first_rank) // own.tp
         self._is_leader = context.rank == self.replica.first_rank  # its peers hold the same groups and deliver none
         self.shards = [
             GeneratorShard(
@@ -312,27 +310,21 @@ class GeneratorExecutor(BaseExecutor):
 
     def _to_group(self, active: ActiveGroup) -> Group:
         sampled_by = "" if self._weights is not None else self.name
-        responses = [to_response(s, self.tokenizer) for s in active.sequences]
-        experts = [of_group(s.experts for s in active.sequences), *(r.routed_experts for r in responses)]
-        if self._notes_experts:
-            experts = of_all_stages(experts, self._ranks)
+        responses = (to_response(s, self.tokenizer) for s in active.sequences)
         return Group(
             prompt=active.prompt,
-            responses=tuple(
-                replace(response, sampled_by=sampled_by, routed_experts=own)
-                for response, own in zip(responses, experts[1:], strict=True)
-            ),
-            prompt_experts=experts[0],
+            responses=tuple(replace(response, sampled_by=sampled_by) for response in responses),
+            prompt_experts=of_group(s.experts for s in active.sequences),
         )
 
     def save(self, folder: Path, tick: int) -> None:
         for shard in self.shards:
             state = {"tick": tick, "rates": self._rates.state(), **shard.state()}
-            (folder / _shard_file(shard, self._stage)).write_text(json.dumps(state), encoding="utf-8")
+            (folder / _shard_file(shard)).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path, tick: int) -> None:
         for shard in self.shards:
-            path = _find_state(folder, shard, self._stage)
+            path = _find_state(folder, shard)
             state = json.loads(path.read_text(encoding="utf-8"))
             assert state["tick"] == tick, f"{path} holds tick {state['tick']}, not {tick}"
             self._rates = self._pass_rates(state["rates"])
@@ -382,18 +374,17 @@ class _Worked:
     """Prompts that were too long."""
 
 
-def _shard_file(shard: GeneratorShard, stage: int) -> str:
-    """Stages carry the same responses, each with the experts of its own layers."""
-    return f"shard_{shard.index}{f'_stage_{stage}' * (stage > 0)}.json"
+def _shard_file(shard: GeneratorShard) -> str:
+    return f"shard_{shard.index}.json"
 
 
-def _find_state(folder: Path, shard: GeneratorShard, stage: int) -> Path:
+def _find_state(folder: Path, shard: GeneratorShard) -> Path:
     """In a rank's folder, or, where the ranks were another number when the state was saved, in one beside it.
 
     Raises:
         CheckpointError: The state was saved with another number of shards.
     """
-    name = _shard_file(shard, stage)
+    name = _shard_file(shard)
     found = [folder / name, *sorted(folder.parent.glob(f"rank_*/{name}"))]
     path = next((path for path in found if path.is_file()), None)
     if path is None:

@@ -1,8 +1,8 @@
 """Which ranks the generator has, and what each holds of the weights: the same answer for every executor that asks.
 
-    rank = (replica * pp + stage) * tp + tp_rank     generator.dp replicas of generator.pp stages of generator.tp ranks
+    rank = replica * tp + tp_rank     generator.dp replicas of generator.tp ranks
 
-The first rank of a replica, which is of its first stage, speaks for it.
+The first rank of a replica speaks for it.
 
 Unlike replicas (``generator.replicas``) stand one after the other too, each with its own number of ranks::
 
@@ -21,21 +21,14 @@ from functools import cache
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.config import RunConfig
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import ParallelLayout, make_layout, new_group
 from llamarl.settings.executors import GeneratorConfig
-from llamarl.weight_sync.layout import STAGE_AXIS, AnyLayout, JoinedLayout, MeshLayout
-from llamarl.weight_sync.model_layouts import (
-    adapter_parameters,
-    adapter_stages,
-    holding_stages,
-    model_parameters,
-    tp_placements,
-)
+from llamarl.weight_sync.layout import AnyLayout, JoinedLayout, MeshLayout
+from llamarl.weight_sync.model_layouts import adapter_parameters, model_parameters, tp_placements
 
 __all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of", "why_ranks_unfit"]
 
@@ -68,8 +61,8 @@ def replicas_of(config: RunConfig, num_ranks: int) -> tuple[Replica, ...]:
     """The replicas of a generator that has ``num_ranks`` ranks, in the order of these."""
     generator = config.generator
     if not generator.replicas:
-        each = generator.tp * generator.pp
-        return tuple(Replica(number, 0, number * each, each) for number in range(num_ranks // each))
+        tp = generator.tp
+        return tuple(Replica(number, 0, number * tp, tp) for number in range(num_ranks // tp))
     return tuple(_unlike(generator))
 
 
@@ -79,13 +72,9 @@ def why_ranks_unfit(generator: GeneratorConfig, num_ranks: int, groups: int) -> 
     ``executors.NAME.ranks`` says."""
     if generator.replicas:
         return ""
-    each = generator.tp * generator.pp
-    replicas = num_ranks // each
-    if num_ranks % each or not replicas:
-        return (
-            f"has {num_ranks} ranks, and one replica takes {each} (generator.tp {generator.tp} * generator.pp {generator.pp}): "
-            f"give it a multiple of that"
-        )
+    replicas = num_ranks // generator.tp
+    if num_ranks % generator.tp or not replicas:
+        return f"has {num_ranks} ranks, and one replica takes {generator.tp} (generator.tp): give it a multiple of that"
     if generator.shards and generator.shards < replicas:
         return (
             f"has {replicas} replicas for {generator.shards} shards (generator.shards), so that some would have nothing to do: give it "
@@ -113,37 +102,23 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
     generator = config.generator
     if replica.num_ranks == 1:
         return None
-    own = generator.as_of_kind(replica.kind)
-    if not generator.replicas and own.pp == 1:
-        return make_layout(fsdp=own.dp, tp=own.tp, device=device, keys=("generator.dp", "generator.tp"))
-    places = torch.arange(replica.first_rank, replica.first_rank + replica.num_ranks).view(own.pp, own.tp)
-    ((stage, tp_rank),) = (places == dist.get_rank()).nonzero().tolist()
-    groups = {"pp": places[:, tp_rank], "tp": places[stage]}
-    groups = {axis: ranks for axis, ranks in groups.items() if len(ranks) > 1}
-    # other replicas may have no group to make
-    made = [new_group(ranks.tolist(), use_local_synchronization=True) for ranks in groups.values()]
-    mesh = places if len(groups) > 1 else places.flatten()
-    return ParallelLayout(
-        fsdp=1,
-        tp=own.tp,
-        pp=own.pp,
-        mesh=DeviceMesh.from_group(
-            made if len(made) > 1 else made[0], torch.device(device).type, mesh, mesh_dim_names=tuple(groups)
-        ),
-    )
+    if not generator.replicas:
+        return make_layout(fsdp=generator.dp, tp=generator.tp, device=device, keys=("generator.dp", "generator.tp"))
+    ranks = list(range(replica.first_rank, replica.first_rank + replica.num_ranks))
+    group = new_group(ranks, use_local_synchronization=True)  # other replicas may have no group to make
+    mesh = DeviceMesh.from_group(group, torch.device(device).type, mesh_dim_names=("tp",))
+    return ParallelLayout(fsdp=1, tp=replica.num_ranks, mesh=mesh)
 
 
 def generator_weights(config: RunConfig) -> AnyLayout | None:
     """What every generator rank holds of what is handed over; None: each holds all of it."""
-    generator = config.generator
-    kinds = [generator.as_of_kind(kind) for kind in range(max(1, len(generator.replicas)))]
-    return rank_weights(config, tuple((kind.pp, kind.tp) for kind in kinds for _ in range(kind.dp)))
+    return rank_weights(config, config.generator.replica_ranks)
 
 
-def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> AnyLayout | None:
-    """What each rank of replicas of so many (stages, tensor-parallel ranks of a stage) holds of
-    what is handed over, parameters or adapters alone; None where each holds all of it."""
-    if set(replicas) == {(1, 1)}:
+def rank_weights(config: RunConfig, replicas: tuple[int, ...]) -> AnyLayout | None:
+    """What each rank of replicas of so many tensor-parallel ranks holds of what is handed over,
+    parameters or adapters alone; None where each holds all of it."""
+    if max(replicas) == 1:
         return None
     lora = config.lora
     adapters = (lora.rank, lora.targets) if lora.rank and lora.hand_over == "adapter" else None
@@ -151,22 +126,15 @@ def rank_weights(config: RunConfig, replicas: tuple[tuple[int, int], ...]) -> An
 
 
 @cache
-def _weights(
-    path: str, replicas: tuple[tuple[int, int], ...], adapters: tuple[int, tuple[str, ...]] | None
-) -> AnyLayout:
+def _weights(path: str, replicas: tuple[int, ...], adapters: tuple[int, tuple[str, ...]] | None) -> AnyLayout:
     """
     Args:
-        replicas: Stages of each, and tensor-parallel ranks of a stage.
+        replicas: Ranks of each.
         adapters: Their rank and target layers, where they alone are handed over.
     """
     parameters = model_parameters(resolve_model_path(path), dtype="float32")
-    held = {pp: holding_stages(parameters, pp) for pp, _ in replicas}
     if adapters is not None:
         parameters = adapter_parameters(parameters, rank=adapters[0], targets=adapters[1])
-        held = {pp: adapter_stages(holding, parameters) for pp, holding in held.items()}
     placements = tp_placements(parameters)
-    alike = [
-        MeshLayout(parameters, {"dp": len(list(of)), STAGE_AXIS: pp, "tp": tp}, placements, held[pp])
-        for (pp, tp), of in groupby(replicas)
-    ]
+    alike = [MeshLayout(parameters, {"dp": len(list(of)), "tp": tp}, placements) for tp, of in groupby(replicas)]
     return alike[0] if len(alike) == 1 else JoinedLayout(tuple(alike))

@@ -139,8 +139,6 @@ class PagedBatch:
     prefills: list[PrefillChunk]
     in_place: bool = False
     """Whether decodes read their blocks where they lie."""
-    first_layer: int = 0
-    """To which ``keys[0]`` belongs: layers keep their numbers where a pipeline stage holds some of them."""
     layer: int = 0
     """That is computed, where layers are compiled: code for all of them knows no number."""
 
@@ -193,7 +191,7 @@ def paged_attention(
     paged_batch = _current.get()
     if paged_batch is None:
         raise ValueError("llamarl_paged runs inside the engine only; load with attention='sdpa' otherwise")
-    layer: int = module.layer_idx - paged_batch.first_layer  # type: ignore[operator, assignment]
+    layer: int = module.layer_idx  # type: ignore[assignment]
     return _attend(paged_batch, layer, query, key, value, scale=scale, window=window, softcap=softcap)
 
 

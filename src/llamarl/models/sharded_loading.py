@@ -40,8 +40,6 @@ from llamarl.models.parallel import (
     local_tensor,
     parameter_shards,
 )
-from llamarl.models.small_copy import small_model
-from llamarl.models.stages import check_stages, cut_into_stage
 
 __all__ = [
     "StoredPart",
@@ -110,11 +108,11 @@ def _read_buffers(path: str | Path, model: nn.Module) -> None:
 def load_tensor_parallel(
     path: str | Path, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict[str, Cut]]:
-    """This rank's part of a model that an engine samples from, of its pipeline stage and cut over
-    tensor-parallel ranks, in eval mode; whole if there is one rank.
+    """This rank's part of a model that an engine samples from, cut over tensor-parallel ranks, in
+    eval mode; whole if there is one rank.
 
     Args:
-        layout: Its data axis counts whole copies (replicas), and so does ``cp``.
+        layout: Its data axis counts whole copies (replicas).
 
     Returns:
         The model, and parameter name -> how it was cut.
@@ -122,21 +120,16 @@ def load_tensor_parallel(
     Raises:
         ModelError: The model cannot be loaded, or not be cut so.
     """
-    if layout.tp * layout.pp == 1:
+    if layout.tp == 1:
         return load_model(path, dtype=dtype, device=device, attention="llamarl_paged"), {}
     model = make_skeleton(path, attention="llamarl_paged")
     parts = where_stored(path, model)
     if parts is None:
         model = load_model(path, dtype=dtype, device=device, attention="llamarl_paged")
-    if layout.pp > 1:
-        small = small_model(model.config)
-        small.set_attn_implementation("llamarl_packed")
-        check_stages(small, layout.pp, key="generator.pp")
-    cut_into_stage(model, layout.pp_rank, layout.pp, key="generator.pp")
     cuts = apply_tensor_parallel(model, layout, key="generator.tp", training=False)
     if parts is not None:
         parameters = dict(model.named_parameters())
-        shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1, cp=1), str(dtype).split(".")[1])
+        shards = parameter_shards(parameters, cuts, dataclasses.replace(layout, fsdp=1), str(dtype).split(".")[1])
         for parameter in parameters.values():
             parameter.data = parameter.data.to(dtype)  # buffers keep their own precision
         give_storage(model, device)

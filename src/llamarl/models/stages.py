@@ -109,11 +109,8 @@ class Stage:
         return found
 
 
-def cut_into_stage(model: PreTrainedModel, index: int, num_stages: int, *, key: str = "trainer.pp") -> Stage:
+def cut_into_stage(model: PreTrainedModel, index: int, num_stages: int) -> Stage:
     """Keep one stage of ``model``, in place. Call it before ``apply_tensor_parallel``.
-
-    Args:
-        key: The configuration key of the number of stages, to name in errors.
 
     Raises:
         ModelError: The architecture has no plan that is carried out here, or fewer layers than stages.
@@ -121,17 +118,17 @@ def cut_into_stage(model: PreTrainedModel, index: int, num_stages: int, *, key: 
     if num_stages == 1:
         return Stage(model)
     if reason := why_unsupported(model.config.to_dict(), "pipeline"):
-        raise ModelError(f"{key} = {num_stages}: {reason}; set {key} to 1")
+        raise ModelError(f"trainer.pp = {num_stages}: {reason}; set trainer.pp to 1")
     base: nn.Module = model.base_model
     layers = decoder_layers(model)
     plan = list(getattr(base.config, "base_model_pp_plan", None) or ())
     places = getattr(base, "layers", None)
     if "layers" not in plan or not isinstance(places, nn.ModuleList) or list(places) != layers:
-        raise ModelError(f"{type(model).__name__} has no plan that cuts it into stages: set {key} to 1")
+        raise ModelError(f"{type(model).__name__} has no plan that cuts it into stages: set trainer.pp to 1")
     if num_stages > len(layers):
         raise ModelError(
-            f"{key} = {num_stages} is more than the {len(layers)} layers of this model: each stage needs one; set {key} to "
-            f"at most {len(layers)}"
+            f"trainer.pp = {num_stages} is more than the {len(layers)} layers of this model: each stage needs one; set "
+            f"trainer.pp to at most {len(layers)}"
         )
     own = layers_of_stages(len(layers), num_stages)[index]
     kinds = {own.start - 1: _Entry, own.stop: _Exit}
@@ -155,7 +152,7 @@ def cut_into_stage(model: PreTrainedModel, index: int, num_stages: int, *, key: 
 
 
 @torch.no_grad()
-def check_stages(model: PreTrainedModel, num_stages: int, *, key: str = "trainer.pp") -> None:
+def check_stages(model: PreTrainedModel, num_stages: int) -> None:
     """Prove on a few tokens that stages compute what the whole model does, and hold all of its parameters.
 
     Args:
@@ -175,13 +172,13 @@ def check_stages(model: PreTrainedModel, num_stages: int, *, key: str = "trainer
         whole = Stage(model).hidden_states(model, ids, positions)
         for index in range(num_stages):
             part = copy.deepcopy(model)
-            stage = cut_into_stage(part, index, num_stages, key=key)
+            stage = cut_into_stage(part, index, num_stages)
             received = stage.hidden_states(part, ids, positions, received)
             held += [name for name, _ in part.named_parameters()]
     missing = _missing(held, [name for name, _ in model.named_parameters()])
     if missing or received is None or not torch.allclose(received, whole, rtol=1e-4, atol=1e-4):
         why = f"no stage holds {missing[0]}" if missing else "stages compute other hidden states than the whole"
-        raise ModelError(f"{key}: {type(model).__name__} cannot be cut into stages: {why}; set {key} to 1")
+        raise ModelError(f"trainer.pp: {type(model).__name__} cannot be cut into stages: {why}; set trainer.pp to 1")
 
 
 def _missing(held: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -35,7 +35,7 @@ class EngineKind:
     use: Literal["generate", "vllm", ""] = ""
     """As of ``model_support``: which models it runs; empty: it knows itself."""
     native: bool = False
-    """Whether it runs on ranks (tp, pp), gives its memory back and notes which experts it chose."""
+    """Whether it runs on ranks (tp), gives its memory back and notes which experts it chose."""
     quantizations: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Kind of device -> what ``generator.quantization`` may be there beside "none"."""
     temperatures: tuple[float, float] = (LEAST_TEMPERATURE, math.inf)

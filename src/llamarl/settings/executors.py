@@ -115,10 +115,7 @@ class ReplicaConfig:
     later ticks."""
 
     tp: NonNegativeInt = 0
-    """Ranks of each stage (tensor parallelism); 0: generator.tp."""
-
-    pp: NonNegativeInt = 0
-    """Stages of each (pipeline parallelism); 0: generator.pp."""
+    """Ranks of each (tensor parallelism); 0: generator.tp."""
 
     dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
     """Precision of weights, activations and KV cache; empty: generator.engine.dtype."""
@@ -175,16 +172,10 @@ class GeneratorConfig:
 
     tp: Annotated[PositiveInt, IN_STATE] = 1
     """Ranks over which each matrix product of one replica is split (tensor parallelism, the model's own plan).
-    The generator runs ``dp * tp * pp`` processes."""
-
-    pp: Annotated[PositiveInt, IN_STATE] = 1
-    """Stages into which the layers of one replica are cut (pipeline parallelism), for a model that
-    tp alone does not fit on a host. Each holds the weights and the KV cache of its layers. A step
-    of the engine then computes a part of the sequences, so that all stages work at once: a sequence
-    gains a token about every pp steps."""
+    The generator runs ``dp * tp`` processes."""
 
     replicas: Annotated[ListOf[ReplicaConfig], IN_STATE] = ()
-    """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, pp, dtype,
+    """Unlike replicas in one job, a table [[generator.replicas]] for each kind of them, with dp, share, tp, dtype,
     quantization, kv_cache_bytes and max_sequences of that kind. Their ranks follow each other in
     this order; hosts.on takes "generator_0" for those of the first kind. Evaluations sample as
     [generator] says. Empty: dp alike ones."""
@@ -213,8 +204,7 @@ class GeneratorConfig:
     @property
     def replica_ranks(self) -> tuple[int, ...]:
         """[replicas] ranks of each."""
-        of_kinds = (((kind.tp or self.tp) * (kind.pp or self.pp), kind.dp) for kind in self.replicas)
-        return tuple(ranks for ranks, number in of_kinds for _ in range(number)) or (self.tp * self.pp,) * self.dp
+        return tuple(kind.tp or self.tp for kind in self.replicas for _ in range(kind.dp)) or (self.tp,) * self.dp
 
     @property
     def served_dtype(self) -> str:
@@ -243,7 +233,6 @@ class GeneratorConfig:
             replicas=(),
             dp=own.dp,
             tp=own.tp or self.tp,
-            pp=own.pp or self.pp,
             quantization=own.quantization or self.quantization,
             engine=engine,
         )
@@ -273,13 +262,13 @@ class GeneratorConfig:
             )
         own = "" if kind.native else " (what else it does, engine.options say, of vLLM tensor_parallel_size)"
         served = ["none", *sorted({one for of in kind.quantizations.values() for one in of})]
-        if not kind.native and (self.tp * self.pp > 1 or self.quantization not in served):
+        if not kind.native and (self.tp > 1 or self.quantization not in served):
             yield Mistake(
                 "engine.name",
                 f"is {self.engine.name!r}, which runs on one rank with quantization {' or '.join(map(repr, served))}{own}, but tp is "
-                f"{self.tp}, pp {self.pp} and quantization {self.quantization!r}: set tp and pp to 1, quantization to one of these, "
-                "or engine.name to 'native'",
-                ("tp", "pp", "quantization"),
+                f"{self.tp} and quantization {self.quantization!r}: set tp to 1, quantization to one of these, or engine.name to "
+                "'native'",
+                ("tp", "quantization"),
             )
         if 0 < self.shards < self.dp:
             text = f"is {self.shards}, fewer than the dp {self.dp} replicas: some would have nothing to do; raise it, or lower dp"

@@ -11,7 +11,7 @@ from tiny_models import BY_LOGITS, tiny_config
 from transformers import PreTrainedModel
 
 from llamarl.engine.engine import NativeEngine
-from llamarl.engine.expert_record import ExpertRecord, Experts, layers_joined
+from llamarl.engine.expert_record import ExpertRecord
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.errors import ModelError
 from llamarl.models.loading import load_model
@@ -160,30 +160,3 @@ def test_more_than_256_experts_take_two_bytes() -> None:
     assert wide.dtype == np.uint16 and wide.item() == 256
     again = ExpertRecord.from_plain(json.loads(json.dumps(ExpertRecord(wide, [wide]).to_plain())))
     assert again.prompt is not None and again.prompt.dtype == np.uint16 and again.rows(2).tolist() == [[[256]], [[0]]]
-
-
-# Records of several stages.
-
-
-def rows(*layers: int, tokens: int = 2) -> Experts:
-    """Of each layer l the experts 10 l and 10 l + 1, for every token."""
-    return np.array([[[10 * layer, 10 * layer + 1] for layer in layers]] * tokens, np.uint8)
-
-
-def test_what_no_stage_noted_stays_unknown() -> None:
-    assert layers_joined([None, None]) is None
-    assert layers_joined([np.zeros((2, 0, 0), np.uint8)] * 2) is None
-
-
-def test_stages_that_noted_other_tokens_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"stages noted \[2, 3\] tokens"):
-        layers_joined([rows(0), rows(1, tokens=3)])
-    with pytest.raises(AssertionError, match="noted nothing where others did"):
-        layers_joined([rows(0), None])
-
-
-def test_a_stage_without_experts_carries_its_record_through_a_checkpoint() -> None:
-    empty = np.zeros((3, 0, 0), np.uint8)
-    record = ExpertRecord.from_plain(ExpertRecord(prompt=empty, parts=[empty[:2]]).to_plain())
-    found = record.rows(4)
-    assert record.num_tokens == 2 and found is not None and found.shape == (4, 0, 0)

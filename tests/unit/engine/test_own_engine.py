@@ -61,7 +61,7 @@ def test_a_wrong_engine_is_refused_with_its_key(engine: dict[str, object], said:
 
 def test_what_only_the_built_in_engines_do_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="'a.b:C', which runs on one rank.* engine.options say.*tp is 2, pp 1 and quantization 'int8'"
+        ConfigError, match="'a.b:C', which runs on one rank.* engine.options say.*tp is 2 and quantization 'int8'"
     ):
         validate({"generator": {"engine": {"name": "a.b:C"}, "tp": 2, "quantization": "int8"}})
     with pytest.raises(

@@ -1,7 +1,5 @@
 """The scheduler against a cache that stores, instead of keys and values, the tokens themselves."""
 
-from collections import deque
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from llamarl.engine.block_manager import BlockManager
 from llamarl.engine.block_tables import BlockTables
-from llamarl.engine.scheduler import Member, Prompt, Scheduler, StepPlan
+from llamarl.engine.scheduler import Prompt, Scheduler, StepPlan
 from llamarl.engine.sequence import SamplingParams, Sequence
 
 BLOCK = 4
@@ -27,31 +25,16 @@ def _token(sequence: Sequence, position: int) -> int:
 
 
 class _Cache:
-    """Executes plans, and checks that every position a token attends to holds the right token.
+    """Executes plans, and checks that every position a token attends to holds the right token."""
 
-    With several stages the draws of a plan are known when as many plans have begun, as in ``NativeEngine.step``.
-    """
-
-    def __init__(self, scheduler: Scheduler, num_stages: int = 1) -> None:
-        self.scheduler, self.num_stages = scheduler, num_stages
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.blocks: dict[int, list[int | None]] = {}
         self.finished: list[tuple[int, int]] = []
-        self.cancelled: Member | None = None
-        self.under_way: deque[list[Member]] = deque()
         self.tables = BlockTables()
 
     def step(self) -> StepPlan:
-        drawing = {member.order for members in self.under_way for member in members}
-        running = {member.order for member in self.scheduler.running}
-        could_run = min(self.scheduler.max_sequences, len(running) + len(self.scheduler.waiting))
-        plan = self.scheduler.schedule(num_shares=self.num_stages, drawing=drawing)
-        owners = {c.owner.order for c in plan.chunks if isinstance(c.owner, Member)}
-        owners |= {member.order for member, _ in plan.samples}
-        assert not owners & drawing, "a sequence whose token is being drawn"
-        assert len(owners) <= -(-could_run // self.num_stages)
-        assert sum(c.decode for c in plan.chunks) <= -(-len(running) // self.num_stages)
-        left = {member.order for member in self.scheduler.waiting}
-        assert not left & drawing, "preempted while its token is being drawn"
+        plan = self.scheduler.schedule()
         assert plan.num_tokens <= self.scheduler.max_batch_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_sequences
         assert 0 <= self.scheduler.blocks.num_used <= self.scheduler.blocks.num_blocks
@@ -85,23 +68,14 @@ class _Cache:
                 assert chunk.start + len(chunk.tokens) == len(known)
         orders = [member.order for member, _ in plan.samples]
         assert len(set(orders)) == len(orders)
-        begun = bool(plan.chunks or plan.samples)
-        assert begun or self.under_way, "no progress"
-        if begun:
-            self.under_way.append([member for member, _ in plan.samples])
-        if len(self.under_way) == self.num_stages or not begun:
-            self.end_oldest()
-        return plan
-
-    def end_oldest(self) -> None:
-        for member in self.under_way.popleft():
+        assert plan.chunks or plan.samples, "no progress"
+        for member, _ in plan.samples:
             sequence = member.sequence
-            if member is self.cancelled:
-                continue
             sequence.tokens.append(_token(sequence, len(sequence.tokens)))
             if len(sequence.tokens) == sequence.params.max_new_tokens:
                 self.scheduler.remove(member)
                 self.finished.append((sequence.prompt_index, sequence.sample_index))
+        return plan
 
 
 groups = st.lists(
@@ -123,7 +97,6 @@ groups = st.lists(
     max_sequences=st.integers(1, 4),
     cancel_at=st.integers(0, 40),
     restart_at=st.integers(0, 40),
-    num_stages=st.sampled_from([1, 1, 2, 3]),
 )
 def test_every_sequence_ends_over_the_right_tokens_within_memory_and_budget(
     groups: list[tuple[int, int, list[tuple[int, int]]]],
@@ -132,12 +105,11 @@ def test_every_sequence_ends_over_the_right_tokens_within_memory_and_budget(
     max_sequences: int,
     cancel_at: int,
     restart_at: int,
-    num_stages: int,
 ) -> None:
     scheduler = Scheduler(
         num_blocks=num_blocks, block_size=BLOCK, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
     )
-    cache = _Cache(scheduler, num_stages)
+    cache = _Cache(scheduler)
     members = []
     for index, (prompt_length, size, lengths) in enumerate(groups):
         prompt = [10 * index + p for p in range(prompt_length)]
@@ -149,13 +121,9 @@ def test_every_sequence_ends_over_the_right_tokens_within_memory_and_budget(
         if not scheduler.running and not scheduler.waiting:
             break
         if step == restart_at:
-            while cache.under_way:
-                cache.end_oldest()
             scheduler.restart_all()
-            if not scheduler.waiting:
-                break
         if step == cancel_at:
-            cancelled = cache.cancelled = (scheduler.running or list(scheduler.waiting))[-1]
+            cancelled = (scheduler.running or list(scheduler.waiting))[-1]
             scheduler.remove(cancelled)
             continue
         cache.step()
@@ -174,19 +142,6 @@ def test_decodes_go_first_and_prompts_fill_what_is_left_of_the_budget() -> None:
     plan = cache.step()
     assert [(chunk.decode, len(chunk.tokens)) for chunk in plan.chunks] == [(True, 1), (True, 1), (False, 6)]
     assert len(plan.samples) == 2
-
-
-def test_stages_find_equal_shares_of_the_sequences_in_turn_from_the_first_step_on() -> None:
-    scheduler = Scheduler(num_blocks=100, block_size=BLOCK, max_batch_tokens=100, max_sequences=8)
-    cache = _Cache(scheduler, num_stages=2)
-    for index in range(10):
-        scheduler.add(_sequence([10 * index, 10 * index + 1], index, 0, 4))
-    plans = [cache.step() for _ in range(8)]
-    orders = [[member.order for member, _ in plan.samples] for plan in plans]
-    assert orders == [[0, 1, 2, 3], [4, 5, 6, 7]] * 4
-    assert [[chunk.decode for chunk in plan.chunks] for plan in plans[2:]] == [[True] * 4] * 6
-    left = [[member.order for member, _ in cache.step().samples] for _ in range(4)]
-    assert left == [[8, 9], [], [8], [9]]  # they found room while the second half was being drawn; then shares of two
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never() -> None:

@@ -17,7 +17,7 @@ from llamarl.types import Group
 TICKS = 5
 
 
-def recipe(tp: int = 1, pp: int = 1) -> RunConfig:
+def recipe(tp: int = 1) -> RunConfig:
     return validate(
         {
             "run": {"num_ticks": TICKS},
@@ -25,7 +25,6 @@ def recipe(tp: int = 1, pp: int = 1) -> RunConfig:
             "generator": {
                 "group_size": 2,
                 "tp": tp,
-                "pp": pp,
                 "max_segments": 2,
                 "oversubscription": 1.5,
                 "device": "cpu",

@@ -7,7 +7,7 @@ import pytest
 from llamarl.config import RunConfig, load_config
 from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.prepare import plan_run
-from llamarl.errors import ConfigError, ModelError
+from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator import GeneratorExecutor
@@ -21,9 +21,10 @@ def _config(*overrides: str) -> RunConfig:
 
 
 def test_replicas_times_tensor_parallel_ranks_are_processes_with_one_group() -> None:
-    graph = llamarl_graph(_config("--generator.dp", "2", "--generator.tp", "2", "--generator.device", "cuda"))
-    generator = graph.executors[0]
+    config = _config("--generator.dp", "2", "--generator.tp", "2", "--generator.device", "cuda")
+    generator = llamarl_graph(config).executors[0]
     assert (generator.num_ranks, generator.process_group) == (4, "cpu:gloo,cuda:nccl")
+    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 4)] == [(0, 2), (2, 2)]
     alone = llamarl_graph(_config("--generator.dp", "2", "--generator.device", "cpu")).executors[0]
     assert (alone.num_ranks, alone.process_group) == (2, "")  # replicas never talk to each other
     placed = place([generator], [Machine("", 8, 4)]).executors[0]
@@ -78,74 +79,17 @@ def test_an_engine_that_runs_on_one_rank_evaluates_in_replicas_alone() -> None:
     assert (evaluator.num_ranks, evaluator.process_group) == (3, "gloo")  # verdicts come together
 
 
-def test_stages_are_neighbouring_ranks_of_a_replica() -> None:
-    config = _config("--generator.dp", "2", "--generator.tp", "2", "--generator.pp", "2", "--generator.device", "cuda")
-    generator = llamarl_graph(config).executors[0]
-    assert (generator.num_ranks, generator.process_group) == (8, "cpu:gloo,cuda:nccl")
-    assert [(replica.first_rank, replica.num_ranks) for replica in replicas_of(config, 8)] == [(0, 4), (4, 4)]
-
-
-def test_each_stage_holds_its_layers_of_the_weights_and_the_ends_where_they_are_computed_with() -> None:
-    layout = generator_weights(_config("--generator.dp", "2", "--generator.pp", "2"))
-    assert layout is not None
-    held = [{p.parameter for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
-    assert held[:2] == held[2:]  # both replicas
-    assert held[0] | held[1] == set(layout.parameters)
-    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in held[:2]]
-    assert layers[0].isdisjoint(layers[1])
-    assert held[0] & held[1] == {"model.embed_tokens.weight"}  # this model's output layer is its embedding
-    assert "model.norm.weight" in held[1]
-
-
-def test_unlike_replicas_may_have_stages_of_their_own() -> None:
-    config = _config("--generator.tp", "2", "--generator.replicas", "[{pp = 2}, {dp = 2, tp = 1}]")
-    assert config.generator.replica_ranks == (4, 1, 1)
-    layout = generator_weights(config)
-    assert layout is not None and layout.num_ranks == 6
-    held = [{p.parameter for p in pieces} for pieces in map(layout.pieces_of, range(layout.num_ranks))]
-    assert held[0] == held[1] != held[2] == held[3]
-    assert held[4] == held[5] == held[0] | held[2] == set(layout.parameters)
-    with pytest.raises(ConfigError, match="generator.replicas.0.pp = 9 is more than the 3 layers"):
-        plan_run(_config("--generator.replicas", "[{pp = 9}, {}]"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["--generator.pp", "9"], "generator.pp = 9 is more than the 3 layers .* set generator.pp to at most 3"),
-        (["--generator.pp", "2", "--generator.engine.name", "vllm"], "generator.engine.name is 'vllm', .* pp 2"),
-    ],
-)
-def test_what_stages_of_a_generator_cannot_do_is_refused_before_any_process_starts(
-    overrides: list[str], said: str
-) -> None:
-    with pytest.raises((ConfigError, ModelError), match=said):
-        plan_run(_config(*overrides))
-
-
-def test_a_cache_that_holds_no_sequence_is_refused_by_the_layers_of_the_longest_stage() -> None:
-    sizes = {}
-    for pp in ("1", "2"):
-        with pytest.raises(ConfigError, match=r"blocks of (\d+) bytes") as caught:
-            plan_run(_config("--generator.pp", pp, "--generator.engine.kv_cache_bytes", "1000"))
-        found = re.search(r"blocks of (\d+) bytes", str(caught.value))
-        assert found is not None
-        sizes[pp] = int(found[1])
-    assert 2 * sizes["1"] == 3 * sizes["2"]  # three layers, of which one stage holds two
-
-
 @pytest.mark.parametrize(
     ("settings", "ranks", "groups", "why"),
     [
         ({}, 3, 6, ""),
         ({"tp": 2}, 4, 6, ""),  # two replicas
-        ({"pp": 2}, 6, 6, ""),  # three
-        ({"tp": 2, "pp": 2, "shards": 4}, 8, 8, ""),  # two, of two shards each
-        ({"tp": 2}, 3, 6, "has 3 ranks, and one replica takes 2"),
-        ({"tp": 2, "pp": 2}, 2, 6, r"has 2 ranks, and one replica takes 4 \(generator.tp 2 \* generator.pp 2\)"),
+        ({"tp": 2, "shards": 4}, 4, 8, ""),  # two, of two shards each
+        ({"tp": 2}, 3, 6, r"has 3 ranks, and one replica takes 2 \(generator.tp\)"),
+        ({"tp": 4}, 2, 6, "has 2 ranks, and one replica takes 4"),
         ({"shards": 2}, 3, 6, r"has 3 replicas for 2 shards \(generator.shards\)"),
         ({"shards": 4}, 2, 6, r"has 6 groups a tick .*, which do not divide among its 4 shards"),
-        ({"pp": 2}, 8, 6, r"has 6 groups a tick .*, which do not divide among its 4 replicas: make them a multiple"),
+        ({"tp": 2}, 8, 6, r"has 6 groups a tick .*, which do not divide among its 4 replicas: make them a multiple"),
     ],
 )
 def test_ranks_that_make_no_whole_replicas_or_no_equal_shares_are_refused_with_what_is_wrong(

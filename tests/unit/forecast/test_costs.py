@@ -204,7 +204,7 @@ def test_partial_rollouts_keep_slots_full_and_never_pay_for_the_longest() -> Non
 def test_decode_steps_are_replayed_where_the_engine_records_them(tp: int) -> None:
     hardware, model = find_hardware("h100"), find_model("Llama-3.1-8B")
     layout = GeneratorLayout(tp)
-    why = why_layout_unsupported("auto", device="cuda", num_ranks=tp, cut=False)
+    why = why_layout_unsupported("auto", device="cuda", num_ranks=tp)
     assert is_captured(hardware, model, layout) == (why is None)
     launched = model.layers * hardware.efficiency.eager_layer_overhead_s  # however little the device has to do
     assert (float(decode_step_s(hardware, model, layout, 1, 100)) > launched) == (why is not None)
