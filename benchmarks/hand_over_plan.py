@@ -2,11 +2,7 @@
 
     python benchmarks/hand_over_plan.py --json hand_over_plan.json      # half a minute on one core
 
-Parameters are those of Llama-3.1-405B on meta tensors: nothing is allocated. Two series of as many trainer as generator ranks:
-
-    all grows       two of its layers a stage, stages on both sides: model and ranks grow together; the middle stages are reported,
-                    for in a job of 8 the only stage also holds both ends of the model
-    one model       its 126 layers, in the layouts of ``ONE_MODEL``
+Parameters are those of Llama-3.1-405B on meta tensors: nothing is allocated. The jobs are those of ``JOBS``.
 
 A sink's part is what runs before its first pull: the catalogs of the sources that it pulls from, its own copies, and where each
 block goes. A source's is its catalog, cut at the sinks' bounds.
@@ -17,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -31,32 +28,61 @@ sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
 import llamarl
+from llamarl.models.sizes import layers_of_stages
 from llamarl.transports.shared_memory import SharedMemorySink
 from llamarl.weight_sync.catalog import Catalog, build_catalog
 from llamarl.weight_sync.layout import MeshLayout, box_elements
-from llamarl.weight_sync.model_layouts import (
-    ModelParameters,
-    fsdp_tp_placements,
-    holding_stages,
-    model_parameters,
-    tp_placements,
-)
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
 from llamarl.weight_sync.plan import copies_to_sink
 from llamarl.weight_sync.sink import Puller
 
 MODEL = "Llama-3.1-405B"
-LAYERS_OF_A_STAGE = 2
-ONE_MODEL = {  # ranks a side: trainer (pp, fsdp, tp), generator (replicas, pp, tp)
-    8: ((1, 1, 8), (1, 1, 8)),
-    64: ((2, 4, 8), (8, 1, 8)),
-    512: ((14, 4, 8), (32, 1, 16)),  # 448 trainer ranks: 14 stages of 9 layers
+JOBS = {  # ranks a side: trainer (pp, fsdp, tp), generator (replicas, tp)
+    8: ((1, 1, 8), (1, 8)),
+    64: ((2, 4, 8), (8, 8)),
+    512: ((14, 4, 8), (32, 16)),  # 448 trainer ranks: 14 stages of 9 layers
 }
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 T = TypeVar("T")
+
+
+def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Name the stages that hold each parameter, cut as ``models.stages`` cuts the decoder: what is
+    named before the layers is the first stage's, what is named after them the last one's. With tied
+    ends the embedding, too, is the last one's as well.
+
+    Args:
+        parameters: Of the whole model, in its order.
+
+    Returns:
+        Empty with a single stage: it holds all.
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
+    if num_stages == 1:
+        return {}
+    names = list(parameters)
+    layer = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    own = layers_of_stages(max(layer.values(), default=-1) + 1, num_stages)
+    stage_of = {number: stage for stage, layers in enumerate(own) for number in layers}
+    places = [place for place, name in enumerate(names) if name in layer]
+    last = num_stages - 1
+    tied = not any(len(parameters[name].shape) > 1 for name in names[places[-1] + 1 :])
+    held: dict[str, tuple[int, ...]] = {}
+    for place, name in enumerate(names):
+        if name in layer:
+            held[name] = (stage_of[layer[name]],)
+        elif place < places[0]:
+            held[name] = (0, last) if tied else (0,)
+        elif place > places[-1]:
+            held[name] = (last,)
+    return held
 
 
 def layouts(parameters: ModelParameters, trainer: tuple[int, ...], generator: tuple[int, ...]) -> list[MeshLayout]:
     pp, fsdp, tp = trainer
-    replicas, stages, wide = generator
+    replicas, wide = generator
     return [
         MeshLayout(
             parameters,
@@ -64,12 +90,7 @@ def layouts(parameters: ModelParameters, trainer: tuple[int, ...], generator: tu
             fsdp_tp_placements(parameters),
             holding_stages(parameters, pp),
         ),
-        MeshLayout(
-            parameters,
-            {"replica": replicas, "pp": stages, "tp": wide},
-            tp_placements(parameters),
-            holding_stages(parameters, stages),
-        ),
+        MeshLayout(parameters, {"replica": replicas, "tp": wide}, tp_placements(parameters)),
     ]
 
 
@@ -134,9 +155,9 @@ def medians(found: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(one[key] for one in found) for key in found[0]}
 
 
-def case(config: dict[str, Any], num_layers: int, trainer: Any, generator: Any) -> dict[str, Any]:
+def case(config: dict[str, Any], trainer: Any, generator: Any) -> dict[str, Any]:
     """Medians over ranks of the middle and the last."""
-    parameters = model_parameters({**config, "num_hidden_layers": num_layers})
+    parameters = model_parameters(config)
     begun = time.perf_counter()
     source, sink = layouts(parameters, trainer, generator)
     layout_s = time.perf_counter() - begun
@@ -147,7 +168,6 @@ def case(config: dict[str, Any], num_layers: int, trainer: Any, generator: Any) 
     return {
         "trainer": trainer,
         "generator": generator,
-        "layers": num_layers,
         "layout_s": layout_s,
         "sink": medians([of_sink(source, sink, rank) for rank in some(sink.num_ranks)]),
         "source": medians([of_source(source, sink, rank) for rank in some(source.num_ranks)]),
@@ -156,43 +176,25 @@ def case(config: dict[str, Any], num_layers: int, trainer: Any, generator: Any) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096], help="of one side")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[*JOBS], help="of one side")
     parser.add_argument("--json")
     args = parser.parse_args()
     config = json.loads((Path(llamarl.__file__).parent / "forecast" / "models.json").read_text())[MODEL]
-    results: dict[str, Any] = {"all grows": {}, "one model": {}}
+    results: dict[str, Any] = {}
     print(
-        f"{'':14}{'ranks':>12}{'sink: s':>9}{'kB':>8}{'copies':>8}{'sources':>8}{'blocks: s':>10}{'GB in':>8}"
+        f"{'ranks':>12}{'sink: s':>9}{'kB':>8}{'copies':>8}{'sources':>8}{'blocks: s':>10}{'GB in':>8}"
         f"{'source: s':>10}{'blocks':>8}{'GB':>8}"
     )
-    for series in ("all grows", "one model"):
-        for n in args.ranks:
-            if series == "one model" and n not in ONE_MODEL:
-                continue
-            if series == "all grows":
-                stages = n // 8
-                found = case(config, LAYERS_OF_A_STAGE * stages, (stages, 1, 8), (1, stages, 8))
-            else:
-                found = case(config, config["num_hidden_layers"], *ONE_MODEL[n])
-            results[series][n] = found
-            a, b = found["sink"], found["source"]
-            print(
-                f"{series:14}{n:>6}+{n:<5}{a['plan_s']:>9.3f}{a['plan_bytes'] / 1e3:>8.0f}{a['copies']:>8.0f}{a['sources']:>8.0f}"
-                f"{a['read_catalogs_s'] + a['blocks_s']:>10.2f}{a['received_bytes'] / 1e9:>8.2f}"
-                f"{b['catalog_s']:>10.3f}{b['blocks']:>8.0f}{b['version_bytes'] / 1e9:>8.2f}",
-                flush=True,
-            )
-    grown = [results["all grows"][n] for n in args.ranks if n > 8]
-    most = {
-        (role, key): max(found[role][key] for found in grown) / min(found[role][key] for found in grown)
-        for role, keys in (("sink", ("copies", "plan_bytes", "received_bytes")), ("source", ("version_bytes",)))
-        for key in keys
-    }
-    claims = [
-        harness.claim(f"{key} of a {role} rank, as all grows, most over least", value, 1.5 if key == "plan_bytes" else 1.01, at_least=False)
-        for (role, key), value in most.items()
-    ]  # fmt: skip
-    harness.write_report(args.json, results, claims)
+    for n in args.ranks:
+        found = results[str(n)] = case(config, *JOBS[n])
+        a, b = found["sink"], found["source"]
+        print(
+            f"{n:>6}+{n:<5}{a['plan_s']:>9.3f}{a['plan_bytes'] / 1e3:>8.0f}{a['copies']:>8.0f}{a['sources']:>8.0f}"
+            f"{a['read_catalogs_s'] + a['blocks_s']:>10.2f}{a['received_bytes'] / 1e9:>8.2f}"
+            f"{b['catalog_s']:>10.3f}{b['blocks']:>8.0f}{b['version_bytes'] / 1e9:>8.2f}",
+            flush=True,
+        )
+    harness.write_report(args.json, results, [])
 
 
 if __name__ == "__main__":

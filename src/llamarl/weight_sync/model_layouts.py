@@ -1,5 +1,5 @@
 """Layouts of a named model: parameters from its configuration alone, cuts from its own
-tensor-parallel plan, stages from names.
+tensor-parallel plan.
 
 Nothing is downloaded or allocated: the decoder is built on PyTorch's meta device.
 """
@@ -7,7 +7,7 @@ Nothing is downloaded or allocated: the decoder is built on PyTorch's meta devic
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,17 @@ from llamarl.errors import ModelError
 from llamarl.models.adapters import adapter_shapes
 from llamarl.models.folders import resolve_model_path
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard
-from llamarl.models.sizes import KEY_VALUE_LAYERS, layers_of_stages
+from llamarl.models.sizes import KEY_VALUE_LAYERS
 from llamarl.weight_sync.layout import Grid, MeshLayout, ParameterSpec, Shard
 
 __all__ = [
     "ModelParameters",
     "adapter_parameters",
-    "adapter_stages",
     "fsdp_tp_placements",
-    "holding_stages",
     "layout_of_shards",
     "model_parameters",
     "tp_placements",
 ]
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 # Styles of transformers' plans, by what they do to a parameter.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -131,40 +127,6 @@ def fsdp_tp_placements(parameters: ModelParameters) -> dict[str, tuple[Shard, ..
     return {name: (*tp.get(name, ()), Shard("fsdp", 0)) for name, spec in parameters.items() if spec.shape}
 
 
-def holding_stages(parameters: ModelParameters, num_stages: int) -> dict[str, tuple[int, ...]]:
-    """Name the stages that hold each parameter, cut as ``models.stages`` cuts the decoder: what is
-    named before the layers is the first stage's, what is named after them the last one's. With tied
-    ends the embedding, too, is the last one's as well.
-
-    Args:
-        parameters: Of the whole model, in its order.
-
-    Returns:
-        Empty with a single stage: it holds all.
-
-    Raises:
-        ValueError: There are fewer layers than stages.
-    """
-    if num_stages == 1:
-        return {}
-    names = list(parameters)
-    layer = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
-    own = layers_of_stages(max(layer.values(), default=-1) + 1, num_stages)
-    stage_of = {number: stage for stage, layers in enumerate(own) for number in layers}
-    places = [place for place, name in enumerate(names) if name in layer]
-    last = num_stages - 1
-    tied = not any(len(parameters[name].shape) > 1 for name in names[places[-1] + 1 :])
-    held: dict[str, tuple[int, ...]] = {}
-    for place, name in enumerate(names):
-        if name in layer:
-            held[name] = (stage_of[layer[name]],)
-        elif place < places[0]:
-            held[name] = (0, last) if tied else (0,)
-        elif place > places[-1]:
-            held[name] = (last,)
-    return held
-
-
 def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Sequence[str]) -> ModelParameters:
     """The LoRA adapters beside a model's parameters, as they are handed over alone: float32. Where
     W is cut by rows, B is, and A is whole; where it is cut by columns, A is, and B is whole.
@@ -181,17 +143,6 @@ def adapter_parameters(parameters: ModelParameters, *, rank: int, targets: Seque
         if cut is not None and cut.dim == (1 if factor.startswith("A") else 0):
             cuts[name] = cut
     return ModelParameters({name: ParameterSpec(shape, "float32") for name, shape in shapes.items()}, cuts)
-
-
-def adapter_stages(holding: Mapping[str, tuple[int, ...]], adapters: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Adapter -> the stages that hold it: those of its layer's weight.
-
-    Args:
-        holding: Of the model's parameters, as ``holding_stages`` says; empty with a single stage.
-    """
-    if not holding:
-        return {}
-    return {name: holding[f"{name.rpartition('.lora_')[0]}.weight"] for name in adapters}
 
 
 def layout_of_shards(shards: Mapping[str, ParameterShard], layout: ParallelLayout) -> MeshLayout:

@@ -2,17 +2,12 @@
 what, and what is handed over."""
 
 import pytest
+from hand_over_plan import holding_stages
 from tiny_models import tiny_config, tiny_model
 
 from llamarl.models.stages import cut_into_stage
 from llamarl.weight_sync.layout import MeshLayout
-from llamarl.weight_sync.model_layouts import (
-    ModelParameters,
-    fsdp_tp_placements,
-    holding_stages,
-    model_parameters,
-    tp_placements,
-)
+from llamarl.weight_sync.model_layouts import ModelParameters, fsdp_tp_placements, model_parameters, tp_placements
 
 HEAD_DIM = 4
 
