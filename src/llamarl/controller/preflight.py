@@ -321,8 +321,9 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             if isinstance(beside, PromptStream):
                 beside.check_training_prompts()
     turns = None
-    with contextlib.suppress(DataError):  # of a template that takes one turn alone
-        turns = TurnTemplate(tokenizer, config.data)
+    if uses_chat_template(tokenizer, config.data):
+        with contextlib.suppress(DataError):  # of a template that takes one turn alone
+            turns = TurnTemplate(tokenizer, config.data)
     _tell_of_thinking(config, tokenizer, begun=turns is not None and turns.opens_thought)
     _tell_of_turns_without_end(config, tokenizer, folder, None if turns is None else turns.end_token)
     with contextlib.ExitStack() as pools:
