@@ -335,7 +335,8 @@ class PromptStream:
         the middle of a run.
 
         Where such prompts are skipped, a warning says how many are; so it does of prompts that hold
-        unknown text, and of those that seem to have been through a chat template before. What an environment shows is not known before it is played.
+        unknown text, and of those that seem to have been through a chat template before. What an environment
+        shows is not known before it is played.
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short

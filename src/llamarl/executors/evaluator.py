@@ -151,7 +151,8 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
     A response is right when its reward is at least 1. ``accuracy``: share of right ones among scored samples;
     ``pass_at_k``: share of prompts with a right one among their k samples, of those of which any was scored;
     ``reward_mean``: mean reward of scored samples; ``failed``: samples without a verdict, which count in none of these;
-    ``parts/NAME``: mean of a named part over the samples that have it. Of each of ``tasks``, the labels of a mixture, the first three as ``tasks/LABEL/*``.
+    ``parts/NAME``: mean of a named part over the samples that have it. Of each of ``tasks``, the labels
+    of a mixture, the first three as ``tasks/LABEL/*``.
     """
     of_tasks: dict[str, float] = {}
     for task in tasks:
