@@ -155,6 +155,12 @@ class EngineConfig:
             yield Mistake(
                 "options", f"of {self.name!r} are numbers, true or false; {', '.join(odd)} is none", ("name",)
             )
+        uncounted = [f"{how}_parallel_size" for how in ("pipeline", "data")]
+        if self.name == "vllm" and (found := [key for key in uncounted if self.options.get(key, 1) != 1]):
+            yield Mistake(
+                "options",
+                f"name {', '.join(found)}, whose GPUs nobody counts: llamarl gives vLLM those of tensor_parallel_size",
+            )
         if self.max_sequences > self.max_batch_tokens:
             yield Mistake(
                 "max_sequences",

@@ -52,6 +52,10 @@ def test_an_engine_that_lacks_methods_is_refused_with_their_names(tmp_path: Path
             {"name": "vllm", "options": {"worker_cls": "x:Y"}},
             "options of 'vllm' are numbers, true or false; worker_cls is none",
         ),
+        (
+            {"name": "vllm", "options": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}},
+            "options name pipeline_parallel_size, whose GPUs nobody counts",
+        ),
     ],
 )
 def test_a_wrong_engine_is_refused_with_its_key(engine: dict[str, object], said: str) -> None:
