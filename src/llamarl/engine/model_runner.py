@@ -304,13 +304,13 @@ class ModelRunner:
                 self._hidden(tokens, positions, batch)
 
     def _execute(self, plan: StepPlan) -> Tensor:
+        if plan.copies:
+            sources, targets = indices(list(zip(*plan.copies, strict=True)), self.device)
+            self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
         # a padded kernel multiplies slots it must not see by zero, and zero times a NaN that another request left is NaN
         if plan.fresh and not self._in_place:
             (fresh,) = indices([plan.fresh], self.device)
             self._cache.index_fill_(2, fresh, 0)
-        if plan.copies:
-            sources, targets = indices(list(zip(*plan.copies, strict=True)), self.device)
-            self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
         if self.padded_decoder is not None and _only_decodes(plan):
             self._row_of = list(range(len(plan.chunks)))
             logits = self.padded_decoder.run(plan.chunks)

@@ -97,7 +97,7 @@ class StepPlan:
     """One engine step."""
 
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """Block copies (source, target) to make before anything is written."""
+    """Block copies (source, target) to make before anything is written or zeroed: a source may be fresh by then."""
     fresh: list[int] = field(default_factory=list)
     """Blocks taken from the free list; they may still hold what their last owner left."""
     chunks: list[Chunk] = field(default_factory=list)

@@ -11,6 +11,7 @@ from llamarl.determinism import derive_seed
 from llamarl.engine import model_runner
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.model_runner import cut_decodes
+from llamarl.engine.scheduler import StepPlan
 from llamarl.engine.sequence import SamplingParams, Sequence
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model
@@ -141,6 +142,13 @@ def test_prompt_of_a_group_is_computed_and_stored_once(folder: Path) -> None:
     assert stats["kv_bytes_used"] == 6 * 4 * TOKEN_BYTES  # nobody has written behind it yet
     engine.step()
     assert engine.stats()["kv_bytes_used_max"] == (5 + 8) * 4 * TOKEN_BYTES  # the half block is everyone's own now
+
+
+def test_a_block_is_copied_before_it_is_zeroed_for_another(folder: Path) -> None:
+    runner = _engine(folder)._runner
+    runner._cache[:, :, 1] = 3.0
+    runner.execute(StepPlan(copies=[(1, 2)], fresh=[1]))
+    assert (runner._cache[:, :, 2] == 3.0).all() and not runner._cache[:, :, 1].any()
 
 
 def test_members_admitted_later_sample_from_the_same_prompt(folder: Path) -> None:

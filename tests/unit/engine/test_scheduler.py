@@ -38,10 +38,10 @@ class _Cache:
         assert plan.num_tokens <= self.scheduler.max_batch_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_sequences
         assert 0 <= self.scheduler.blocks.num_used <= self.scheduler.blocks.num_blocks
-        for block in plan.fresh:
-            self.blocks[block] = [None] * BLOCK
         for source, target in plan.copies:
             self.blocks[target] = list(self.blocks[source])
+        for block in plan.fresh:
+            self.blocks[block] = [None] * BLOCK
         decodes = [chunk for chunk in plan.chunks if chunk.decode]
         counts = [chunk.start // BLOCK + 1 for chunk in decodes]
         tables = self.tables.write([chunk.blocks for chunk in decodes], np.array(counts, np.int64)).tolist()
@@ -156,6 +156,20 @@ def test_the_youngest_is_preempted_and_the_oldest_never() -> None:
         cache.step()
     assert cache.finished[0] == (0, 0)
     assert members[0].sequence.num_tokens == 20
+
+
+def test_a_copied_block_may_go_to_another_in_the_same_step() -> None:
+    scheduler = Scheduler(num_blocks=39, block_size=BLOCK, max_batch_tokens=11, max_sequences=10)
+    cache = _Cache(scheduler)
+    for i, length in enumerate((1, 3, 3, 2, 4)):
+        scheduler.add(_sequence([i] * length, 100 + i, 0, 60))
+    for _ in range(5):
+        cache.step()
+    # a group with one of another among its members, as replies of environments join
+    for index, sample, carried, more in ((0, 0, 48, 4), (0, 1, 2, 19), (1, 0, 4, 18), (0, 2, 2, 6)):
+        scheduler.add(_sequence([[5], [6, 7, 8]][index], index, sample, carried + more, carried))
+    plans = [cache.step() for _ in range(12)]
+    assert any({source for source, _ in plan.copies} & {*plan.fresh} for plan in plans)
 
 
 def test_blocks_are_counted_by_holder_and_the_lowest_free_one_is_taken() -> None:
