@@ -288,6 +288,13 @@ def where_stored(
                 return None
             if any(not _fits(part, tuple(stored(part.name, False).get_shape())) for part in parts if part.name != name):
                 return None
+        owner = {parameter: name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if (
+                name in files and (tied_to := owner[parameter]) != name
+            ):  # of other values, transformers does not tie them
+                if not torch.equal(stored(name, True), stored(tied_to, True)):
+                    return None
     return found
 
 

@@ -25,7 +25,7 @@ from llamarl.models.adapters import (
 )
 from llamarl.models.decoder import changes_with_length
 from llamarl.models.experts import num_experts, watch_experts
-from llamarl.models.loading import load_model
+from llamarl.models.loading import load_model, parameter_shapes
 from llamarl.models.onednn import use_onednn_linears
 from llamarl.models.parallel import (
     SHARD,
@@ -120,6 +120,14 @@ def build_policy(
         parts = where_stored(model_path, model)
     if parts is None:
         model = load_model(model_path, dtype=torch.float32, device=_loaded_on(layout, device), attention=attention)
+        untied = model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+        if trained and untied and model.config.tie_word_embeddings:
+            if apart := {name for name, _ in model.named_parameters()} - parameter_shapes(model_path).keys():
+                raise ModelError.at(
+                    "model.path",
+                    f": {model_path} holds another matrix as {', '.join(apart)} than the embedding, to which its config.json ties "
+                    "it: set tie_word_embeddings to false there",
+                )
     if replay:
         let_replay(model)
     experts = watch_experts(model)

@@ -20,6 +20,7 @@ from llamarl.models.small_copy import small_model
 from llamarl.models.value import HEAD, load_value_model, value_head, value_skeleton
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences
+from llamarl.trainer.building import build_policy
 from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy
 
@@ -127,6 +128,21 @@ def test_a_folder_that_lacks_an_expert_is_not_read_in_parts(tmp_path: Path) -> N
     del tensors[next(name for name in tensors if ".experts.2." in name)]
     save_file(tensors, tmp_path / "model.safetensors")
     assert where_stored(tmp_path, model) is None
+
+
+def test_an_output_layer_that_config_ties_and_weights_do_not_is_not_trained(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    model = make_skeleton(folder, attention="llamarl_packed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert where_stored(folder, model) is not None
+    tensors["lm_head.weight"] += 1.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert where_stored(folder, model) is None
+    how = {"temperature": 1.0, "dtype": torch.float32, "chunk_tokens": 16, "device": torch.device("cpu")}
+    with pytest.raises(ModelError, match="another matrix as lm_head.weight .*: set tie_word_embeddings to false"):
+        build_policy(folder, ONE_RANK, attention="llamarl_packed", **how)
 
 
 def test_a_folder_with_other_names_or_shapes_is_noticed(tmp_path: Path) -> None:
