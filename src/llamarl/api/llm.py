@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from llamarl.config import Check, DataConfig, RunConfig, load_config, read_settings
 from llamarl.errors import ConfigError, DataError
 from llamarl.progress import forget, watch
-from llamarl.strict import list_mistakes
+from llamarl.strict import list_mistakes, mistakes_of
 
 if TYPE_CHECKING:
     from llamarl.engine.sequence import Sequence as TokenSequence
@@ -181,7 +183,7 @@ class LLM:
                 one, as the user's message.
             sampling: ``max_new_tokens``, ``temperature`` (0: greedy), ``top_k``, ``top_p``,
                 ``min_p``, ``stop_strings``, ``stop_token_ids``; what is not given is the run's, or
-                a recipe's default, but for ``max_new_tokens``: 256, or the room that is left.
+                a recipe's default, but for ``max_new_tokens``: 256, or the room that a prompt leaves.
 
         Returns:
             One a prompt and sample, in order.
@@ -190,7 +192,7 @@ class LLM:
             ConfigError: A sampling value that no distribution has, or no such name.
             DataError: A prompt that is empty or, with ``max_new_tokens``, longer than the context.
         """
-        asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         if asked and all(isinstance(message, Mapping) for message in asked):
             asked = [asked]
         sequences = self.sequences(asked, samples=samples, seed=seed, chat_template=chat_template, **sampling)
@@ -224,26 +226,27 @@ class LLM:
             )
         if samples < 1:
             raise ConfigError(f"samples must be >= 1, got {samples}")
-        if not self._of_a_run:
-            room = self.context_length - max(map(len, tokens), default=0)
-            sampling.setdefault("max_new_tokens", max(1, min(256, room)))
+        fitted = not self._of_a_run and "max_new_tokens" not in sampling
         try:
             changed = dataclasses.replace(self.config.generator.sampling, **sampling)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        params = sampling_params(changed, self.tokenizer)
-        for name, prompt in zip(names, tokens, strict=True):
-            if len(prompt) + params.max_new_tokens > self.context_length:
+        except ValidationError as error:
+            found = mistakes_of(error, type(self.config.generator.sampling))
+            raise ConfigError("; ".join(map(str, found)), mistakes=found) from error
+        of_all = sampling_params(changed, self.tokenizer)
+        rooms = [max(1, min(256, self.context_length - len(prompt))) for prompt in tokens]
+        params = [dataclasses.replace(of_all, max_new_tokens=room) if fitted else of_all for room in rooms]
+        for name, prompt, own in zip(names, tokens, params, strict=True):
+            if len(prompt) + own.max_new_tokens > self.context_length:
                 raise DataError(
-                    f"{name}: {len(prompt)} prompt tokens and max_new_tokens = {params.max_new_tokens} exceed the model's "
-                    f"context of {self.context_length} tokens: shorten the prompt or lower max_new_tokens"
+                    f"{name}: {len(prompt)} prompt tokens and max_new_tokens = {own.max_new_tokens} exceed the "
+                    f"model's context of {self.context_length} tokens: shorten the prompt or lower max_new_tokens"
                 )
         return [
             TokenSequence(
                 prompt_index=index,
                 sample_index=sample,
                 prompt_tokens=list(prompt),
-                params=params,
+                params=params[index],
                 seed=derive_seed(seed, index, sample),
             )
             for index, prompt in enumerate(tokens)

@@ -125,8 +125,8 @@ def build_policy(
             if apart := {name for name, _ in model.named_parameters()} - parameter_shapes(model_path).keys():
                 raise ModelError.at(
                     "model.path",
-                    f": {model_path} holds another matrix as {', '.join(apart)} than the embedding, to which its config.json ties "
-                    "it: set tie_word_embeddings to false there",
+                    f": {model_path} holds another matrix as {', '.join(apart)} than the embedding, to which its "
+                    "config.json ties it: set tie_word_embeddings to false there",
                 )
     if replay:
         let_replay(model)

@@ -1,0 +1,37 @@
+"""``llamarl.LLM``: what a prompt and a sampling value may be."""
+
+from typing import Any
+
+import pytest
+
+from llamarl.api.llm import LLM
+from llamarl.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("bundled:tiny")
+
+
+def test_a_long_prompt_leaves_others_their_room(llm: LLM) -> None:
+    long, short = llm.sequences(["a3 " * 80, "a3"])  # of 256 tokens 240, and 2
+    assert (long.params.max_new_tokens, short.params.max_new_tokens) == (16, 254)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sentence"),
+    [
+        ({"temperature": -1.0}, "temperature must be 0 (greedy) or at least 1e-06, got -1.0"),
+        ({"top_p": 2.0, "max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+        ({"stop_strings": "#"}, "stop_strings: expected a list of text, got '#'"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words(llm: LLM, sampling: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        llm.generate("a3", **sampling)
+    assert str(raised.value).startswith(sentence) and "pydantic" not in str(raised.value)
+
+
+def test_one_message_is_a_conversation(llm: LLM) -> None:
+    with pytest.raises(DataError, match="no chat template: give text instead of messages"):
+        llm.generate({"role": "user", "content": "a3"})  # type: ignore[arg-type]
