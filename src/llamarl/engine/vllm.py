@@ -258,6 +258,7 @@ class VllmEngine:
             ignore_eos=self._eos is not None,
             logprobs=0,  # of the token drawn alone
             detokenize=bool(params.stop_strings),
+            skip_special_tokens=False,  # of the text in which it looks for stop strings
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 

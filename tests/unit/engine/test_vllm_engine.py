@@ -115,6 +115,12 @@ def test_every_token_is_recorded_with_its_logprob_and_version(engine: VllmEngine
     assert engine.stats()["tokens_sampled"] == 14
 
 
+def test_a_stop_string_may_be_a_special_token(engine: VllmEngine) -> None:
+    engine.add([_sequence(0, stop_strings=("<|im_end|>",))])
+    params = engine._llm.requests["0"][1]
+    assert params.stop == ["<|im_end|>"] and params.detokenize and not params.skip_special_tokens
+
+
 def test_new_weights_reach_vllm_by_name_and_running_sequences_go_on_under_them(engine: VllmEngine) -> None:
     sequence = _sequence(0)
     engine.add([sequence])
