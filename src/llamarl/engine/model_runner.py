@@ -138,8 +138,8 @@ class ModelRunner:
         self.num_blocks = self._cache_blocks - scratch
         if self.num_blocks < 1:
             raise ConfigError(
-                f"engine.kv_cache_bytes is {self.cache_bytes}, less than {1 + scratch} blocks of {self.block_size} "
-                f"tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
+                f"generator.engine.kv_cache_bytes is {self.cache_bytes}, less than {1 + scratch} blocks of "
+                f"{self.block_size} tokens: {self.block_bytes} bytes each over {self._num_layers} layers"
             )
 
     def _pads_decodes(self, config: EngineConfig) -> bool:
@@ -150,7 +150,7 @@ class ModelRunner:
         if reason is None and mode != "padded":
             reason = why_graphs_unsupported(self.model_config)
         if reason is not None and mode != "auto":
-            raise ConfigError(f"engine.cuda_graphs is {mode!r}, which this engine cannot have: {reason}")
+            raise ConfigError(f"generator.engine.cuda_graphs is {mode!r}, which this engine cannot have: {reason}")
         return reason is None
 
     def _make_padded_decoder(self, config: EngineConfig) -> PaddedDecoder:

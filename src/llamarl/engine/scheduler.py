@@ -148,7 +148,7 @@ class Scheduler:
             raise ValueError(
                 f"prompt {sequence.prompt_index}: {len(sequence.prompt_tokens)} prompt tokens and max_new_tokens="
                 f"{sequence.params.max_new_tokens} need {self.max_blocks_of(sequence)} KV blocks of {self._block_size} tokens, "
-                f"the cache has {self._num_blocks}: raise engine.kv_cache_bytes or lower max_new_tokens"
+                f"the cache has {self._num_blocks}: raise generator.engine.kv_cache_bytes or lower max_new_tokens"
             )
 
     def add(self, sequence: TokenSequence) -> Member:

@@ -301,7 +301,7 @@ def test_requests_that_cannot_fit_are_refused_and_nothing_is_admitted(folder: Pa
     fine = _sequences([[4, 5, 6]], max_new_tokens=4)
     for bad, words in (
         (_sequences([[3] * 250], max_new_tokens=7), "context of 256 tokens"),
-        (_sequences([[3] * 40], max_new_tokens=40), "raise engine.kv_cache_bytes"),
+        (_sequences([[3] * 40], max_new_tokens=40), "raise generator.engine.kv_cache_bytes"),
         (_sequences([[]], max_new_tokens=4), "empty"),
         (_sequences([[3]], max_new_tokens=4, stop_strings=("x",)), "tokenizer"),
     ):
