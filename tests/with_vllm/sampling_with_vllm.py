@@ -30,7 +30,8 @@ def vllm_engine(folder: Path, dtype: str = "float32", **settings: Any) -> VllmEn
     vllm = import_vllm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "LLM", functools.partial(vllm.LLM, enforce_eager=True))
-        return VllmEngine(folder, EngineConfig(dtype=dtype, kv_cache_bytes=1 << 26, **settings))
+        config = EngineConfig(dtype=dtype, kv_cache_bytes=1 << 26, **settings)
+        return VllmEngine(folder, config, tokenizer=load_tokenizer(folder))
 
 
 def native_engine(folder: Path) -> NativeEngine:

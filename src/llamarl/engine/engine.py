@@ -22,6 +22,7 @@ from llamarl.engine.ranks import EngineRanks
 from llamarl.engine.sampler import Draws, is_filtered, sample
 from llamarl.engine.scheduler import Member, Prompt, Scheduler, StepPlan
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.engine.stop_strings import StopStrings
 from llamarl.models.parallel import ParallelLayout
 from llamarl.models.repeatable import suspended
 from llamarl.settings.engine import EngineConfig
@@ -61,7 +62,7 @@ class NativeEngine:
         note_experts: bool = False,
     ) -> None:
         self.config = config
-        self._tokenizer = tokenizer
+        self._stops = StopStrings(tokenizer)
         self._ranks = EngineRanks(layout)
         self._runner = ModelRunner(
             model_path,
@@ -81,7 +82,6 @@ class NativeEngine:
         self._eos = frozenset(_eos_of(self._runner.model) if eos_token_ids is None else eos_token_ids)
         self._policy_version = 0
         self._members: dict[int, Member] = {}
-        self._stop_windows: dict[tuple[str, ...], int] = {}
         self._reset_counters()
 
     # -- the Engine protocol --------------------------------------------------------------------------------------
@@ -211,8 +211,7 @@ class NativeEngine:
         strange = next((t for t in (*sequence.prompt_tokens, *sequence.tokens) if not 0 <= t < vocabulary), None)
         if strange is not None:
             raise ValueError(f"{where}: token {strange} is not in the model's vocabulary of {vocabulary}")
-        if params.stop_strings and self._tokenizer is None:
-            raise ValueError(f"{where}: stop_strings {params.stop_strings} need an engine that was given a tokenizer")
+        self._stops.check(sequence, where)
         if self._ranks.size > 1 and is_filtered(params):
             raise ValueError(
                 f"{where}: top_k, top_p and min_p are for an engine of one rank, as eval and generate have"
@@ -257,30 +256,9 @@ class NativeEngine:
         params, token = sequence.params, sequence.tokens[-1]
         if token in self._eos or token in params.stop_token_ids:
             return "stop"
-        if params.stop_strings and self._ends_in_stop_string(sequence):
+        if self._stops.ended(sequence):
             return "stop"
         return "length" if len(sequence.tokens) >= params.max_new_tokens else None
-
-    def _ends_in_stop_string(self, sequence: TokenSequence) -> bool:
-        """Whether the newest token completes a stop string. Text that the policy did not write
-        cannot be part of one."""
-        strings = sequence.params.stop_strings
-        window = self._stop_windows.setdefault(strings, max(len(s.encode()) for s in strings) + 4)
-        own = 0
-        while own < min(window, len(sequence.tokens)) and sequence.loss_mask[-1 - own]:
-            own += 1
-        text = self._decoded(sequence.tokens[-own:])
-        if own == len(
-            sequence.tokens
-        ):  # decoders drop a space at the start of what they get: let it have a token before
-            before = sequence.prompt_tokens[-1:]
-            head, whole = self._decoded(before), self._decoded([*before, *sequence.tokens])
-            text = whole.removeprefix(head) if whole.startswith(head) else text
-        return any(s in text for s in strings)
-
-    def _decoded(self, tokens: list[int]) -> str:
-        assert self._tokenizer is not None
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _finish(self, member: Member, reason: FinishReason) -> None:
         member.sequence.finish_reason = reason

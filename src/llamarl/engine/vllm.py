@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from llamarl.determinism import derive_seed
 from llamarl.engine.sequence import Sequence as TokenSequence
+from llamarl.engine.stop_strings import StopStrings
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.models.folders import check_supported, resolve_model_path
 from llamarl.models.loading import context_length, load_model_config
@@ -76,7 +77,7 @@ class VllmEngine:
     """Implements :class:`llamarl.engine.base.Engine` on vLLM's ``LLM``.
 
     Args:
-        tokenizer: Not used: vLLM loads its own.
+        tokenizer: Reads stop strings; vLLM loads its own.
         device: Its first GPU; on a CPU not used.
         quantization: ``none``, or vLLM's own ``fp8`` on CUDA.
         eos_token_ids: Tokens that end every response; None takes those that vLLM reads from the model's folder.
@@ -90,7 +91,7 @@ class VllmEngine:
         model_path: str | Path,
         config: EngineConfig,
         *,
-        tokenizer: object = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         device: str = "",
         quantization: str = "none",
         eos_token_ids: Iterable[int] | None = None,
@@ -102,6 +103,7 @@ class VllmEngine:
             )
         self.config = config
         self._vllm = import_vllm()
+        self._stops = StopStrings(tokenizer)
         self._eos = None if eos_token_ids is None else sorted(eos_token_ids)
         folder = resolve_model_path(model_path)
         check_supported(folder, "vllm")
@@ -227,6 +229,7 @@ class VllmEngine:
     def _check(self, sequence: TokenSequence) -> None:
         where = f"sequence {sequence.prompt_index}/{sequence.sample_index}"
         params = sequence.params
+        self._stops.check(sequence, where)
         if not sequence.prompt_tokens:
             raise ValueError(f"prompt {sequence.prompt_index} is empty: a prompt needs at least one token")
         if why := ENGINES["vllm"].why_not_at(params.temperature):
@@ -253,12 +256,10 @@ class VllmEngine:
             top_p=params.top_p,
             min_p=params.min_p,
             seed=(derive_seed(sequence.seed, done) if done else sequence.seed) % (1 << 63),
-            stop=list(params.stop_strings) or None,
             stop_token_ids=own_stops or None,
             ignore_eos=self._eos is not None,
             logprobs=0,  # of the token drawn alone
-            detokenize=bool(params.stop_strings),
-            skip_special_tokens=False,  # of the text in which it looks for stop strings
+            detokenize=False,  # stop strings are looked for here, also across an interruption
             output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
@@ -277,6 +278,9 @@ class VllmEngine:
             sequence.policy_versions.append(self._policy_version)
             sequence.loss_mask.append(True)
             self._tokens_sampled += 1
+            if self._stops.ended(sequence):
+                self._end(name, "stop", abort=output.finish_reason is None)
+                return
         if output.finish_reason is not None:
             reason = _REASONS.get(output.finish_reason, "error")
             if reason == "error":

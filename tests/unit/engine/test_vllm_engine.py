@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,10 +115,31 @@ def test_every_token_is_recorded_with_its_logprob_and_version(engine: VllmEngine
     assert engine.stats()["tokens_sampled"] == 14
 
 
-def test_a_stop_string_may_be_a_special_token(engine: VllmEngine) -> None:
-    engine.add([_sequence(0, stop_strings=("<|im_end|>",))])
-    params = engine._llm.requests["0"][1]
-    assert params.stop == ["<|im_end|>"] and params.detokenize and not params.skip_special_tokens
+class _Letters:
+    """Token 5 is "f", and a special one like every other."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_a_stop_string_ends_a_response_also_where_an_interruption_cut_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch)
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    engine = VllmEngine(tmp_path, EngineConfig(), tokenizer=cast(Any, _Letters()), eos_token_ids=())
+    engine.add([_sequence(0, stop_strings=("gh",)), _sequence(1)])
+    engine.step(), engine.step()
+    engine.add(engine.suspend())
+    (stopped,) = engine.step()
+    assert (stopped.prompt_index, stopped.tokens, stopped.finish_reason) == (0, [5, 6, 7], "stop")
+    assert [*engine._llm.requests] == ["3"]  # vLLM was told
+
+
+def test_stop_strings_need_a_tokenizer(engine: VllmEngine) -> None:
+    with pytest.raises(ValueError, match="sequence 0/0: stop_strings .* need an engine that was given a tokenizer"):
+        engine.add([_sequence(0, stop_strings=("gh",))])
 
 
 def test_new_weights_reach_vllm_by_name_and_running_sequences_go_on_under_them(engine: VllmEngine) -> None:
