@@ -66,6 +66,8 @@ _SPELLINGS = tuple(
         (r"(?<![\\A-Za-z])(sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|pi|theta)(?![A-Za-z])", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\?\binfinity\b", r"\\infty"),
+        (r"\\varnothing\b", r"\\emptyset"),
+        (r"^\\approx\b", ""),
     )
 )  # fmt: skip
 _COMMAS = re.compile(r"(?<![\d.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
@@ -163,8 +165,8 @@ def is_words(reference: str) -> bool:
     text = _unwrap(tidy(reference))
     if text != reference.strip() and len(text) == 1 and text.isalpha():
         return "text" in reference or "mathrm" in reference or "mbox" in reference
-    if re.fullmatch("[A-J]", text):
-        return True  # of several choices
+    if re.fullmatch("[A-J]|[A-Z][a-z]|NO", text):
+        return True  # of several choices; No, a name
     if _WORDS.fullmatch(text) is None:
         return False
     return "(" in text or ")" in text or has_words(text)
@@ -317,7 +319,7 @@ def _value(text: str, reference: str) -> str:
         return text
     if "," in text and len(parts) > 2:  # x = 1, y = 2: the values in order
         named = re.sub(r"\b(?:and|or)\b", ",", text)
-        found = [re.fullmatch(r"\s*\\?[A-Za-z](?:_\w)?\s*=([^=]+)", part) for part in named.rstrip(", ").split(",")]
+        found = [re.fullmatch(r"\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*=([^=]+)", part) for part in named.rstrip(", ").split(",")]
         if all(found):
             return ", ".join(match[1].strip() for match in found if match)
     value = parts[-1]
@@ -490,7 +492,7 @@ def _choice(given: str) -> str:
     """The letter of the one choice that is named, at the beginning or at the end; empty where
     several are, or none, or it is denied."""
     text = re.sub(r"\\(?=[\s(),])", " ", _unwrap(given))
-    named = re.match(r"(?:\w+ ){0,3}(?:\(([A-Za-z])\)|\b([A-Z])[).:](?=\s|$))", text) or re.search(
+    named = re.match(r"(?:\w+ ){0,4}(?:\(([A-Za-z])\)|\b([A-Z])[).:](?=\s|$))", text) or re.search(
         r"(?:\b(?:is|be|option|choice|answer|choose|select|pick)|[:=])\s*(?:\(([A-Za-z])\)|([A-Z]))[.!]*$", text
     )
     if named is None or _NOT_CHOSEN.search(text[: named.end()]) or text.endswith("?"):
