@@ -8,7 +8,6 @@ sample.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import numbers
@@ -20,6 +19,7 @@ import numpy as np
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
 from llamarl.environments.items import TableItems, question_item
+from llamarl.environments.tools import waited_for
 from llamarl.errors import DataError
 from llamarl.import_path import check, import_user
 from llamarl.settings.environments import RewardPart, TaskConfig
@@ -85,8 +85,7 @@ class CompletionsCaller:
         columns["completion_ids"] = tokens
         if missing := [name for name in self._needed if name not in columns]:
             raise TypeError(f"{self._shown} needs {missing[0]!r}, but there are only {', '.join(sorted(columns))}")
-        value = self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names})
-        return asyncio.run(value) if inspect.iscoroutine(value) else value
+        return waited_for(self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names}))
 
 
 Caller = Callable[[Any, Any, Any, Any], Any] | CompletionsCaller

@@ -319,7 +319,9 @@ def _value(text: str, reference: str) -> str:
         return text
     if "," in text and len(parts) > 2:  # x = 1, y = 2: the values in order
         named = re.sub(r"\b(?:and|or)\b", ",", text)
-        found = [re.fullmatch(r"\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*=([^=]+)", part) for part in named.rstrip(", ").split(",")]
+        found = [
+            re.fullmatch(r"\s*\\?[A-Za-z](?:_\{?\w\}?)?\s*=([^=]+)", part) for part in named.rstrip(", ").split(",")
+        ]
         if all(found):
             return ", ".join(match[1].strip() for match in found if match)
     value = parts[-1]

@@ -17,8 +17,10 @@ import difflib
 import inspect
 import json
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
@@ -301,15 +303,27 @@ def cut(text: str, max_chars: int) -> str:
 
 
 def waited_for(result: Any) -> Any:
-    """What a function returned; of an ``async`` one, what it returns in the end."""
-    if inspect.isawaitable(result):
-        import asyncio
+    """What a function returned; of an ``async`` one, what it returns in the end.
 
-        async def ended() -> Any:
-            return await result
+    Calls of the main thread share one loop: a connection that one of them opened is the next one's too.
+    """
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio
 
-        return asyncio.run(ended())
-    return result
+    async def ended() -> Any:
+        return await result
+
+    if threading.current_thread() is threading.main_thread():
+        return _runner().run(ended())
+    return asyncio.run(ended())
+
+
+@cache
+def _runner() -> Any:
+    import asyncio
+
+    return asyncio.Runner()
 
 
 def _written(result: Any) -> str:

@@ -20,6 +20,8 @@ from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Failure, Group, Prompt, Score
 
 CODE = """
+import asyncio
+
 def format(response):
     return float(response.startswith("<"))
 
@@ -42,7 +44,11 @@ def solved(completions, solution, **kwargs):
 def spoken(prompts, completions):
     return [float(p[-1]["role"] == "user" and c[0]["role"] == "assistant") for p, c in zip(prompts, completions)]
 
+loops = set()
+
 async def later(completions, answer, **kwargs):
+    loops.add(asyncio.get_running_loop())
+    assert len(loops) == 1  # a client's connections belong to one
     return [float(a in c) for a, c in zip(answer, completions)]
 
 def never(completions, **kwargs):
@@ -126,7 +132,7 @@ def test_a_reward_of_trl_gets_columns_ids_and_conversations_by_name(module: str)
     talk = {"messages": [{"role": "user", "content": "3+4?"}]}
     assert judged(one("spoken"), "7", prompt(talk)).value == 1.0
     assert judged(one("all_of_them"), "7", prompt({"level": 1})).value == 1.0
-    assert judged(one("later"), "it is 7", prompt()).value == 1.0
+    assert [judged(one("later"), "it is 7", prompt()).value for _ in range(2)] == [1.0] * 2
     with pytest.raises(
         TypeError, match="needs 'solution', but there are only answer, completion_ids, completions, level"
     ):

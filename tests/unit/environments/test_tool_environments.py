@@ -1,11 +1,13 @@
 """Schemas from methods, calls answered, errors shown or raised, results cut; the calculator; classes in TRL's shape."""
 
+import asyncio
 import enum
 import json
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from calculator import Calculator, work_out, written
 
 from llamarl.data.items import TaskItem
@@ -211,7 +213,7 @@ def test_a_class_of_trl_is_played_by_its_methods() -> None:
     assert shop.reset(ITEM, 3).text == opened.text  # an instance of its own for each episode
 
 
-@pytest.mark.parametrize("reward", [np.float32(0.25), np.int64(3), np.bool_(True), 2])
+@pytest.mark.parametrize("reward", [np.float32(0.25), np.int64(3), np.bool_(True), np.array(0.5), torch.tensor(0.5), 2])
 def test_a_reward_of_numpys_is_a_number_too(reward: Any) -> None:
     class Left:
         def reset(self) -> None:
@@ -224,6 +226,20 @@ def test_a_reward_of_numpys_is_a_number_too(reward: Any) -> None:
     shop = TrlEnvironment(Left)
     shop.reset(TaskItem(question="How many?", answer="7"), 0)
     assert shop.finish("The answer is 7").reward == float(reward)
+
+
+def test_calls_that_are_async_find_the_same_loop() -> None:
+    class Shelf:
+        async def reset(self) -> None:
+            self.loop = asyncio.get_running_loop()  # a connection belongs to one
+
+        async def look(self) -> str:
+            """Look."""
+            return f"open: {not self.loop.is_closed() and self.loop is asyncio.get_running_loop()}"
+
+    shop = TrlEnvironment(Shelf)
+    shop.reset(ITEM, 0)
+    assert [shop.step(call("look")).messages[0]["content"] for _ in range(2)] == ["open: True"] * 2
 
 
 @pytest.mark.parametrize(

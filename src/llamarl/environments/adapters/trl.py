@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field, PositiveInt
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.episode import Observation, Step
+from llamarl.environments.functions import finite
 from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.environments.math import judge_answer
 from llamarl.environments.tools import Tool, ToolEnvironment, tools_of, waited_for
@@ -131,8 +130,9 @@ class TrlEnvironment(ToolEnvironment):
                 raise TypeError(
                     f"{shown} returned {type(reward).__name__} {reward!s:.80}, expected a number"
                 ) from error
-        if isinstance(getattr(self._instance, "reward", None), numbers.Real | np.bool_):
-            return Step(reward=float(self._instance.reward), done=True)
+        reward = getattr(self._instance, "reward", None)
+        if reward is not None and not callable(reward):
+            return Step(reward=finite(f"reward of {type(self._instance).__name__}", reward), done=True)
         if self._item.answer is None:
             raise ValueError(
                 f"{type(self._instance).__name__} has no get_reward() and no number `reward`, and the item no answer: nothing "
