@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import Opened
 from llamarl.environments.episode import Observation, Step
-from llamarl.environments.episodes import Ask, Play, digest_of
+from llamarl.environments.episodes import Ask, Play, digest_of, words_of
 from llamarl.environments.messages import Answer as AnyAnswer
 from llamarl.environments.worker_pool import WorkerPool
 from llamarl.environments.worker_process import Job
@@ -150,7 +150,7 @@ class EpisodeOpener:
             failure=said.detail if isinstance(said, Failure) else "",
         )
         if isinstance(said, Observation):
-            return Opened(question=said.text, messages=said.messages, tools=said.tools, opening=opening)
+            return Opened(question=words_of(said), messages=said.messages, tools=said.tools, opening=opening)
         return Opened(question=item.question or "(no episode)", messages=(), tools=(), opening=opening)
 
     def _ask(self, item: TaskItem, seed: int) -> Ask:

@@ -141,7 +141,7 @@ def messages_of(said: Observation | Step) -> tuple[Message, ...]:
 
 def words_of(said: Observation | Step) -> str:
     """What was said, for people."""
-    return "\n".join(str(message.get("content", "")) for message in said.messages) if said.messages else said.text
+    return "\n".join(str(message.get("content") or "") for message in said.messages) if said.messages else said.text
 
 
 def digest_of(said: Observation | Step) -> str:

@@ -24,6 +24,7 @@ from llamarl.environments.adapters.chat_requests import (
     shown,
 )
 from llamarl.environments.episode import EpisodeOver, Observation, Step
+from llamarl.environments.episode_pool import EpisodeOpener
 from llamarl.environments.episodes import Ask, Play, digest_of, episode_item
 from llamarl.environments.functions import NotANumber
 from llamarl.environments.jobs import Player, checked_observation
@@ -335,6 +336,15 @@ def test_an_environment_is_given_the_words_of_the_item_again_not_those_that_it_s
     assert (
         episode_item(replace(shown_otherwise, opening=replace(opening, question=None))).question == "You may... 2 + 2?"
     )
+
+
+def test_who_judges_reads_what_an_agent_asked_without_the_tokens_of_a_template() -> None:
+    class Pool:
+        def wait(self, ask: Ask) -> Observation:
+            return Observation(messages=({"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2?"}))
+
+    opener = EpisodeOpener(Pool(), TaskSection(name="episodes", environment="agent:mine.py:run"))  # type: ignore[arg-type]
+    assert opener.open(ITEM, 0).question == "Add.\n2 + 2?"
 
 
 def test_doctor_sees_whether_a_program_repeats(file: str) -> None:
