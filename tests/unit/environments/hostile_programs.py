@@ -136,7 +136,7 @@ print('caught' if held < 20 << 20 else held)
     "makes a file of root's": (_attempt("open('s', 'w').write('x')\nos.chown('s', 0, 0)\nprint('made')"), _caught),
     "takes the rights of its folder": ("import os\nopen('x', 'w').close()\nos.chmod('x', 0)\nos.mkdir('d')\nos.chmod('d', 0)\nprint('caught')", _caught),
     "devices": (_attempt("os.mknod('d', 0o60600, os.makedev(254, 0))\nprint('made')"), _caught),
-    "looks for devices": ("import os\nprint('caught' if {'null', 'zero', 'full', 'random', 'urandom', 'shm'} >= set(os.listdir('/dev')) else os.listdir('/dev'))", _caught),
+    "looks for devices": ("import os\nprint('caught' if {'null', 'zero', 'full', 'random', 'urandom', 'shm', 'stdin'} >= set(os.listdir('/dev')) else os.listdir('/dev'))", _caught),
     "the kernel's log and settings": (_attempt("open('/proc/sys/kernel/hostname', 'w').write('x')\nprint('written')"), _caught),
     "writes to every descriptor": ("import os\nfor fd in range(3, 300):\n    try: os.write(fd, b'{\"code\": 0}started')\n    except OSError: pass\nprint('caught')\nraise SystemExit(0)", _caught),
     "closes every descriptor": ("import os\nos.closerange(0, 300)\nos._exit(5)", lambda r: r.status == 5 and r.stdout == ""),

@@ -427,7 +427,7 @@ def _command(kind: Kind, limits: BoxLimits, fds: tuple[int, int, int, int]) -> l
         words += ["--ro-bind", path, path]
     for path, target in installation.links:
         words += ["--symlink", target, path]
-    words += ["--proc", "/proc", "--symlink", "/tmp", "/dev/shm"]
+    words += ["--proc", "/proc", "--symlink", "/tmp", "/dev/shm", "--symlink", "/proc/self/fd/0", "/dev/stdin"]
     for name in ("null", "full", "random", "urandom"):  # of zero one can map memory that nobody can count
         words += ["--dev-bind-try", f"/dev/{name}", f"/dev/{name}"]
     words += ["--perms", "1777", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
