@@ -153,7 +153,7 @@ def digest_of(said: Observation | Step) -> str:
 def save_episode(episode: Episode) -> dict[str, Any]:
     """What ``begin_episode`` does not know, as JSON values."""
     known = {field.name: getattr(episode, field.name) for field in dataclasses.fields(_Saved)}
-    return dataclasses.asdict(_Saved(**known))
+    return dataclasses.asdict(_Saved(**known)) | {"opening": episode.opening.digest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ _SAVED = TypeAdapter(_Saved)
 
 
 def load_episode(episode: Episode, saved: Mapping[str, Any], num_tokens: int) -> None:
-    """Put back what ``save_episode`` gave, into a new episode of the same prompt.
+    """Put back what ``save_episode`` gave, into a new episode of the same prompt; failed where that begins otherwise now.
 
     Args:
         num_tokens: That its sequence has.
@@ -186,3 +186,10 @@ def load_episode(episode: Episode, saved: Mapping[str, Any], num_tokens: int) ->
         raise ValueError(f"an episode has {len(given.turns)} turns and {len(given.digests)} answers")
     for field_ in dataclasses.fields(given):
         setattr(episode, field_.name, getattr(given, field_.name))
+    opening = episode.opening
+    if (
+        saved.get("opening", opening.digest) != opening.digest and not episode.failure
+    ):  # its tokens follow another prompt
+        episode.failure = (
+            opening.failure or f"reset(item, seed={opening.seed}) now gives another observation than before"
+        )

@@ -211,6 +211,8 @@ class GeneratorShard:
                     load_episode(sequence.episode, values.episode, len(values.tokens))
                 for name in _STATE:
                     setattr(sequence, name, getattr(values, name))
+                if sequence.finished and sequence.episode is not None and sequence.episode.failure:
+                    sequence.finish_reason, sequence.error = "error", sequence.episode.failure
                 if values.experts is not None:
                     sequence.experts = ExpertRecord.from_plain(values.experts)
                 _check_sequence(sequence, tick, limits)

@@ -4,6 +4,7 @@ import hashlib
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer
 from llamarl.environments.episodes import Ask, Episode, begin_episode, load_episode, save_episode
 from llamarl.errors import EventLogError
+from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard
 from llamarl.settings.data import DataConfig
+from llamarl.tick_shares import Dealing
 from llamarl.types import Failure, Opening, Prompt
 
 END = 0
@@ -202,6 +205,35 @@ def test_an_episode_that_lay_in_a_checkpoint_goes_on_to_the_same_tokens(seed: in
         return held
 
     assert told(run(resumed=True)) == told(run(resumed=False))
+
+
+@pytest.mark.parametrize(
+    ("now", "cause"),
+    [({"digest": "other"}, "now gives another observation"), ({"failure": "nobody is there"}, "nobody is there")],
+)
+def test_an_episode_that_begins_otherwise_after_a_resume_is_failed(now: dict[str, str], cause: str) -> None:
+    """Else what was written would go on behind another prompt, or behind none."""
+
+    def shard_of(given: list[TokenSequence]) -> GeneratorShard:
+        prompt = Prompt(index=0, tokens=np.array([65, 66], np.int32), text="AB")
+        return GeneratorShard(
+            0,
+            Dealing((1.0,), 1),
+            first_prompt=0,
+            oversubscription=2.0,
+            max_segments=2,
+            new_group=lambda index, tick, item: ActiveGroup(replace(prompt, index=index), tick, given),
+        )
+
+    old, new = sequences(2, digest="first"), sequences(2, **now)
+    old[0].finish_reason = "stop"
+    shard = shard_of(old)
+    shard.admit(0)
+    state = shard.state() | {"cursor": 2, "active": shard.state()["active"][:1]}
+    shard_of(new).take_state(state, 0)
+    play(player(LatePool()), new[1:])
+    assert [s.finish_reason for s in new] == ["error", "error"]
+    assert all(s.error and cause in s.error for s in new)
 
 
 def test_tokens_of_the_environment_are_marked_and_those_of_the_policy_stay() -> None:
