@@ -100,7 +100,7 @@ _FEW_TOKENS = 500
 
 _MOST_CAUSES = 5
 """Of one tick, so that a report stays small."""
-_CAUSE = re.compile(r"exception: [\w.]+|\w+")
+_CAUSE = re.compile(r"(?:exception|environment): [\w.]+|\w+")
 
 
 def few_causes(causes: Mapping[str, int]) -> dict[str, int]:
@@ -120,7 +120,7 @@ def remedy(cause: str) -> str:
         )
     if found and found[0] == "judge":
         return "No model that judges gave a verdict: see its section (reward_model, judge), its server and its limits"
-    if found and found[0] == "environment":
+    if found and found[0].startswith("environment"):
         return "Mend the environment (task.environment, task.pool)"
     return "Mend the reward function (task.reward, task.pool)"
 

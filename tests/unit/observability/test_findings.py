@@ -19,6 +19,7 @@ from llamarl.observability.findings import (
     NewFindings,
     few_causes,
     find_in_rows,
+    remedy,
 )
 from llamarl.observability.metrics import WarningLog, read_warnings
 from llamarl.settings.observability import ObservabilityConfig
@@ -214,6 +215,9 @@ def test_causes_add_up_over_ticks_and_only_a_new_kind_is_news() -> None:
     assert causes.add({"timeout: 20 s": 2}) == ["timeout: 20 s"]
     assert causes.add({"exception: ValueError: a": 3, "timeout: 21 s": 5}) == ["exception: ValueError: a"]
     assert causes.lines() == ["7 x timeout: 20 s", "3 x exception: ValueError: a"]
+    of_environments = {"environment: timeout: 3 s": 1, "environment: KeyError: 'a'": 1}
+    assert causes.add(of_environments) == list(of_environments)
+    assert {remedy(cause) for cause in of_environments} == {"Mend the environment (task.environment, task.pool)"}
 
 
 # The log of warnings.
