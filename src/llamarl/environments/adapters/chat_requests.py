@@ -66,16 +66,18 @@ def read_request(body: object) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"messages is {_short(messages)}, expected a list of messages")
     _refuse(body)
-    tools = tuple(body.get("tools") or ())
-    if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-        raise BadRequest(f"tools are {_short(tools)}, expected objects with type and function")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
+    ):
+        raise BadRequest(f"tools are {_short(tools)}, expected a list of objects with type and function")
     options = body.get("stream_options")
     read = tuple(_message(place, message) for place, message in enumerate(messages))
     if read[-1]["role"] == "assistant":
         raise BadRequest("the last message is the assistant's: a reply that is begun cannot be gone on with")
     return ChatRequest(
         messages=read,
-        tools=tools,
+        tools=tuple(tools),
         takes_calls=bool(tools) and body.get("tool_choice") != "none",
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
@@ -202,8 +204,8 @@ def _message(place: int, message: object) -> Message:
         raise BadRequest(f"{where} is {_short(message)}, expected an object whose role is one of {', '.join(_ROLES)}")
     role = _ROLES[message["role"]]
     read: dict[str, Any] = {"role": role, "content": _text(where, message.get("content"))}
-    if role == "assistant" and message.get("tool_calls"):
-        read["tool_calls"] = [_call(where, call) for call in message["tool_calls"]]
+    if role == "assistant" and (calls := message.get("tool_calls")):
+        read["tool_calls"] = [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
     if role == "tool":
         read |= {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
     return read
