@@ -294,8 +294,10 @@ class _Mapped:
 
     def item(self, row: int) -> TaskItem:
         where = f"{self.name} row {row}"
-        record = _record(self._rows[row], self._columns, where)
-        return self._to_item({k: v for k, v in record.items() if v is not None and _is_plain(v)}, where)
+        record = {k: v for k, v in _record(self._rows[row], self._columns, where).items() if _is_plain(v)}
+        item = self._to_item({k: v for k, v in record.items() if v is not None}, where)
+        empty = {k: None for k, v in record.items() if v is None and k not in (*_QUESTIONS, "answer")}
+        return dataclasses.replace(item, metadata={**empty, **item.metadata})
 
     @cached_property
     def questions(self) -> Sequence[str]:

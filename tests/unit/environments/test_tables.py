@@ -92,6 +92,13 @@ def test_a_question_of_a_table_stays_as_it_was_written(tmp_path: Path) -> None:
     assert task.item("train", 0).question == "a3 b9 =\n"
 
 
+def test_an_empty_cell_is_none_to_a_reward_as_in_a_line(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": None, "solution": "7" if n else None} for n in range(2)]
+    data = str(write_parquet(tmp_path / "a.parquet", rows))
+    task = make_task(TaskConfig(name="function", reward="builtins:len", data=data, eval_fraction=0.0), seed=0)
+    assert [task.item("train", n).metadata for n in range(2)] == [{"solution": None}, {"solution": "7"}]
+
+
 def test_columns_splits_and_a_template_go_by_name(tmp_path: Path) -> None:
     write_parquet(tmp_path / "set" / "train.parquet")
     write_parquet(tmp_path / "set" / "test.parquet", ROWS[:2])
