@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 import signal
@@ -386,23 +387,26 @@ def code_item(record: Mapping[str, Any], where: str) -> TaskItem:
     entry_point = record.get("entry_point", "")
     if not isinstance(entry_point, str) or (entry_point and not entry_point.isidentifier()):
         raise DataError(f"{where}: field 'entry_point' is {entry_point!r:.60}, expected the name of a function")
-    tests = _read_tests(record["tests"], where)
+    tests = _read_tests(record["tests"], where, entry_point)
     return dataclasses.replace(item, metadata={**item.metadata, "tests": tests, "entry_point": entry_point})
 
 
-def _read_tests(tests: Any, where: str) -> Any:
+def _read_tests(tests: Any, where: str, entry_point: str) -> Any:
     if isinstance(tests, Mapping) and set(tests) == {"input", "output"}:  # a table may have columns for rows
         ends = tests["input"], tests["output"]
         if all(isinstance(end, list) for end in ends) and len(ends[0]) == len(ends[1]):
             tests = [{"input": given, "output": wanted} for given, wanted in zip(*ends, strict=True)]
     if isinstance(tests, str) and tests.strip():
         text = textwrap.dedent(tests)
-        _check_python(text, where, "tests")
+        body = _parsed(text, where, "tests")
+        if not any(_acts(node) or _is_found(node, entry_point) for node in body):
+            raise _idle(where, text)
         return text
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
         sources = [textwrap.dedent(test).strip() for test in tests]
-        for place, source in enumerate(sources):
-            _check_python(source, where, f"tests[{place}]")
+        bodies = [_parsed(source, where, f"tests[{place}]") for place, source in enumerate(sources)]
+        if not any(map(_acts, itertools.chain(*bodies))):
+            raise _idle(where, sources[0])
         return sources
     if isinstance(tests, list) and tests and all(isinstance(test, Mapping) for test in tests):
         for place, test in enumerate(tests):
@@ -415,12 +419,35 @@ def _read_tests(tests: Any, where: str) -> Any:
     raise DataError(f"{where}: field 'tests' is {type(tests).__name__} {tests!r:.60}, expected {_FORMS}")
 
 
-def _check_python(source: str, where: str, name: str) -> None:
+def _parsed(source: str, where: str, name: str) -> list[ast.stmt]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parsed = ast.parse(source)
+            return ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{where}: {name} is no Python: {error}: {source[:80]!r}; fix or remove the line") from error
-    if not parsed.body:
-        raise DataError(f"{where}: {name} is blank, expected {_FORMS}")
+
+
+def _idle(where: str, source: str) -> DataError:
+    return DataError(
+        f"{where}: every program passes tests such as {source[:80]!r}: nothing in them is run; expected {_FORMS}; "
+        "check(candidate) needs the field entry_point"
+    )
+
+
+def _acts(node: ast.stmt) -> bool:
+    """False for what may stand around tests, and for a value alone: tests in JSON, a comparison without assert."""
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare))
+    if isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
+        return False  # tests are no main program
+    return not isinstance(
+        node, (ast.Import, ast.ImportFrom, ast.Assign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    )
+
+
+def _is_found(node: ast.stmt, entry_point: str) -> bool:
+    """Whether a test file's function or class is looked at for tests."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return node.name.startswith("test") or bool(entry_point) and node.name == "check"
+    return isinstance(node, ast.ClassDef)

@@ -90,7 +90,11 @@ def test_tests_have_three_forms() -> None:
         ({"question": "q", "tests": []}, "field 'tests' is list"),
         ({"question": "q", "tests": 3}, "field 'tests' is int 3"),
         ({"question": "q", "tests": ["assert f(1"]}, r"tests\[0\] is no Python"),
-        ({"question": "q", "tests": "# nothing"}, "tests is blank"),
+        ({"question": "q", "tests": "# nothing"}, "every program passes"),
+        ({"question": "q", "tests": '{"inputs": ["1"], "outputs": ["2"]}'}, "every program passes"),
+        ({"question": "q", "tests": "def f(): assert f(1)\nif __name__ == '__main__': f()"}, "every program passes"),
+        ({"question": "q", "tests": ["import math", "f(1) == 2"]}, "every program passes"),
+        ({"question": "q", "tests": "def check(candidate): assert candidate(1)"}, "needs the field entry_point"),
         ({"question": "q", "tests": [{"input": "1"}]}, "input and output alone"),
         ({"question": "q", "tests": [{"input": "1", "output": 2}]}, "input and output alone"),
         ({"question": "q", "tests": ["assert 1"], "entry_point": "a b"}, "name of a function"),
@@ -189,6 +193,9 @@ def test_a_test_file_has_functions_cases_of_unittest_or_check(boxes: None) -> No
     check = "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 2\n"
     assert passed("def f(x): return 2 * x", check, "f") == (1, 1)
     assert passed("def f(x): return 3 * x", check, "f") == (0, 1)
+    pytests = "class TestF:\n    def test_a(self): assert f(1) == 2\nasync def test_b(): assert f(2) == 4\ndef test(): assert f(3) == 6"
+    assert passed("def f(x): return 2 * x", pytests) == (3, 3)
+    assert passed("def f(x): return 2", pytests) == (1, 3)
     assert passed("def f(x): return 2 * x", "assert f(1) == 2\nassert f(2) == 4") == (1, 1)
     assert passed("def f(x): return 2 * x", "assert f(1) == 3") == (0, 1)
 

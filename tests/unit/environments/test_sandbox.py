@@ -136,7 +136,9 @@ def test_a_program_without_end_is_ended_by_the_clock(name: str, kind: Kind) -> N
 
 
 def test_a_program_runs_with_its_input_and_files(kind: Kind) -> None:
-    program = "import helper\nprint(helper.twice(int(input())), open('data/a.txt').read(), len(open('/dev/stdin').read()))"
+    program = (
+        "import helper\nprint(helper.twice(int(input())), open('data/a.txt').read(), len(open('/dev/stdin').read()))"
+    )
     files = {"helper.py": "def twice(x): return 2 * x", "data/a.txt": "héllo"}
     result = run_in_box(program, stdin="21\n", files=files, limits=LIMITS, kind=kind)
     assert (result.status, result.stdout, result.stderr, result.limit) == (0, "42 héllo 3\n", "", None)

@@ -99,23 +99,27 @@ def _scope(sources: list[str], entry_point: str, names: dict[str, Any], line: Li
 
 
 def _cases(scope: dict[str, Any], entry_point: str) -> list[Callable[[], Any]]:
-    """Functions to call, of a test file that has been run: check(candidate), test_* and unittest's."""
+    """Functions to call, of a test file that has been run: check(candidate), pytest's by their names, and unittest's."""
     found: list[Callable[[], Any]] = []
     check = scope.get("check")
     if isinstance(check, types.FunctionType) and entry_point:
         found.append(lambda: check(scope[entry_point]))
     unittest = sys.modules.get("unittest")
     for name, value in list(scope.items()):
-        if name.startswith("test_") and isinstance(value, types.FunctionType):
+        if name.startswith("test") and isinstance(value, types.FunctionType):
             found.append(value)
-        elif (
-            unittest is not None
-            and isinstance(value, type)
-            and issubclass(value, unittest.TestCase)
-            and value.__module__ == "tests"
-        ):
+        elif not isinstance(value, type) or value.__module__ != "tests":
+            continue
+        elif unittest is not None and issubclass(value, unittest.TestCase):
             found += [_unittest(case) for case in unittest.defaultTestLoader.loadTestsFromTestCase(value)]
+        elif name.startswith("Test"):
+            found += [_method(value, method) for method in vars(value) if method.startswith("test")]
     return found
+
+
+def _method(kind: type, name: str) -> Callable[[], Any]:
+    """Each in an instance of its own, as pytest does."""
+    return lambda: getattr(kind(), name)()
 
 
 def _unittest(case: Any) -> Callable[[], None]:
@@ -131,7 +135,11 @@ def _unittest(case: Any) -> Callable[[], None]:
 def _try(run: Callable[[], Any], say: Say) -> None:
     """Run one test; the program's end is the end of all of them."""
     try:
-        run()
+        value = run()
+        if isinstance(value, types.CoroutineType):
+            import asyncio  # takes time
+
+            asyncio.run(value)
     except Gone:
         raise
     except BaseException as error:
