@@ -36,6 +36,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer, Environments
 from llamarl.environments.episodes import Ask, Episode, Play, answer_turn, messages_of
+from llamarl.errors import DataError
 from llamarl.types import Failure, FinishReason, Turn
 
 __all__ = ["EpisodeEngine", "ReplyTimes", "make_player"]
@@ -274,7 +275,13 @@ class EpisodeEngine:
             self._end(sequence, "length" if answer.truncated else "stop")
             return False
         if len(episode.turns) < episode.opening.max_turns:
-            tokens = self._template.between(sequence.tokens[-1], messages_of(answer))
+            try:
+                tokens = self._template.between(sequence.tokens[-1], messages_of(answer))
+            except DataError as error:
+                self._release(sequence)
+                episode.failure = str(error)
+                self._end(sequence, "error", episode.failure)
+                return False
             if len(sequence.tokens) + len(tokens) < episode.max_tokens:
                 _append(sequence, tokens)
                 episode.turn_start = len(sequence.tokens)

@@ -20,7 +20,7 @@ from llamarl.engine.sequence import Sequence as TokenSequence
 from llamarl.environments.episode import Step
 from llamarl.environments.episode_pool import Answer
 from llamarl.environments.episodes import Ask, Episode, begin_episode, load_episode, save_episode
-from llamarl.errors import EventLogError
+from llamarl.errors import DataError, EventLogError
 from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard
 from llamarl.settings.data import DataConfig
 from llamarl.tick_shares import Dealing
@@ -234,6 +234,23 @@ def test_an_episode_that_begins_otherwise_after_a_resume_is_failed(now: dict[str
     play(player(LatePool()), new[1:])
     assert [s.finish_reason for s in new] == ["error", "error"]
     assert all(s.error and cause in s.error for s in new)
+
+
+def test_messages_that_the_template_refuses_fail_their_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume would meet them again: the run could never go on."""
+    pool, given = LatePool(), sequences()
+    engine = player(pool)
+
+    def between(last: int, messages: Any) -> list[int]:
+        if messages[0]["content"] in [pool.answer(ask).text for ask in pool.asked if ask.play.seed == 6]:
+            raise DataError("no system message here")
+        return [60]
+
+    monkeypatch.setattr(engine._template, "between", between)
+    given[0].episode = replace(given[0].episode, opening=opening(seed=6))
+    play(engine, given)
+    assert [s.error for s in given] == ["no system message here", None, None, None]
+    assert pool.released == [(0, 0)]
 
 
 def test_tokens_of_the_environment_are_marked_and_those_of_the_policy_stay() -> None:
