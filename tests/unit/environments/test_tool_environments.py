@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import json
+import random
 from typing import Any, Literal
 
 import numpy as np
@@ -226,6 +227,22 @@ def test_a_reward_of_numpys_is_a_number_too(reward: Any) -> None:
     shop = TrlEnvironment(Left)
     shop.reset(TaskItem(question="How many?", answer="7"), 0)
     assert shop.finish("The answer is 7").reward == float(reward)
+
+
+def test_what_an_instance_draws_when_it_is_made_repeats() -> None:
+    class Guess:
+        def __init__(self) -> None:
+            self.secret = random.random()
+
+        def reset(self) -> str:
+            return f" {self.secret} {random.random()}"
+
+        def look(self) -> str:
+            """Look."""
+            return ""
+
+    one = TrlEnvironment(Guess)
+    assert len({one.reset(ITEM, 3).text, one.reset(ITEM, 3).text, TrlEnvironment(Guess).reset(ITEM, 3).text}) == 1
 
 
 def test_calls_that_are_async_find_the_same_loop() -> None:

@@ -76,7 +76,7 @@ class TrlEnvironment(ToolEnvironment):
             max_moves=max_moves, max_result_chars=max_result_chars, show_errors=show_errors, in_text=in_text
         )
         self._make = functools.partial(make, **own)
-        self._instance: Any = self._make()
+        self._instance: Any = self._made()
         if not callable(getattr(self._instance, "reset", None)):
             raise TypeError(f"{type(self._instance).__name__} has no reset(**row)")
         self._used = False
@@ -93,7 +93,7 @@ class TrlEnvironment(ToolEnvironment):
         with self._own:
             if self._used:
                 self._end_instance()
-                self._instance = self._make()
+                self._instance = self._made()
                 self._tools = tools_of(self._instance, leave_out=_NO_TOOLS)
             self._used, self._item = True, item
             said = waited_for(self._instance.reset(**_fitting(self._instance.reset, _row(item, seed))))
@@ -140,6 +140,10 @@ class TrlEnvironment(ToolEnvironment):
             )
         score = judge_answer(reply, self._item.answer)
         return Step(reward=score.value, done=True, parts=score.parts)
+
+    def _made(self) -> Any:
+        with OwnRandomness():  # alike for each episode, however it comes to be made: what differs follows from ``reset``
+            return self._make()
 
     def _end_instance(self) -> None:
         if callable(close := getattr(self._instance, "close", None)):
