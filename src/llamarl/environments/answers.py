@@ -212,11 +212,14 @@ def tidy(text: str) -> str:
 
 def extract_answer(text: str, *, numeric: bool = False) -> str | None:
     """The answer a response gives, or None where it gives none: inside the last ``<answer>...</answer>``, else the last
-    ``\\boxed{...}``, else what follows the last ``####``, else the last number if ``numeric``, else everything.
+    ``\\boxed{...}``, else what follows the last ``####``, else the last number if ``numeric``, else everything. What
+    stands behind a last ``</think>`` is the response.
 
     Args:
         numeric: The reference answer is a number.
     """
+    said = text.rpartition("</think>")[2]
+    text = said if said.strip() else text
     for marked in (_last(_tags(text)), last_boxed(text)):
         if marked is not None:
             return marked

@@ -41,6 +41,8 @@ def _value(task: Task, item: TaskItem, response: str) -> float:
         ("so <answer> 4 </answer> no <answer>5</answer> 6", True, "5"),
         ("we get \\boxed{\\frac{1}{2}} or 7", True, "\\frac{1}{2}"),
         ("steps\n#### 1,234", True, "1,234"),
+        ("<think>\\boxed{3}?</think>\nIt is 4.", True, "4"),
+        ("Rome? No.</think>\n\nParis", False, "Paris"),
         ("The answer is 12.", True, "12"),
         (" Paris \n", False, "Paris"),
         ("no digits", True, None),
