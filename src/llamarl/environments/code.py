@@ -351,12 +351,14 @@ def _count(counted: BoxResult, played: BoxResult, num_tests: int) -> Verdict:
 
 
 def last_program(response: str) -> str | None:
-    """The inside of the last closed fence of three or more backticks or tildes whose language is Python or not given.
+    """The inside of the last closed fence of three or more backticks or tildes whose language is Python; where there is
+    none, whose language is not given.
 
     What stands before a last ``</think>`` does not count. A fence that was never closed, and one in
     another language, is none. Indentation that the fence has is taken off its lines.
     """
     found: str | None = None
+    named = False
     opened, language, indent = "", "", 0
     lines: list[str] = []
     for line in response.rpartition("</think>")[2].splitlines():
@@ -366,8 +368,8 @@ def last_program(response: str) -> str | None:
                 indent, opened, lines = len(fence[1]), fence[2], []
                 language = (fence[3].split() or [""])[0].strip("{}.").lower()
         elif fence and not fence[3].strip() and fence[2][0] == opened[0] and len(fence[2]) >= len(opened):
-            if language in _PYTHON:
-                found = "\n".join(lines) + "\n"
+            if language in _PYTHON and (language or not named):  # what a program prints is shown without a language
+                found, named = "\n".join(lines) + "\n", bool(language)
             opened = ""
         else:
             blank = len(line) - len(line.lstrip(" \t"))

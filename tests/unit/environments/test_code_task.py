@@ -58,6 +58,7 @@ def passed(program: str, tests: Any, entry_point: str = "", **options: Any) -> t
         ("```py\nx = 1\n```\nbetter:\n```python3\nx = 2\n```\nDone.", "x = 2\n"),
         ("```python\nx = 1\n```\nRun it:\n```bash\npython x.py\n```", "x = 1\n"),
         ("```python\nx = 1\n```\n```python\nx = 2\n", "x = 1\n"),
+        ("```\ny = 1\n```\n```python\nx = 1\n```\nIt prints\n```\n4\n```", "x = 1\n"),
         ("```python\nx = 1", None),
         ("~~~~python\ns = '''\n```\n~~~\n'''\n~~~~", "s = '''\n```\n~~~\n'''\n"),
         ("1. so:\n   ```python\n   def f():\n       pass\n   ```", "def f():\n    pass\n"),
