@@ -142,7 +142,7 @@ class TrlEnvironment(ToolEnvironment):
         return Step(reward=score.value, done=True, parts=score.parts)
 
     def _made(self) -> Any:
-        with OwnRandomness():  # alike for each episode, however it comes to be made: what differs follows from ``reset``
+        with OwnRandomness():  # alike for each episode: what differs follows from ``reset``
             return self._make()
 
     def _end_instance(self) -> None:
