@@ -43,11 +43,13 @@ __all__ = ["TableItems", "is_decoded", "local_data", "question_item", "question_
 _log = logging.getLogger(__name__)
 
 _LINES = ".jsonl"
+_AS_WRITTEN = {"keep_default_na": False, "na_values": [""]}
+"""An answer ``None`` or ``NA`` is text to pandas too; an empty cell is none."""
 _READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".arrow": ("arrow", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
+    ".csv": ("csv", _AS_WRITTEN),
+    ".tsv": ("csv", {**_AS_WRITTEN, "sep": "\t"}),
     ".json": ("json", {}),
 }
 """Ending of a file -> who reads it in ``datasets``, and how."""
@@ -60,6 +62,8 @@ _ANSWERS = frozenset(
     {"answer", "solution", "completion", "response", "output", "chosen", "rejected", "label", "target", "ground_truth"}
 )
 """What is no question, though it is text."""
+_AS_TEXT = (*_TEXTS, "answer", "solution", "completion")
+"""What no reader of CSV may take for a number."""
 _BATCH = 1000
 
 ToItem = Callable[[Mapping[str, Any], str], TaskItem]
@@ -242,7 +246,7 @@ class TableItems:
         if lines:
             _choose(split, ("train",), named, split_key)
             return _Lines(path, named, config.columns, self._to_item, key)
-        splits = _load(path, config.subset, key)
+        splits = _load(path, config, key)
         name = _choose(split, tuple(splits), named, split_key)
         if not len(splits[name]):
             raise DataError.at(split_key, f": split {name!r} of {named} has no row")
@@ -410,14 +414,14 @@ def is_decoded(feature: Any) -> bool:
     return hasattr(feature, "decode") or any(map(is_decoded, parts)) or inner is not None and is_decoded(inner)
 
 
-def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
-    """The splits of a folder or file."""
+def _load(path: Path, config: TaskConfig, key: str) -> Mapping[str, Any]:
+    """The splits of a folder or file. Questions and answers of CSV are text as written: 007 is no 7, 1.50 no 1.5."""
     import datasets
 
     datasets.disable_progress_bars()
     if path.is_dir():
         _refuse_addresses(path, key)
-        source: tuple[Any, ...] = (str(path), subset or None)
+        source: tuple[Any, ...] = (str(path), config.subset or None)
         options: dict[str, Any] = {}
     else:
         if path.suffix not in _READERS:
@@ -426,12 +430,10 @@ def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
             )
         reader, options = _READERS[path.suffix]
         source, options = (reader,), {**options, "data_files": str(path)}
+        if reader == "csv":
+            options["converters"] = {config.columns.get(role, role): str for role in _AS_TEXT}
     try:
         splits = datasets.load_dataset(*source, **options)
-        return {
-            name: rows.remove_columns([column for column, feature in rows.features.items() if is_decoded(feature)])
-            for name, rows in splits.items()
-        }
     except Exception as error:  # of a dozen readers, each with errors of its own
         innermost: BaseException = error
         while innermost.__cause__ is not None:
@@ -443,6 +445,12 @@ def _load(path: Path, subset: str, key: str) -> Mapping[str, Any]:
         raise DataError.at(
             at, f": {path} cannot be read as a table: {type(innermost).__name__}: {text:.500}"
         ) from error
+    if "converters" in options and any("__index_level_0__" in rows.column_names for rows in splits.values()):
+        raise DataError.at(key, f": {path} has more cells in a row than in its header: text with a comma needs quotes")
+    return {
+        name: rows.remove_columns([column for column, feature in rows.features.items() if is_decoded(feature)])
+        for name, rows in splits.items()
+    }
 
 
 def _choose(wanted: str, splits: Sequence[str], named: str, key: str) -> str:
