@@ -24,12 +24,14 @@ _log = logging.getLogger(__name__)
 
 DATA_FOLDER = "llamarl_data"
 """In the working directory."""
+_MISSING = ("float", "NAType", "NaTType")
+"""What stands for no answer in a frame: NaN and those of pandas."""
 
 
 def file_of_rows(rows: Any, argument: str) -> str:
     """Write rows into a file of JSON lines; returns its path.
 
-    What JSON does not have (images, dates) is left out, and so is what is missing in a row.
+    What JSON does not have (images, dates) is left out, unless it is the answer, and so is what is missing in a row.
 
     Args:
         rows: A ``datasets.Dataset``, a ``DatasetDict`` (of which its split ``train`` or its only one is
@@ -44,6 +46,9 @@ def file_of_rows(rows: Any, argument: str) -> str:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{argument}: row {number} is {row!r:.60}, expected a mapping of columns to values")
         kept = {str(name): plain for name, value in row.items() if (plain := _plain(value)) is not None}
+        odd = row.get("answer")
+        if odd is not None and "answer" not in kept and type(odd).__name__ not in _MISSING:
+            raise ConfigError(f"{argument}: row {number}: answer is {odd!r:.60}, expected text or a number")
         lines.append(json.dumps(kept, ensure_ascii=False) + "\n")
     if not lines:
         raise ConfigError(f"{argument} has no rows")

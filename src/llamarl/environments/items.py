@@ -298,9 +298,11 @@ class _Mapped:
 
     def item(self, row: int) -> TaskItem:
         where = f"{self.name} row {row}"
-        record = {k: v for k, v in _record(self._rows[row], self._columns, where).items() if _is_plain(v)}
-        item = self._to_item({k: v for k, v in record.items() if v is not None}, where)
-        empty = {k: None for k, v in record.items() if v is None and k not in (*_QUESTIONS, "answer")}
+        record = _record(self._rows[row], self._columns, where)
+        told = record.get("answer")  # no NaN, which is none: refused, where another column would be left out
+        kept = {k: v for k, v in record.items() if _is_plain(v) or (v is told and not isinstance(v, float))}
+        item = self._to_item({k: v for k, v in kept.items() if v is not None}, where)
+        empty = {k: None for k, v in kept.items() if v is None and k not in (*_QUESTIONS, "answer")}
         return dataclasses.replace(item, metadata={**empty, **item.metadata})
 
     @cached_property

@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from llamarl.api.llm import LLM
 from llamarl.api.settings import run_config
+from llamarl.api.tables import file_of_rows
 from llamarl.data.items import read_messages
 from llamarl.environments.factory import make_task
 from llamarl.errors import ConfigError
@@ -29,6 +32,11 @@ def as_dataset(rows: list[dict[str, Any]]) -> Any:
 
 def as_frame(rows: list[dict[str, Any]]) -> Any:
     return pytest.importorskip("pandas").DataFrame(rows)
+
+
+def test_an_answer_that_json_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data: row 1: answer is Decimal.*, expected text or a number"):
+        file_of_rows([{"question": "a", "answer": math.nan}, {"question": "b", "answer": Decimal("1.5")}], "data")
 
 
 @pytest.mark.parametrize("made", [list, tuple, as_dataset, as_frame])

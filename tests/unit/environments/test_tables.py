@@ -1,6 +1,7 @@
 """Items from tables: every kind of file gives the same items, columns and splits go by name, and mistakes name what there is."""
 
 import csv
+import datetime
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,6 +114,16 @@ def test_questions_and_answers_of_csv_are_what_its_cells_say(tmp_path: Path) -> 
     assert (items[4].question, [item.metadata["limit"] for item in items]) == ("12", [1, 2, 3, 4, 5])
     file.write_text("question,answer\nIf a1, what is b2?,3\n")  # the words before the comma would be lost
     assert "more cells in a row than in its header" in mistakes(name="function", reward="json:dumps", data=str(file))
+
+
+def test_an_answer_that_json_does_not_have_is_refused_where_another_column_is_left_out(tmp_path: Path) -> None:
+    day = datetime.date(2026, 1, 2)
+    file = write_parquet(tmp_path / "a.parquet", [{"question": "When?", "answer": day, "asked": day}])
+    task = {"name": "function", "reward": "json:dumps", "data": str(file), "eval_fraction": 0.0}
+    with pytest.raises(DataError, match="row 0: field 'answer' is date datetime.date.2026, 1, 2., expected text"):
+        make_task(TaskConfig(**task), seed=0).item("train", 0)
+    renamed = make_task(TaskConfig(**task, columns={"question": "question", "when": "answer"}), seed=0)
+    assert (renamed.item("train", 0).answer, dict(renamed.item("train", 0).metadata)) == (None, {})
 
 
 def test_columns_splits_and_a_template_go_by_name(tmp_path: Path) -> None:
