@@ -88,10 +88,12 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif "." in name:
             given[name] = _plain(value, name)
         else:
+            if name in sections:
+                unknown.append(f"{name} is a section, so give a mapping such as {name}={{...}}, got {value!r:.60}")
+                continue
             near = difflib.get_close_matches(name, [*_SHORT, *sections], n=1, cutoff=0.8)
             meant = f"did you mean {near[0]!r}?" if near else meant_key(name)
-            section = f"{name} is a section, so give a mapping such as {name}={{...}}; " if name in sections else ""
-            unknown.append(f"llamarl.train has no setting {name!r}; {section}{meant}".rstrip("; "))
+            unknown.append(f"llamarl.train has no setting {name!r}; {meant}".rstrip("; "))
     if unknown:
         unknown[-1] += "" if unknown[-1].endswith("?") else "."
         unknown[-1] += (

@@ -251,10 +251,9 @@ def _batch(config: RunConfig) -> str:
 
 def _learning_rate(config: RunConfig) -> str:
     optimizer, num_ticks = config.optimizer, config.run.num_ticks
-    fall = ""
-    if optimizer.schedule != "constant":
-        lowest = optimizer.lr * optimizer.min_lr_ratio
-        fall = f" to {lowest:.3g} at tick {optimizer.decay_ticks or num_ticks}"
+    fall, end = "", optimizer.decay_ticks or num_ticks
+    if optimizer.schedule != "constant" and optimizer.warmup_ticks < end:
+        fall = f" to {optimizer.lr * optimizer.min_lr_ratio:.3g} at tick {end}"
     rise = f", after {plural(optimizer.warmup_ticks, 'tick')} of warm-up" if optimizer.warmup_ticks else ""
     return f"{optimizer.lr:g}, {optimizer.schedule}{fall}{rise}"
 

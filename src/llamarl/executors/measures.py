@@ -96,9 +96,11 @@ def measures(groups: Sequence[Group], ratings: Sequence[Sequence[float]] | None 
 
 
 def answered(groups: Sequence[Group]) -> float:
-    """Share of responses in which an answer is found, right or wrong; NaN where none is in any: the task has a form of its own."""
+    """Share of responses in which an answer is found, right or wrong; NaN where the task has a form of its own: none is found
+    in any, or more were right."""
     found = [extract_answer(r.text, numeric=_is_numeric(g)) is not None for g in groups for r in g.responses]
-    return sum(found) / len(found) if any(found) else math.nan
+    right = sum(_is_right(r) for g in groups for r in g.responses)
+    return sum(found) / len(found) if any(found) and sum(found) >= right else math.nan
 
 
 def _voted(text: str, numeric: bool) -> str | None:

@@ -84,6 +84,8 @@ _CLIPPED = 0.3
 """Share of tokens on which the loss's own bound acted."""
 _CONCENTRATED = 0.2
 """Effective samples over responses; runs that learn have half and more at staleness 4."""
+_EARNS_MORE = 0.1
+"""Reward by which responses of evaluations lie above those of equal rewards in training."""
 _COLLAPSED = 0.05
 """Share of its entropy at the start that the policy still has."""
 _STOOD_STILL = 0.1
@@ -224,12 +226,14 @@ def find_in_rows(first: Rows, recent: Rows, *, group_baseline: bool, causes: Seq
         )
         found["mismatch"] = _mismatch(_computed(recent))
     if group_baseline and (len(recent) == WINDOW or _sum(recent, "groups/generated") >= _FEW_GROUPS):
-        found["no_signal"] = _no_signal(recent)
+        found["no_signal"] = _no_signal(first, recent)
     return {kind: found[kind] for kind in KINDS if found.get(kind)}
 
 
 def _last(rows: Rows) -> str:
-    return f"the last {len(rows)} ticks" if len(rows) > 1 else "the first tick"
+    if len(rows) == 1:
+        return f"tick {int(step)}" if (step := rows[0].get("step")) else "the first tick"
+    return f"the last {len(rows)} ticks"
 
 
 def _all_failed(row: Mapping[str, Any], causes: Sequence[str]) -> str:
@@ -252,14 +256,26 @@ def _failing(rows: Rows, causes: Sequence[str]) -> str:
     )
 
 
-def _no_signal(rows: Rows) -> str:
+def _all_equal(first: Rows) -> str:
+    """What to look at where all rewards are equal: how responses are sampled, if those of evaluations earn more."""
+    row = first[0] if first else {}
+    mean, held_out = row.get("reward/mean"), row.get("eval/reward_mean")
+    if mean is not None and held_out is not None and held_out - mean > _EARNS_MORE and not row.get("reward/std"):
+        return (
+            f"held-out responses of the same policy earned {held_out:.3f}, those of the first tick {mean:.3f}: compare "
+            f"generator.sampling.temperature with evaluation.temperature, then the questions"
+        )
+    return 'an answer reaches it as text ("12" == 12 is never true)'
+
+
+def _no_signal(first: Rows, rows: Rows) -> str:
     silent, judged = _sum(rows, "groups/no_signal"), _sum(rows, "groups/generated")
     if not judged or silent / judged < _NO_SIGNAL or _sum(rows, "reward/failed") == _sum(rows, "samples/delivered"):
         return ""
     if _sum(rows, "reward/failed") > _FAILED * _sum(rows, "samples/delivered"):  # these are to be mended first
         return ""
-    equal = all(std is not None and std < 1e-9 for std in (row.get("reward/std") for row in rows))
-    hint = '; an answer reaches it as text ("12" == 12 is never true)' if equal else ""
+    equal = all(std is not None and std < 1e-9 for std in (row.get("reward/std") for row in (*first, *rows)))
+    hint = f"; {_all_equal(first)}" if equal else ""
     source = "the reward function (task.reward)"
     if any("episodes/delivered" in row for row in rows):
         source, hint = "the rewards of its environment, or task.reward", ""
@@ -438,7 +454,7 @@ def find_wrong(
         kind, step = str(warning["kind"]), int(warning["step"])
         found.setdefault(kind, Finding(kind=kind, text=str(warning["text"]), first_tick=step, now=False))
     if sum(len(one.reward) for one in responses) >= _FEW:
-        for finding in _in_responses(responses, reward):
+        for finding in _in_responses(responses, reward, rows[:1]):
             found.setdefault(finding.kind, finding)
     if not any(kind in found and found[kind].now for kind in _NOTHING_LEARNED):  # then time is not what is missing
         found |= {finding.kind: finding for finding in _waiting(rows)}
@@ -475,7 +491,7 @@ def _in_every_window(rows: Rows, responses: Sequence[ResponsesLike], *, group_ba
         yield Finding(kind=kind, level=level, text=text, first_tick=first[kind], now=kind in now)
 
 
-def _in_responses(responses: Sequence[ResponsesLike], reward: str) -> Iterable[Finding]:
+def _in_responses(responses: Sequence[ResponsesLike], reward: str, first: Rows) -> Iterable[Finding]:
     began = responses[0].tick
     total = sum(len(one.reward) for one in responses)
     rewards = [value for one in responses for value in one.reward if value is not None]
@@ -484,7 +500,7 @@ def _in_responses(responses: Sequence[ResponsesLike], reward: str) -> Iterable[F
         text = (
             f"all {plural(len(rewards), 'scored response')} have the reward {rewards[0]:g}, whatever they say, so no advantage "
             f"differs from 0 and nothing is learned. Look at a response and the expected answer side by side; then at the reward "
-            f'function ({named}): does it ever give anything else? An answer reaches it as text, so "12" == 12 is never true'
+            f"function ({named}): does it ever give anything else? And {_all_equal(first)}"
         )
         yield Finding(kind="constant_reward", text=text, first_tick=began)
     failures = Counter(cause for one in responses for cause in one.failure if cause)

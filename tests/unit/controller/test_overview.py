@@ -37,6 +37,10 @@ def test_the_lines_of_the_shipped_recipe() -> None:
     }
 
 
+def test_a_rate_that_never_falls_is_not_said_to_fall() -> None:
+    assert lines_of("--run.num_ticks", "3")["learning rate"] == "0.0002, cosine, after 5 ticks of warm-up"
+
+
 def test_the_preset_grpo_says_its_kl_term_and_its_reference_model() -> None:
     line = lines_of("--algorithm.name", "grpo")["algorithm"]
     assert line == "ppo, advantage group_std, KL term kl_coef 0.04 (k3) against bundled:tiny as a reference model"

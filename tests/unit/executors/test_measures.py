@@ -85,4 +85,7 @@ def test_measures_of_three_prompts() -> None:
 def test_an_answer_in_a_wrong_form_is_apart_from_a_wrong_answer() -> None:
     group = _group(("I do not know", 0.0), ("\\boxed{9}", 0.0), ("\\boxed{4}", 1.0), ("it is 7", 0.0))
     assert answered([group]) == 0.75
+    assert math.isnan(
+        answered([_group(("#4", 1.0), ("#3", 1.0), ("\\boxed{4}", 0.0))])
+    )  # one in the form of other tasks
     assert math.isnan(answered([_group(("#4", 1.0))])) and math.isnan(answered([]))

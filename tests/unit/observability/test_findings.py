@@ -7,6 +7,7 @@ high (``rate``), or a reward function that always raises (``fails``).
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from llamarl.observability.findings import (
     NewFindings,
     few_causes,
     find_in_rows,
+    find_wrong,
     remedy,
 )
 from llamarl.observability.metrics import WarningLog, read_warnings
@@ -184,6 +186,24 @@ def test_equal_rewards_everywhere_bring_to_mind_that_answers_are_text() -> None:
         rows = [row | {"reward/std": spread}] * WINDOW
         text = find_in_rows(rows, rows, group_baseline=True)["no_signal"]
         assert ("an answer reaches it as text" in text) == expected
+
+
+def test_equal_rewards_bring_to_mind_neither_text_nor_the_reward_where_others_were_earned() -> None:
+    row = {"groups/no_signal": 16, "groups/generated": 16, "samples/delivered": 128, "reward/failed": 0}
+    row |= {"reward/mean": 0.0, "reward/std": 0.0}
+    began = {**row, "reward/mean": 0.3, "reward/std": 0.4}  # a policy that broke later
+    assert "as text" not in find_in_rows([began], [row], group_baseline=True)["no_signal"]
+    hot = [row | {"eval/reward_mean": 0.375}]
+    one = SimpleNamespace(tick=0, reward=[0.0] * 128, failure=[""] * 128, flags=[0] * 128)
+    (constant,) = find_wrong(hot, [], [one], group_baseline=True)
+    for text in (find_in_rows(hot, hot, group_baseline=True)["no_signal"], constant.text):
+        assert "as text" not in text and "earned 0.375, those of the first tick 0.000" in text
+
+
+def test_a_tick_that_stands_for_several_is_named() -> None:
+    rows = [SOUND | {"step": step, "tokens/computed": 0.0} for step in range(WINDOW)]
+    rows[2] |= {"tokens/computed": 900.0, "mismatch/kl": 1.0}
+    assert "over tick 2 mismatch" in find_in_rows(rows, rows, group_baseline=True)["mismatch"]
 
 
 def test_late_replies_bring_the_delay_that_would_hide_them() -> None:
