@@ -86,6 +86,7 @@ _CONCENTRATED = 0.2
 """Effective samples over responses; runs that learn have half and more at staleness 4."""
 _EARNS_MORE = 0.1
 """Reward by which responses of evaluations lie above those of equal rewards in training."""
+_AS_TEXT = 'an answer reaches it as text ("12" == 12 is never true)'
 _COLLAPSED = 0.05
 """Share of its entropy at the start that the policy still has."""
 _STOOD_STILL = 0.1
@@ -256,8 +257,8 @@ def _failing(rows: Rows, causes: Sequence[str]) -> str:
     )
 
 
-def _all_equal(first: Rows) -> str:
-    """What to look at where all rewards are equal: how responses are sampled, if those of evaluations earn more."""
+def _sampled_apart(first: Rows) -> str:
+    """Where all rewards of the first tick were equal, and evaluations of the same policy earned more: what differs."""
     row = first[0] if first else {}
     mean, held_out = row.get("reward/mean"), row.get("eval/reward_mean")
     if mean is not None and held_out is not None and held_out - mean > _EARNS_MORE and not row.get("reward/std"):
@@ -265,7 +266,7 @@ def _all_equal(first: Rows) -> str:
             f"held-out responses of the same policy earned {held_out:.3f}, those of the first tick {mean:.3f}: compare "
             f"generator.sampling.temperature with evaluation.temperature, then the questions"
         )
-    return 'an answer reaches it as text ("12" == 12 is never true)'
+    return ""
 
 
 def _no_signal(first: Rows, rows: Rows) -> str:
@@ -275,7 +276,8 @@ def _no_signal(first: Rows, rows: Rows) -> str:
     if _sum(rows, "reward/failed") > _FAILED * _sum(rows, "samples/delivered"):  # these are to be mended first
         return ""
     equal = all(std is not None and std < 1e-9 for std in (row.get("reward/std") for row in (*first, *rows)))
-    hint = f"; {_all_equal(first)}" if equal else ""
+    hint = _sampled_apart(first) or (_AS_TEXT if equal else "")
+    hint = f"; {hint}" if hint else ""
     source = "the reward function (task.reward)"
     if any("episodes/delivered" in row for row in rows):
         source, hint = "the rewards of its environment, or task.reward", ""
@@ -500,7 +502,7 @@ def _in_responses(responses: Sequence[ResponsesLike], reward: str, first: Rows) 
         text = (
             f"all {plural(len(rewards), 'scored response')} have the reward {rewards[0]:g}, whatever they say, so no advantage "
             f"differs from 0 and nothing is learned. Look at a response and the expected answer side by side; then at the reward "
-            f"function ({named}): does it ever give anything else? And {_all_equal(first)}"
+            f"function ({named}): does it ever give anything else? And {_sampled_apart(first) or _AS_TEXT}"
         )
         yield Finding(kind="constant_reward", text=text, first_tick=began)
     failures = Counter(cause for one in responses for cause in one.failure if cause)
