@@ -52,12 +52,16 @@ _NEED_TEMPORARY_FILES = ("train", "sft", "eval", "generate")
 
 def command() -> int:
     """``llamarl`` as a process of its own; :func:`main` is for those who call it in theirs."""
-    from llamarl.runtime.fork_server import allow_fork_of_this_process
+    try:
+        from llamarl.runtime.fork_server import allow_fork_of_this_process
 
-    allow_fork_of_this_process()
-    # torch and transformers make a million objects that stay: looking through them every 700 takes a seventh of a start
-    gc.set_threshold(20_000, 10, 10)
-    code = main()
+        allow_fork_of_this_process()
+        # torch and transformers make a million objects that stay: looking through them every 700 takes a seventh of a start
+        gc.set_threshold(20_000, 10, 10)
+        code = main()
+    except KeyboardInterrupt:  # while modules were imported
+        print("llamarl: stopped by the user", file=sys.stderr)
+        code = RunInterrupted.exit_code
     end_process(code)
     return code
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cli import eval as eval_verb
-from llamarl.cli.main import main
+from llamarl.cli.main import command, main
 
 pytestmark = pytest.mark.usefixtures("own_signals")
 RECIPE = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml")
@@ -313,3 +313,14 @@ def test_a_task_with_a_test_set_is_asked_whole_unless_prompts_are_counted() -> N
     whole = asked("gsm8k", None)
     assert whole is not None and whole > 100_000
     assert (asked("gsm8k", 5), asked("countdown", None), asked(None, None)) == (5, None, None)
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def importing() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llamarl.cli.main.main", importing)
+    monkeypatch.setattr("llamarl.cli.main.end_process", lambda code: None)
+    assert (command(), capsys.readouterr().err) == (130, "llamarl: stopped by the user\n")
