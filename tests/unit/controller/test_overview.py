@@ -70,6 +70,7 @@ def test_the_first_prompt_is_shown_as_its_tokens_spell_it(tmp_path: Path) -> Non
         ({"used": True}, "already holds a run"),
         ({"file": True}, "is no folder; choose another --run.dir"),
         ({"held": True}, "is in use by another llamarl train"),
+        ({"model": 0.5}, "model.safetensors is not a usable safetensors file"),  # of which half came
         ({"reward": "def reward(prompt, response, answer):\n    return 1.0\n\nraise RuntimeError('broken import')\n"}, "broken import"),
     ],
 )  # fmt: skip
@@ -85,6 +86,10 @@ def test_a_dry_run_refuses_what_a_start_would(change: dict[str, Any], why: str, 
     if "reward" in change:
         (tmp_path / "own.py").write_text(change["reward"])
         words += ["--task.reward", f"{tmp_path}/own.py:reward"]
+    if "model" in change:
+        weights = Path(shutil.copytree(resolve_model_path("bundled:tiny"), tmp_path / "model"), "model.safetensors")
+        weights.write_bytes(weights.read_bytes()[: int(change["model"] * weights.stat().st_size)])
+        words += ["--model.path", str(weights.parent)]
     config = load_config(RECIPE, words)
     if "held" in change:
         make_folder(run_dir)
