@@ -36,6 +36,9 @@ class DemonstrationStream(PromptStream):
         room: Tokens that the model's context has for prompt and completions together; None is no limit.
     """
 
+    ROOM = "the model's context"
+    MORE_ROOM = "take a model of a longer context"
+
     def __init__(
         self, task: ItemSource, tokenizer: Tokenizer, config: DataConfig, seed: int, *, room: int | None = None
     ) -> None:

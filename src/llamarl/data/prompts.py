@@ -253,6 +253,9 @@ class PromptStream:
         opener: Environment that answers the policy; None where it answers once.
     """
 
+    ROOM = "all that the model's context leaves beside generator.sampling.max_new_tokens"
+    MORE_ROOM = "lower generator.sampling.max_new_tokens"
+
     def __init__(
         self,
         task: ItemSource,
@@ -271,11 +274,9 @@ class PromptStream:
         self._limit = config.max_prompt_tokens if room is None else min(room, config.max_prompt_tokens)
         of_context = self._limit < config.max_prompt_tokens
         self._limit_words = (
-            f"{self._limit} tokens (all that the model's context leaves beside generator.sampling.max_new_tokens)"
-            if of_context
-            else f"data.max_prompt_tokens={self._limit}"
+            f"{self._limit} tokens ({self.ROOM})" if of_context else f"data.max_prompt_tokens={self._limit}"
         )
-        self._remedy = "lower generator.sampling.max_new_tokens" if of_context else "raise data.max_prompt_tokens"
+        self._remedy = self.MORE_ROOM if of_context else "raise data.max_prompt_tokens"
         self.num_skipped = 0
         """Training items that were too long and left out, since this stream was made."""
         self._order = lru_cache(maxsize=4)(lambda num_items, epoch: shuffled(num_items, seed, epoch))

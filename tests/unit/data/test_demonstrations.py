@@ -24,7 +24,7 @@ TALK = [
 
 
 def stream(
-    rows: list[dict[str, Any]], folder: Path, template: str | None = None, **settings: Any
+    rows: list[dict[str, Any]], folder: Path, template: str | None = None, room: int | None = None, **settings: Any
 ) -> DemonstrationStream:
     folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
@@ -32,7 +32,7 @@ def stream(
     task = DemonstrationsTask(TaskConfig(name="demonstrations", data=str(file), eval_fraction=0.0), seed=0)
     tokenizer = make_tokenizer(template)
     tokenizer.eos_token = "~"
-    return DemonstrationStream(task, tokenizer, DataConfig(shuffle=False, **settings), 0)
+    return DemonstrationStream(task, tokenizer, DataConfig(shuffle=False, **settings), 0, room=room)
 
 
 def shown(group: Group, template: str | None = None) -> tuple[str, str, str]:
@@ -149,6 +149,10 @@ def test_a_row_that_is_too_long_with_its_completion_is_refused_or_replaced(tmp_p
     rows = [{"prompt": "12", "completion": "1234567"}, {"prompt": "1", "completion": "2"}]
     with pytest.raises(DataError, match=r"rows.jsonl:1 \(10 tokens\)"):
         stream(rows, tmp_path, max_prompt_tokens=9).check_training_prompts()
+    with pytest.raises(
+        DataError, match="longer than 9 tokens .the model's context.: .* take a model of a longer context, "
+    ):
+        stream(rows, tmp_path, room=9).check_training_prompts()  # nothing is sampled, whose limit could be lowered
     kept = stream(rows, tmp_path, max_prompt_tokens=9, too_long="skip")
     assert {shown(kept.demonstration(i)) for i in range(6)} == {("1", "2~", "2~")}
     assert shown(stream(rows, tmp_path, max_prompt_tokens=10).demonstration(0))[1] == "1234567~"
