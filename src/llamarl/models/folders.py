@@ -86,7 +86,8 @@ def resolve_model_path(path: str | Path, *, key: str = "model.path", weights: bo
             f"{', '.join(bundled)}",
         )
     if not (folder / "config.json").is_file():
-        raise ModelError.at(key, f": {folder} has no config.json, so it is not a Hugging Face model folder")
+        hint = f"; its policy is {folder}/model" if (folder / "model" / "config.json").is_file() else ""
+        raise ModelError.at(key, f": {folder} has no config.json, so it is not a Hugging Face model folder{hint}")
     for parent, _, names in os.walk(folder):  # whoever opens a pipe waits for its other end
         for file in (Path(parent, name) for name in names):
             if file.exists() and not file.is_file():

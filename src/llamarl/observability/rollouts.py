@@ -115,10 +115,10 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
         DataError: No such file, or a line that is not a sample; the message names file and line.
     """
     place = rollouts_in(folder)
+    ticks = rollout_ticks(place)
     files = [(found, path) for found, path in tick_files(place) if tick is None or found == tick]
     if not files:
-        wanted = "rollouts" if tick is None else f"rollouts of tick {tick}"
-        raise DataError(f"{place} holds no {wanted}: run with observability.rollouts = true")
+        raise DataError(f"{place} holds no rollouts of tick {tick}: it has those of ticks {ticks[0]} to {ticks[-1]}")
     for found, path in files:
         for number, line in enumerate(read_bytes(path, max_bytes=None).split(b"\n"), start=1):
             where = f"{path}, line {number}"

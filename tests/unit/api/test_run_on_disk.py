@@ -31,5 +31,5 @@ def test_rollouts_of_a_tick_are_a_list_with_the_advantages_that_were_trained(tmp
     assert [sample.advantage for sample in samples] == [None, 0.75, 0.75, 0.75] * 2
     assert [sample.tick for sample in run.rollouts()] == [0] * 8 + [1] * 8
     assert list(run.rollouts())[-1].advantage == 0.75
-    with pytest.raises(DataError, match="holds no rollouts of tick 7"):
+    with pytest.raises(DataError, match="holds no rollouts of tick 7: it has those of ticks 0 to 1"):
         run.rollouts(7)

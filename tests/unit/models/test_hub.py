@@ -190,3 +190,10 @@ def test_a_loop_of_links_and_a_pipe_among_the_files_are_refused(tmp_path: Path) 
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.safetensors is a pipe, socket or device"):
         resolve_model_path(tmp_path)
+
+
+def test_the_folder_of_a_run_is_answered_with_that_of_its_policy(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    with pytest.raises(ModelError, match=f"; its policy is {tmp_path}/model"):
+        resolve_model_path(tmp_path)

@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: py
 
 
 def test_reading_names_the_file_and_line_that_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no rollouts of tick 4"):
+    with pytest.raises(DataError, match="holds no rollouts: run with observability.rollouts = true"):
         list(read_rollouts(tmp_path, 4))
     path = write_rollouts(tmp_path, 4, [_group()])
     path.write_bytes(path.read_bytes() + b'{"tick": 4}\n')
