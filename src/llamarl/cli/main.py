@@ -56,7 +56,7 @@ def command() -> int:
         from llamarl.runtime.fork_server import allow_fork_of_this_process
 
         allow_fork_of_this_process()
-        # torch and transformers make a million objects that stay: looking through them every 700 takes a seventh of a start
+        # torch and transformers make a million objects that stay: to scan them every 700 is a seventh of a start
         gc.set_threshold(20_000, 10, 10)
         code = main()
     except KeyboardInterrupt:  # while modules were imported

@@ -87,7 +87,7 @@ def check_reward_models(config: RunConfig) -> None:
 
 
 def check_architectures(config: RunConfig) -> None:
-    """Refuse a model of which a small copy is not computed here as transformers computes it, or with half a file of weights.
+    """Refuse a model that has half a file of weights, or of which a small copy is not computed as transformers does.
 
     Raises:
         ModelError: It names the difference, or the file.

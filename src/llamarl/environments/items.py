@@ -448,7 +448,7 @@ def _load(path: Path, config: TaskConfig, key: str) -> Mapping[str, Any]:
             at, f": {path} cannot be read as a table: {type(innermost).__name__}: {text:.500}"
         ) from error
     if "converters" in options and any("__index_level_0__" in rows.column_names for rows in splits.values()):
-        raise DataError.at(key, f": {path} has more cells in a row than in its header: text with a comma needs quotes")
+        raise DataError.at(key, f": {path} has more cells in a row than in its header: quote text with a comma")
     return {
         name: rows.remove_columns([column for column, feature in rows.features.items() if is_decoded(feature)])
         for name, rows in splits.items()

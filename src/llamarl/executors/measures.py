@@ -96,8 +96,8 @@ def measures(groups: Sequence[Group], ratings: Sequence[Sequence[float]] | None 
 
 
 def answered(groups: Sequence[Group]) -> float:
-    """Share of responses in which an answer is found, right or wrong; NaN where the task has a form of its own: none is found
-    in any, or more were right."""
+    """Share of responses in which an answer is found, right or wrong; NaN where the task has a form of its own: fewer
+    are found than are right, or none."""
     found = [extract_answer(r.text, numeric=_is_numeric(g)) is not None for g in groups for r in g.responses]
     right = sum(_is_right(r) for g in groups for r in g.responses)
     return sum(found) / len(found) if any(found) and sum(found) >= right else math.nan

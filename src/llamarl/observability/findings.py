@@ -258,13 +258,13 @@ def _failing(rows: Rows, causes: Sequence[str]) -> str:
 
 
 def _sampled_apart(first: Rows) -> str:
-    """Where all rewards of the first tick were equal, and evaluations of the same policy earned more: what differs."""
+    """What differs where all rewards of the first tick were equal and evaluations of the same policy earned more."""
     row = first[0] if first else {}
     mean, held_out = row.get("reward/mean"), row.get("eval/reward_mean")
     if mean is not None and held_out is not None and held_out - mean > _EARNS_MORE and not row.get("reward/std"):
         return (
-            f"held-out responses of the same policy earned {held_out:.3f}, those of the first tick {mean:.3f}: compare "
-            f"generator.sampling.temperature with evaluation.temperature, then the questions"
+            f"held-out responses of the same policy earned {held_out:.3f}, those of the first tick {mean:.3f}: "
+            f"compare generator.sampling.temperature with evaluation.temperature, then the questions"
         )
     return ""
 
