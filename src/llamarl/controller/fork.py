@@ -74,9 +74,9 @@ def fork_run(config: RunConfig, source: Path) -> None:
         refuse_a_run(run_dir)
         folder.begin()
         mirror = stack.enter_context(mirror_of(prepared.config, folder))
-        save_settings(prepared, run_dir)
         record_models(prepared.local, run_dir)
         copied = copy_history(source, checkpoint, run_dir, description(prepared), changed)
+        save_settings(prepared, run_dir)  # last: without its checkpoint nobody must go on with it
         print(f"{run_dir} goes on from {checkpoint.path}, with {_changes(changed)}", file=sys.stderr)
         execute(prepared, folder, resume_after_tick=copied.tick, load_from=copied.path, mirror=mirror)
 

@@ -15,6 +15,7 @@ from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.begun_settings import RESHARDABLE, differences, explain
 from llamarl.controller.early_end import EarlyEnd
+from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.preflight import check_reward
@@ -154,6 +155,11 @@ def _is_done(run_dir: Path, config: RunConfig) -> bool:
 def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> None:
     """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise:
     by the configuration ``had``, on ``platform``, if known."""
+    if made == run_dir and (run_dir / FORKED_FROM).is_file():
+        raise ConfigError(
+            f"--resume: {run_dir} holds no checkpoint, and a fork has no other beginning: fork its source again into a new "
+            f"folder ({run_dir / FORKED_FROM} names it)"
+        )
     checkpoint = prepared.config.checkpoint
     found = differences(had, to_plain(prepared.config), begun_in(run_dir / CONFIG_FILE))
     if checkpoint.reshard:

@@ -24,7 +24,7 @@ from llamarl.controller.products import write_products
 from llamarl.controller.run_folder import RunFolder
 from llamarl.controller.settle import record_models
 from llamarl.determinism import platform_facts
-from llamarl.errors import ConfigError, LlamaRLError
+from llamarl.errors import CheckpointError, ConfigError, LlamaRLError
 from llamarl.models.exported import ExportFacts, write_export
 from llamarl.models.folders import resolve_model_path
 from llamarl.runtime.tick_log import Resumed
@@ -478,3 +478,22 @@ def test_a_fork_of_a_constant_rate_ends_a_falling_one_with_its_own_ticks(
     asked = ["--run.num_ticks", "300", "--optimizer.schedule", "linear", "--dry-run"]
     assert main(["train", "--resume", str(tmp_path / "run"), "--fork", str(tmp_path / "fork"), *asked]) == 0
     assert "\ndecay_ticks = 300\n" in capsys.readouterr().out
+
+
+def test_a_fork_without_its_checkpoint_is_not_begun_anew_by_a_resume(
+    tmp_path: Path,
+    executed: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, forked = tmp_path / "run", tmp_path / "fork"
+    checkpointed(source, monkeypatch, platform_facts())
+    fork_of_it = ["train", "--resume", str(source), "--fork", str(forked), "--optimizer.lr", "0.5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(fork, "copy_history", lambda *_: (_ for _ in ()).throw(CheckpointError("no room")))
+        assert main(fork_of_it) == 1
+    assert main(["train", "--resume", str(forked)]) == 2 and "holds no run" in capsys.readouterr().err
+    assert main(fork_of_it) == 0 and len(executed) == 1
+    shutil.rmtree(forked / "checkpoints" / "tick_000004")  # it was refused, and removed
+    assert main(["train", "--resume", str(forked)]) == 2 and "fork its source again" in capsys.readouterr().err
+    assert len(executed) == 1
