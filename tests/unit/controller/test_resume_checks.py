@@ -497,3 +497,18 @@ def test_a_fork_without_its_checkpoint_is_not_begun_anew_by_a_resume(
     shutil.rmtree(forked / "checkpoints" / "tick_000004")  # it was refused, and removed
     assert main(["train", "--resume", str(forked)]) == 2 and "fork its source again" in capsys.readouterr().err
     assert len(executed) == 1
+
+
+def test_settings_are_on_the_disk_before_they_take_the_name_of_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, fsync, replace = set[int](), os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), fsync(file)))
+
+    def checked(source: Path, target: Path) -> None:
+        assert os.stat(source).st_ino in flushed, target
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", checked)
+    run.save_settings(prepare.prepare(config(tmp_path)), tmp_path)
+    assert (tmp_path / "config.toml").is_file()
