@@ -105,7 +105,7 @@ class EventLog(LineLog):
             self.append_lines(b"".join(lines))
 
     def _cut_after(self, tick: int) -> None:
-        lines = read_bytes(self.path).splitlines(keepends=True)
+        lines = read_bytes(self.path, max_bytes=None).splitlines(keepends=True)
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -129,7 +129,7 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
     """
     path = Path(path)
     try:
-        lines = read_bytes(path).splitlines(keepends=True)
+        lines = read_bytes(path, max_bytes=None).splitlines(keepends=True)
     except FileError as error:
         raise EventLogError(f"{error}: a replay needs the run's event log") from None
     found: dict[tuple[int, int], TickEvent] = {}
@@ -161,7 +161,7 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
 def event_platform(path: str | os.PathLike[str]) -> dict[str, str]:
     """Where the log was begun (``platform_facts``)."""
     try:
-        platform = _parse(read_bytes(path).partition(b"\n")[0] + b"\n").get("platform")
+        platform = _parse(read_bytes(path, max_bytes=None).partition(b"\n")[0] + b"\n").get("platform")
     except ValueError as error:
         raise EventLogError(_torn(Path(path), 1, error)) from None
     return {str(key): str(value) for key, value in platform.items()} if isinstance(platform, dict) else {}

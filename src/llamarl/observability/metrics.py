@@ -101,7 +101,7 @@ class MetricsLog(LineLog):
                     f"run.dir: {self.path.parent} already holds a run ({METRICS_FILE}): resume it with "
                     f"--resume {self.path.parent}, or choose another run.dir"
                 )
-            rows = _whole_rows(read_bytes(self.path))
+            rows = _whole_rows(read_bytes(self.path, max_bytes=None))
             kept = [(row, line) for row, line in rows if int(row.get("step") or 0) <= resume_after_tick]
             self.replace(line for _, line in kept)
             self.rows = tuple(row for row, _ in kept)
@@ -153,7 +153,7 @@ def row_to_line(row: Mapping[str, Any]) -> bytes:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[Row]:
-    """Rows of a run's folder (or of the file itself). A last line torn by a kill is left out.
+    """Rows of a run's folder (or of the file itself). A line that is not whole is left out, as the last one is after a kill.
 
     Raises:
         LlamaRLError: There is no such file.
@@ -161,7 +161,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[Row]:
     path = Path(run_dir)
     path = path / METRICS_FILE if path.is_dir() else path
     try:
-        return [row for row, _ in _whole_rows(read_bytes(path))]
+        return [row for row, _ in _whole_rows(read_bytes(path, max_bytes=None))]
     except FileError as error:
         raise LlamaRLError(str(error)) from error
 
@@ -181,15 +181,15 @@ def _plain(key: str, value: Any) -> float | int | None:
 
 
 def _whole_rows(data: bytes) -> list[tuple[Row, bytes]]:
-    """Rows with their lines, up to the first line that is not whole."""
+    """Rows with their lines; one that is not whole is left out."""
     rows: list[tuple[Row, bytes]] = []
     for line in data.splitlines(keepends=True):
         try:
             row = parse_json(line, METRICS_FILE)
         except FileError:
-            break
+            continue
         if not line.endswith(b"\n") or not isinstance(row, dict) or not all(map(_is_value, row.values())):
-            break
+            continue
         rows.append((row, line))
     return rows
 

@@ -91,6 +91,15 @@ def test_a_resumed_file_ends_as_that_of_an_uninterrupted_run(tmp_path: Path) -> 
     assert resumed.path.read_bytes() == whole.path.read_bytes()
 
 
+def test_a_resume_keeps_the_rows_after_one_that_is_damaged(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for tick in range(4):
+        log.write({"step": tick})
+    log.path.write_bytes(log.path.read_bytes().replace(b': 1}', b'\xff 1}'))
+    assert [row["step"] for row in MetricsLog(tmp_path, resume_after_tick=3).rows] == [0, 2, 3]
+    assert log.path.read_bytes() == b'{"step": 0}\n{"step": 2}\n{"step": 3}\n'
+
+
 def test_a_run_without_a_checkpoint_starts_its_file_over(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.write({"step": 0})
