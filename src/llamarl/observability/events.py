@@ -83,12 +83,11 @@ class EventLog(LineLog):
         Args:
             patience: With a disk that refuses a line; None: none.
             resume_after_tick: Tick of the checkpoint from which the run goes on, -1 if it had none,
-                None if it is new. Lines of later ticks, and a last line that the kill tore, are
-                cut: those ticks are decided anew.
+                None if it is new. Lines of later ticks, torn ones too, are cut: those are decided anew.
             platform: Of the hosts that hold the ranks (``joint_facts``); None: of this machine.
 
         Raises:
-            EventLogError: A line before the last is torn, or a decision of a kept tick is missing.
+            EventLogError: A line of a kept tick is torn, or a decision of one is missing, from the first in the log on.
             LlamaRLError: The file cannot be written.
         """
         super().__init__(Path(run_dir) / EVENTS_FILE, patience)
@@ -99,30 +98,38 @@ class EventLog(LineLog):
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Write the events of a tick at once; none makes no file."""
         lines = [_line(event) for event in events]
-        if lines and not self.path.exists():
+        if lines and not (self.path.exists() and self.path.stat().st_size):
             lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
         if lines:
             self.append_lines(b"".join(lines))
 
     def _cut_after(self, tick: int) -> None:
-        lines = read_bytes(self.path, max_bytes=None).splitlines(keepends=True)
-        kept = []
-        for number, line in enumerate(lines, start=1):
+        kept, first, torn = [], tick + 1, ""
+        for number, line in enumerate(read_bytes(self.path, max_bytes=None).splitlines(keepends=True), start=1):
             try:
                 record = _parse(line)
             except ValueError as error:
-                if number == len(lines):
-                    break
-                raise EventLogError(_torn(self.path, number, error)) from None
-            if "tick" not in record or record["tick"] <= tick:
+                torn = torn or _torn(self.path, number, error)
+                continue
+            if record.get("tick", -1) <= tick:
+                if torn:
+                    raise EventLogError(torn + self._go_on_without())
                 kept.append(line)
+                first = min(first, record.get("tick", first))
         self.replace(kept)
-        if tick >= 0:
-            read_events(self.path, num_ticks=tick + 1)
+        try:
+            read_events(self.path, num_ticks=tick + 1, first_tick=first)
+        except EventLogError as error:
+            raise EventLogError(f"{error}{self._go_on_without()}") from None
+
+    def _go_on_without(self) -> str:
+        return f". To go on all the same, remove {self.path}: the run cannot be repeated from its log then"
 
 
-def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[int, int], TickEvent]:
-    """(tick, rank) -> decisions of ticks 0 .. ``num_ticks`` - 1, every line proved.
+def read_events(
+    path: str | os.PathLike[str], *, num_ticks: int, first_tick: int = 0
+) -> dict[tuple[int, int], TickEvent]:
+    """(tick, rank) -> decisions of ticks ``first_tick`` .. ``num_ticks`` - 1, every line proved.
 
     Raises:
         EventLogError: The file is missing, torn or altered, of another format, or does not reach that far.
@@ -145,7 +152,8 @@ def read_events(path: str | os.PathLike[str], *, num_ticks: int) -> dict[tuple[i
             raise EventLogError(_torn(path, number, error)) from None
         found[event.tick, event.rank] = event
     ranks = {rank for _, rank in found}
-    missing = next((t for t in range(num_ticks) if any((t, r) not in found for r in ranks) or not ranks), None)
+    needed = range(first_tick, num_ticks)
+    missing = next((t for t in needed if any((t, r) not in found for r in ranks) or not ranks), None)
     if missing is not None:
         raise EventLogError(
             f"{path} holds no decisions of tick {missing}, needed are ticks 0 to {num_ticks - 1}: "

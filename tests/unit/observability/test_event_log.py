@@ -92,6 +92,28 @@ def test_resuming_over_a_torn_line_in_the_middle_is_refused(tmp_path: Path) -> N
         EventLog(tmp_path, resume_after_tick=1)
 
 
+def test_resuming_cuts_a_torn_line_of_a_tick_that_is_decided_anew(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace('"tick": 1', '"tick": 7', 1))
+    EventLog(tmp_path, resume_after_tick=0)
+    assert set(read_events(path, num_ticks=1)) == {(0, 0), (0, 1)}
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_log_that_was_emptied_or_removed_is_begun_again_and_goes_on(tmp_path: Path, kept: int) -> None:
+    """By a power failure before anything was flushed, or by the user, since it was damaged."""
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes()[:kept])
+    log = EventLog(tmp_path, resume_after_tick=0)
+    for tick in (1, 2):
+        log.append([event(tick).to_plain()])
+    EventLog(tmp_path, resume_after_tick=2)
+    assert set(read_events(path, num_ticks=3, first_tick=1)) == {(1, 0), (2, 0)}
+    path.write_text(path.read_text().replace('"steps": 40', '"steps": 41', 1))
+    with pytest.raises(EventLogError, match=f"line 2 is torn.* To go on all the same, remove {path}"):
+        EventLog(tmp_path, resume_after_tick=2)
+
+
 @pytest.mark.parametrize(("indices", "text"), [([], ""), ([4], "4"), ([2, 0, 1, 5], "0-2,5"), ([1, 3, 4], "1,3-4")])
 def test_ranges_are_written_short(indices: list[int], text: str) -> None:
     assert ranges(indices) == text

@@ -95,7 +95,7 @@ def test_a_resume_keeps_the_rows_after_one_that_is_damaged(tmp_path: Path) -> No
     log = MetricsLog(tmp_path)
     for tick in range(4):
         log.write({"step": tick})
-    log.path.write_bytes(log.path.read_bytes().replace(b': 1}', b'\xff 1}'))
+    log.path.write_bytes(log.path.read_bytes().replace(b": 1}", b"\xff 1}"))
     assert [row["step"] for row in MetricsLog(tmp_path, resume_after_tick=3).rows] == [0, 2, 3]
     assert log.path.read_bytes() == b'{"step": 0}\n{"step": 2}\n{"step": 3}\n'
 
