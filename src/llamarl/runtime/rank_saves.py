@@ -120,7 +120,7 @@ class RankSaves:
             if not wait_for(partial(_done, pending), self._limit_s):
                 raise DeadlineExceeded(
                     f"executor {self._executor!r}, rank {self._rank}: the state after tick {tick} is not yet "
-                    f"written to {folder.parent} after {self._limit_s:g} s: is the disk slow or gone?"
+                    f"written to {folder.parent} after {self._limit_s:g} s: is the disk gone? If it is slow, raise deadlines.step_s"
                 )
             del self._writing[tick]
             with self._noting(tick, folder):

@@ -85,9 +85,8 @@ class WorkerPlan:
     pull_deadline_s: float = PULL_DEADLINE_S
     """Longest wait for one payload."""
     collective_timeout_s: float = 600.0
-    """Longest wait of one collective of the executor's process group, and of groups of some of its ranks."""
-    save_timeout_s: float = 600.0
-    """Longest wait for a state that is still being written."""
+    """Longest wait of one collective of the executor's process group, and of groups of some of its ranks; and for a state
+    that is still being written."""
     channel_factory: str = CHANNEL_FACTORY
     deterministic: bool = True
     rendezvous: str = ""
@@ -275,7 +274,9 @@ class Worker:
         self._feeds: dict[str, TokenFeed] = {}
         self._weight_channels = {channel.name for channel in plan.channels if channel.kind is ChannelKind.WEIGHTS}
         self._delays = {channel.name: channel.delay for channel in plan.channels}
-        self._saves = RankSaves(plan.spec.name, plan.rank, limit_s=plan.save_timeout_s, again=plan.incarnation > 0)
+        self._saves = RankSaves(
+            plan.spec.name, plan.rank, limit_s=plan.collective_timeout_s, again=plan.incarnation > 0
+        )
         self._journaled = False
         self._journal: Segment | None = None
         """The state after the last tick."""

@@ -199,7 +199,7 @@ def test_of_ranks_that_could_not_write_the_first_is_named() -> None:
 
 
 def test_settling_waits_no_longer_than_its_limit(worker: Worker, tmp_path: Path) -> None:
-    worker = Worker(replace(worker._plan, save_timeout_s=0.05))
+    worker = Worker(replace(worker._plan, collective_timeout_s=0.05))
     worker.setup()
     worker._executor.save = lambda folder, tick: Future()  # type: ignore[union-attr,method-assign]
     with pytest.raises(DeadlineExceeded, match="'me', rank 1: the state after tick 5 is not yet written"):
