@@ -164,10 +164,6 @@ class Record:
     controller_bytes: _Count
 
     @property
-    def number(self) -> int:
-        return int(self.path.name.partition("-")[0])
-
-    @property
     def tells_states(self) -> bool:
         """Whether each rank's state after the tick is in it."""
         return bool(self.journal) and all(state is not None for state in self.journal)
