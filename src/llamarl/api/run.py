@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -105,18 +105,21 @@ class Run:
         from llamarl.observability.rollouts import rollout_ticks
 
         if tick is not None:
-            return self._rollouts_of(tick)
-        return chain.from_iterable(map(self._rollouts_of, rollout_ticks(self.dir)))
+            return list(self._rollouts_of(tick))
+        rollout_ticks(self.dir)
+        return self._rollouts_of(None)
 
-    def _rollouts_of(self, tick: int) -> list[Rollout]:
+    def _rollouts_of(self, tick: int | None) -> Iterator[Rollout]:
         from llamarl.observability.rollouts import read_rollouts
-        from llamarl.observability.trained_tokens import read_trained
+        from llamarl.observability.trained_tokens import read_trained_files, trained_files
 
-        found = {(one.prompt_index, one.sample_index): one.advantage for one in read_trained(self.dir, tick)}
-        return [
-            replace(sample, advantage=found.get((sample.response.prompt_index, sample.response.sample_index)))
-            for sample in read_rollouts(self.dir, tick)
-        ]
+        trained = trained_files(self.dir)
+        for at, samples in groupby(read_rollouts(self.dir, tick), key=lambda sample: sample.tick):
+            of_tick = read_trained_files(trained.get(at, ()))
+            found = {(one.prompt_index, one.sample_index): one.advantage for one in of_tick}
+            for sample in samples:
+                place = sample.response.prompt_index, sample.response.sample_index
+                yield replace(sample, advantage=found.get(place))
 
     def generate(
         self, prompts: str | Sequence[Mapping[str, str]] | Sequence[str | Sequence[Mapping[str, str]]], **sampling: Any

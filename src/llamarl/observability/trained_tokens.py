@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from llamarl.observability.rollouts import tick_files
 from llamarl.observability.writing import Patience
 from llamarl.reading import read_bytes
 
-__all__ = ["TRAINED_FOLDER", "TrainedResponse", "read_trained", "trained_files", "write_trained"]
+__all__ = ["TRAINED_FOLDER", "TrainedResponse", "read_trained", "read_trained_files", "trained_files", "write_trained"]
 
 TRAINED_FOLDER = "trained"
 
@@ -82,8 +83,13 @@ def read_trained(run_dir: Path, tick: int) -> list[TrainedResponse]:
     Raises:
         DataError: A file is torn or of another kind; the message names it.
     """
+    return read_trained_files(trained_files(run_dir).get(tick, ()))
+
+
+def read_trained_files(paths: Iterable[Path]) -> list[TrainedResponse]:
+    """What the ranks saw that wrote these files. Raises as ``read_trained``."""
     found = []
-    for path in trained_files(run_dir, tick):
+    for path in paths:
         try:
             data = read_bytes(path)
             if sum(member.file_size for member in zipfile.ZipFile(io.BytesIO(data)).infolist()) > _MAX_BYTES:
@@ -107,6 +113,9 @@ def read_trained(run_dir: Path, tick: int) -> list[TrainedResponse]:
     return found
 
 
-def trained_files(run_dir: Path, tick: int) -> list[Path]:
-    """The files of a tick, one a rank that wrote any."""
-    return [path for found, path in tick_files(run_dir / TRAINED_FOLDER) if found == tick]
+def trained_files(run_dir: Path) -> dict[int, list[Path]]:
+    """Tick -> its files, one a rank that wrote any."""
+    found: dict[int, list[Path]] = {}
+    for tick, path in tick_files(run_dir / TRAINED_FOLDER):
+        found.setdefault(tick, []).append(path)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from llamarl.observability.keys import KEYS, key_order
 from llamarl.observability.ledger import imbalance
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, tick_files
 from llamarl.observability.summary import RunSummary
-from llamarl.observability.trained_tokens import TrainedResponse, read_trained, trained_files
+from llamarl.observability.trained_tokens import TrainedResponse, read_trained_files, trained_files
 from llamarl.report.page import encode_block
 from llamarl.report.rollout_index import (
     TickIndex,
@@ -93,7 +93,7 @@ class RunReader:
     ) -> tuple[dict[int, list[int]], dict[str, str]]:
         """The chosen groups of each tick and their blocks, which take at most ``room`` characters."""
         pieces = piece_reader(find_tokenizer(self.path, str(files.setting("model.path", ""))))
-        of_tick = {index.tick: index for index in indexes}
+        of_tick, trained = {index.tick: index for index in indexes}, trained_files(self.path)
         ratio = _LINE_TO_BLOCK
         while True:
             chosen = choose_groups(indexes, _FILL * room / ratio)
@@ -101,10 +101,10 @@ class RunReader:
             used = lines = 0
             for tick, prompts in chosen.items():
                 index = of_tick[tick]
-                beside = tuple((path, _state(path)) for path in trained_files(self.path, tick))
+                beside = tuple((path, _state(path)) for path in trained.get(tick, ()))
                 key = (paths[tick], _state(paths[tick]), beside, tuple(prompts))
                 if key not in self._details:
-                    detail = detail_of_tick(tick, paths[tick], prompts, pieces, _trained(self.path, tick))
+                    detail = detail_of_tick(tick, paths[tick], prompts, pieces, _trained(path for path, _ in beside))
                     self._details[key] = encode_block(detail)
                 blocks[f"detail/{tick}"] = self._details[key]
                 used += len(self._details[key])
@@ -188,10 +188,10 @@ def _held_out(totals: RunSummary) -> str:
     return "eval/reward_mean" if totals.is_graded else "eval/accuracy"
 
 
-def _trained(run_dir: Path, tick: int) -> dict[tuple[int, int], TrainedResponse]:
+def _trained(paths: Iterable[Path]) -> dict[tuple[int, int], TrainedResponse]:
     """What the trainer wrote down of a tick; nothing where its file is torn."""
     try:
-        return {(one.prompt_index, one.sample_index): one for one in read_trained(run_dir, tick)}
+        return {(one.prompt_index, one.sample_index): one for one in read_trained_files(paths)}
     except DataError:
         return {}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from made_run import MadeRun, decode_block
 
+from llamarl.api.run import Run
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError, FileError
 from llamarl.report.page import make_page, numbered
@@ -166,3 +167,17 @@ def test_a_pipe_anywhere_in_a_run_is_refused_before_anything_waits_for_it(
     os.mkfifo(pipe)
     assert main([verb, str(tmp_path)]) == 2
     assert f"{pipe} is a pipe, expected a file" in capsys.readouterr().err
+
+
+def test_folders_of_a_long_run_are_listed_once_and_not_for_each_tick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MadeRun(ticks=7).write(tmp_path / "run")
+    listed: list[Path] = []
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: (listed.append(folder), iterdir(folder))[1])
+    RunReader(run).blocks(5_000_000)
+    assert listed.count(run / "trained") == 1
+    listed.clear()
+    assert len({sample.tick for sample in Run(run).rollouts()}) == 7
+    assert listed.count(run / "trained") == 1 and listed.count(run / "rollouts") == 2
