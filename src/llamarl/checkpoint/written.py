@@ -9,6 +9,7 @@ checkpoint whole that lacks a rank's state.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -155,8 +156,12 @@ def look_at(folder: Path, record: FileRecord, *, checksums: bool = True) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    sync_path(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush a folder's entries to the disk, where its file system knows how: a folder shared with a virtual machine may not."""
+    try:
+        sync_path(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def sync_path(path: Path, flags: int = os.O_RDONLY) -> None:

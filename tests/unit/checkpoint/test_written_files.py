@@ -9,7 +9,7 @@ import pytest
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.checkpoint.written import is_inside, record_files, silent_ranks, why_not_whole
+from llamarl.checkpoint.written import is_inside, record_files, silent_ranks, sync_folder, why_not_whole
 from llamarl.errors import CheckpointError
 from llamarl.settings.checkpoint import CheckpointConfig
 
@@ -131,3 +131,9 @@ def test_all_that_is_wrong_is_named_at_once(store: CheckpointStore) -> None:
     assert "trainer/state/0 is missing (written by trainer rank 0)" in str(caught.value)
     assert "trainer/state/2 is missing (written by trainer rank 2)" in str(caught.value)
     assert "trainer/state/1" not in str(caught.value)
+
+
+def test_a_file_system_that_flushes_no_folders_is_written_to_all_the_same(tmp_path: Path) -> None:
+    sync_folder(Path("/proc"))  # which answers EINVAL, as VirtualBox's shared folders do
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "gone")
