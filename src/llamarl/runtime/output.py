@@ -16,6 +16,8 @@ import time
 
 __all__ = ["OutputReader"]
 
+_LONGEST_LINE = 1 << 16
+
 
 class OutputReader:
     """Pipes and the thread that reads them."""
@@ -86,6 +88,8 @@ class OutputReader:
             self._emit(label, stream, rest)
             return
         *lines, rest = (self._buffers[fd] + data).split(b"\n")
+        if len(rest) > _LONGEST_LINE:  # a progress bar that never ends its line
+            lines, rest = [*lines, rest], b""
         self._buffers[fd] = rest
         if lines:
             self._emit(label, stream, b"\n".join(lines))

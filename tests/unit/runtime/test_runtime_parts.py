@@ -63,6 +63,18 @@ def test_lines_keep_their_source_and_a_killed_writers_last_words_are_read(capsys
     assert err == "[generator 1] last words\n"
 
 
+def test_a_line_that_never_ends_is_shown_in_pieces_and_not_gathered(capsys: pytest.CaptureFixture[str]) -> None:
+    reader = OutputReader()
+    pipe = reader.pipe("reward", "stdout")
+    for _ in range(40):
+        os.write(pipe, b"\r" + b"#" * 9999)
+    assert sum(map(len, reader._buffers.values())) <= 1 << 17  # the pipe itself holds 64 KiB
+    os.close(pipe)
+    reader.close(timeout_s=2.0)
+    out = capsys.readouterr().out
+    assert out.count("#") == 40 * 9999 and out.count("[reward] ") > 1
+
+
 @pytest.mark.parametrize(
     ("returncode", "cause"),
     [
