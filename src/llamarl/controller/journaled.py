@@ -66,16 +66,24 @@ def read_journal(run_dir: Path, run_id: str) -> list[Record]:
 
 
 def load_journal(
-    run_dir: Path, run_id: str, graph: Graph, config: RunConfig, *, after_tick: int, limits: Limits = ANY
+    run_dir: Path,
+    run_id: str,
+    graph: Graph,
+    config: RunConfig,
+    *,
+    after_tick: int,
+    moved: bool = False,
+    limits: Limits = ANY,
 ) -> Resumed:
     """What the journal holds of the ticks after a checkpoint; what cannot be used of it is removed.
 
     Args:
         after_tick: Of the checkpoint; -1: there is none.
+        moved: Whether the run has another layout or platform now: then nothing of it is used.
         limits: Of the run's samples.
     """
     records = [record for record in read_journal(run_dir, run_id) if record.tick > after_tick]
-    if not config.keeps_journal or config.checkpoint.reshard or config.checkpoint.other_platform:
+    if not config.keeps_journal or moved:
         records = []
     num_ticks = config.run.num_ticks
     due = (tick for tick in range(after_tick + 1, num_ticks) if config.checkpoint.is_due(tick, num_ticks))

@@ -91,11 +91,12 @@ def resume_run(config: RunConfig) -> None:
                     f"{run_dir} is complete at {plural(prepared.config.run.num_ticks, 'tick')}; it kept no checkpoint to prolong it from"
                 )
                 return
-            _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
-            _continue_run(prepared, folder, mirror, after_tick=-1, load_from=None)
+            moved = _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
+            _continue_run(prepared, folder, mirror, after_tick=-1, load_from=None, moved=moved)
             return
         checkpoint = store.load()
-        _refuse(checkpoint.run.get("config", {}), checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
+        had = checkpoint.run.get("config", {})
+        moved = _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
         if checkpoint.tick + 1 == prepared.config.run.num_ticks:
             incomplete = incomplete_products(run_dir, prepared.config, checkpoint.path)
             source = _product_source(run_dir, prepared.config, store, checkpoint) if incomplete else checkpoint.path
@@ -114,13 +115,20 @@ def resume_run(config: RunConfig) -> None:
             )
             return
         store.clean(after_tick=checkpoint.tick)
-        _continue_run(prepared, folder, mirror, after_tick=checkpoint.tick, load_from=checkpoint.path)
+        _continue_run(prepared, folder, mirror, after_tick=checkpoint.tick, load_from=checkpoint.path, moved=moved)
 
 
 def _continue_run(
-    prepared: Prepared, folder: RunFolder, mirror: Mirror | None, *, after_tick: int, load_from: Path | None
+    prepared: Prepared,
+    folder: RunFolder,
+    mirror: Mirror | None,
+    *,
+    after_tick: int,
+    load_from: Path | None,
+    moved: bool,
 ) -> None:
-    """From the checkpoint, and from the journal of the ticks since then as far as there is one."""
+    """From the checkpoint, and from the journal of the ticks since then as far as there is one, where
+    the run has not ``moved`` to another layout or platform."""
     run_dir, latest = folder.path, prepared.config.schedule.weights == "latest"
     resumed = load_journal(
         run_dir,
@@ -128,6 +136,7 @@ def _continue_run(
         prepared.graph,
         prepared.config,
         after_tick=after_tick,
+        moved=moved,
         limits=Limits.of_model(prepared.local.model.path),
     )
     if resumed.reports:
@@ -152,19 +161,21 @@ def _is_done(run_dir: Path, config: RunConfig) -> bool:
     return num_rows(run_dir) == config.run.num_ticks and not incomplete_products(run_dir, config)
 
 
-def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> None:
+def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> bool:
     """Raises ConfigError if ``made`` (a checkpoint, or a run that has none yet) was made otherwise:
-    by the configuration ``had``, on ``platform``, if known."""
+    by the configuration ``had``, on ``platform``, if known. True: it was, and the user consents."""
     if made == run_dir and (run_dir / FORKED_FROM).is_file():
         raise ConfigError(
             f"--resume: {run_dir} holds no checkpoint, and a fork has no other beginning: fork its source again into a new "
             f"folder ({run_dir / FORKED_FROM} names it)"
         )
     checkpoint = prepared.config.checkpoint
-    found = differences(had, to_plain(prepared.config), begun_in(run_dir / CONFIG_FILE))
+    found = every = differences(had, to_plain(prepared.config), begun_in(run_dir / CONFIG_FILE))
     if checkpoint.reshard:
         found = [difference for difference in found if difference.key not in RESHARDABLE]
-    elsewhere = platform_differences(platform, prepared.facts) if platform and not checkpoint.other_platform else []
+    moved = platform_differences(platform, prepared.facts) if platform else []
+    elsewhere = [] if checkpoint.other_platform else moved
     if found or elsewhere:
         policy = reached_policy(run_dir) if made != run_dir else ""
         raise ConfigError(explain(found, elsewhere, run_dir, made, policy=policy))
+    return bool(every or moved)

@@ -125,17 +125,17 @@ def test_after_a_checkpoint_all_counts_that_is_beyond_it_though_ticks_before_it_
     assert "goes on from its checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("trouble", ["another order", "more ranks", "another channel", "reshard"])
+@pytest.mark.parametrize("trouble", ["another order", "more ranks", "another channel", "another layout"])
 def test_what_this_job_would_not_have_done_is_of_no_use(
     tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal_of(tmp_path, COUNTED[1:3] if trouble == "another order" else COUNTED)
-    graph, settings = GRAPH, config(reshard=trouble == "reshard")
+    graph = GRAPH
     if trouble == "more ranks":
         graph = Graph(tuple(replace(spec, num_ranks=2) for spec in GRAPH.executors), GRAPH.channels)
     elif trouble == "another channel":
         graph = Graph(GRAPH.executors, (replace(GROUPS, name="others"), WEIGHTS))
-    resumed = load_journal(tmp_path, "mine", graph, settings, after_tick=-1)
+    resumed = load_journal(tmp_path, "mine", graph, config(), after_tick=-1, moved=trouble == "another layout")
     assert resumed.reports == ()
     assert read_journal(tmp_path, "mine") == []
     if trouble in ("more ranks", "another channel"):

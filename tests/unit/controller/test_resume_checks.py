@@ -103,9 +103,15 @@ def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     assert "--checkpoint.other_platform true" in message and "leave out" not in message
     assert executed == []
     asked = config(run_dir)
-    resume.resume_run(dataclasses.replace(asked, checkpoint=dataclasses.replace(asked.checkpoint, other_platform=True)))
+    asked = dataclasses.replace(asked, checkpoint=dataclasses.replace(asked.checkpoint, other_platform=True))
+    moved: list[bool] = []
+    monkeypatch.setattr(resume, "load_journal", lambda *_, **how: (moved.append(how["moved"]), Resumed())[1])
+    resume.resume_run(asked)
     folder = run_dir / "checkpoints" / "tick_000004"
     assert executed == [{"resume_after_tick": 4, "load_from": folder, "resumed": Resumed(), "mirror": None}]
+    monkeypatch.setattr(resume, "platform_differences", lambda *_: [])
+    resume.resume_run(asked)  # from a checkpoint of this platform, with the consent that config.toml keeps
+    assert moved == [True, False]
 
 
 def test_a_prolonged_run_keeps_the_rate_that_it_was_started_with(
