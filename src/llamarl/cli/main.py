@@ -103,7 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         takers = ", ".join(_TAKE_SETTINGS)
         hint = f"; settings of a recipe (--section.key VALUE) are taken by {takers}" if overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}{hint}")
-    signal.signal(signal.SIGTERM, _terminate)
+    asked: list[int] = []
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         if args.verb in ("train", "sft"):
             _outlive_the_console()
@@ -111,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_temporary_folder()
         return int(args.run(args))
     except LlamaRLError as error:
+        if asked:  # torch makes errors of its own of what is raised while it reads a tensor
+            print(f"llamarl {args.verb}: stopped by the user", file=sys.stderr)
+            return RunInterrupted.exit_code
         print(f"llamarl {args.verb}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
@@ -182,10 +191,6 @@ def _join_overrides(arguments: Sequence[str]) -> list[str]:
 
 def _is_override(word: str) -> bool:
     return word.startswith("--") and "." in word.partition("=")[0]
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _open_missing_streams() -> None:

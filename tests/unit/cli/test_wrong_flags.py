@@ -6,13 +6,18 @@ In this process, and before any model is loaded; ``tests/end_to_end`` has the sa
 import argparse
 import io
 import json
+import os
+import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from llamarl.cli import eval as eval_verb
+from llamarl.cli import recipes
 from llamarl.cli.main import command, main
+from llamarl.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_signals")
 RECIPE = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.toml")
@@ -324,3 +329,19 @@ def test_ctrl_c_while_modules_are_imported_is_one_sentence(
     monkeypatch.setattr("llamarl.cli.main.main", importing)
     monkeypatch.setattr("llamarl.cli.main.end_process", lambda code: None)
     assert (command(), capsys.readouterr().err) == (130, "llamarl: stopped by the user\n")
+
+
+def test_sigterm_that_a_library_makes_an_error_of_its_own_is_still_the_users(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(args: argparse.Namespace) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+        except KeyboardInterrupt:
+            pass
+        raise CheckpointError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+
+    monkeypatch.setattr(recipes, "run", read)
+    assert main(["recipes"]) == 130
+    assert capsys.readouterr().err == "llamarl recipes: stopped by the user\n"
