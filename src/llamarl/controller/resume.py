@@ -178,4 +178,6 @@ def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepa
     if found or elsewhere:
         policy = reached_policy(run_dir) if made != run_dir else ""
         raise ConfigError(explain(found, elsewhere, run_dir, made, policy=policy))
-    return bool(every or moved)
+    if consented := [str(line) for line in (*every, *moved)]:
+        print("\n  - ".join([f"goes on to rounding, no longer bit for bit, from {made}:", *consented]), file=sys.stderr)
+    return bool(consented)

@@ -92,7 +92,10 @@ def test_a_run_of_a_version_that_had_other_keys_is_told_from_a_slip_in_a_recipe(
 
 
 def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
-    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    executed: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = tmp_path / "run"
     checkpointed(run_dir, monkeypatch, {**platform_facts(), "torch": "2.0.1", "processor": "x86_64 Other avx2"})
@@ -109,6 +112,8 @@ def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
     resume.resume_run(asked)
     folder = run_dir / "checkpoints" / "tick_000004"
     assert executed == [{"resume_after_tick": 4, "load_from": folder, "resumed": Resumed(), "mirror": None}]
+    told = capsys.readouterr().err  # config.toml keeps the consent, so each use of it is said
+    assert "no longer bit for bit" in told and "torch: it has '2.0.1'" in told
     monkeypatch.setattr(resume, "platform_differences", lambda *_: [])
     resume.resume_run(asked)  # from a checkpoint of this platform, with the consent that config.toml keeps
     assert moved == [True, False]
