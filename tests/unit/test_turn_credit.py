@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 
 from llamarl.algorithms.gae import gae
-from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
-
-
-def test_two_levels_of_one_turn_are_plain_gae_token_penalties_included() -> None:
-    rng = np.random.default_rng(3)
-    values, penalties = rng.normal(size=7), rng.normal(size=7)
-    found = two_level_gae(
-        np.array([2.0]), values, [7], turn_gamma=0.3, turn_lam=0.2, gamma=0.9, lam=0.7, token_rewards=penalties
-    )
-    paid = penalties + np.array([0.0] * 6 + [2.0])
-    for ours, plain in zip(found, gae(paid, values, gamma=0.9, lam=0.7), strict=True):
-        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-14)
+from llamarl.algorithms.turns import turn_gae, turn_lengths
 
 
 def test_turns_of_one_token_each_are_plain_gae_over_turns() -> None:
@@ -26,8 +15,6 @@ def test_turns_of_one_token_each_are_plain_gae_over_turns() -> None:
     plain = gae(rewards, values, gamma=0.9, lam=0.8)
     for ours, expected in zip(turn_gae(rewards, values, [1] * 5, gamma=0.9, lam=0.8), plain, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-14)
-    two = two_level_gae(rewards, values, [1] * 5, turn_gamma=0.9, turn_lam=0.8, gamma=0.5, lam=0.5)
-    np.testing.assert_allclose(two[0], plain[0], rtol=0, atol=1e-14)
 
 
 def test_what_a_turn_without_trained_tokens_earned_goes_to_the_turn_before_it() -> None:
@@ -85,23 +72,3 @@ def test_with_exact_values_a_turn_s_expected_advantage_is_its_exact_one_whatever
             advantages, _ = turn_gae(np.array(pays(first, second)), values, [2, 2], gamma=1.0, lam=lam)
             mean += probability(second) * advantages[0]
         assert mean == pytest.approx(exact, abs=1e-12), first
-
-
-@pytest.mark.parametrize(("turn_lam", "lam"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
-def test_with_exact_values_a_token_s_expected_two_level_advantage_is_its_exact_one(turn_lam: float, lam: float) -> None:
-    for prefix in ("a", "b", "aa", "ab", "ba", "bb", "aaa", "abb", "baab"):
-        t = len(prefix) - 1  # the token whose advantage is asked for
-        earned = pays(prefix[:2], "")[0] if len(prefix) == 2 else 0.0
-        after = pays(prefix[:2], prefix[2:])[1] if len(prefix) == 4 else exact_value(prefix)
-        exact = earned + after - exact_value(prefix[:-1])
-        mean = weight = 0.0
-        for first, second, p in episodes():
-            if not (first + second).startswith(prefix):
-                continue
-            values = np.array([exact_value((first + second)[:i]) for i in range(4)])
-            advantages, _ = two_level_gae(
-                np.array(pays(first, second)), values, [2, 2], turn_gamma=1.0, turn_lam=turn_lam, gamma=1.0, lam=lam
-            )
-            mean += p * advantages[t]
-            weight += p
-        assert mean / weight == pytest.approx(exact, abs=1e-12), prefix

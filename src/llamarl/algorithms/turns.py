@@ -7,10 +7,7 @@ A turn is an action of its own, its first token's prefix the state in which it w
     delta_j = r_j + gamma V_{j+1} - V_j          V_N = 0
     A_j     = delta_j + gamma lambda A_{j+1}     R_j = A_j + V_j
 
-``turn_gae`` gives every token of a turn the turn's ``A_j``. ``two_level_gae`` then tells the tokens
-of a turn apart: the turn is an episode of its own, whose last token earns ``R_j``, and GAE goes
-over its tokens (as the bi-level form of VAGEN, arXiv:2510.16907, which bootstraps a turn's last
-token in another way). With one turn it is plain GAE.
+Every token of a turn has the turn's ``A_j``.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import numpy.typing as npt
 
 from llamarl.algorithms.gae import gae
 
-__all__ = ["turn_gae", "turn_lengths", "two_level_gae"]
+__all__ = ["turn_gae", "turn_lengths"]
 
 Array = npt.NDArray[np.float64]
 
@@ -64,46 +61,6 @@ def turn_gae(rewards: Array, values: Array, lengths: list[int], *, gamma: float,
     firsts = np.cumsum([0, *lengths[:-1]]) if lengths else np.zeros(0, int)
     advantages, returns = gae(rewards, values[firsts], gamma=gamma, lam=lam)
     return np.repeat(advantages, lengths), np.repeat(returns, lengths)
-
-
-def two_level_gae(
-    rewards: Array,
-    values: Array,
-    lengths: list[int],
-    *,
-    turn_gamma: float,
-    turn_lam: float,
-    gamma: float,
-    lam: float,
-    token_rewards: Array | None = None,
-) -> tuple[Array, Array]:
-    """Advantages and returns of every token, [T] each: GAE over turns, then over the tokens of each turn.
-
-    Args:
-        rewards: r_j, [N], what single tokens earn left out.
-        values: V_t of each trained token, [T].
-        lengths: Trained tokens of each turn, [N], adding up to T.
-        turn_gamma: Discount a turn.
-        turn_lam: Of the first level.
-        gamma: Discount a token.
-        lam: Of the second level.
-        token_rewards: What single tokens earn besides (a KL penalty), [T]; None is nothing.
-
-    Raises:
-        ValueError: The arrays do not fit together.
-    """
-    rewards, lengths = _actions(rewards, values, lengths)
-    earned = np.zeros_like(values) if token_rewards is None else token_rewards.astype(np.float64)
-    firsts = np.cumsum([0, *lengths[:-1]]) if lengths else np.zeros(0, int)
-    own = np.array([earned[first : first + n].sum() for first, n in zip(firsts, lengths, strict=True)])
-    _, turn_returns = gae(rewards + own, values[firsts], gamma=turn_gamma, lam=turn_lam)
-    advantages, returns = np.zeros_like(values), np.zeros_like(values)
-    for first, n, turn_return, paid in zip(firsts, lengths, turn_returns, own, strict=True):
-        inside = slice(first, first + n)
-        paid_out = earned[inside].copy()
-        paid_out[-1] += turn_return - paid
-        advantages[inside], returns[inside] = gae(paid_out, values[inside], gamma=gamma, lam=lam)
-    return advantages, returns
 
 
 def _actions(rewards: Array, values: Array, lengths: list[int]) -> tuple[Array, list[int]]:

@@ -43,7 +43,7 @@ LOSSES = {
     "dppo": "llamarl.algorithms.ppo:dppo",
 }
 """``algorithm.name`` -> import path of the loss. A new one is one file, one test and one line here."""
-CRITIC_ADVANTAGES = ("gae", "turn_gae", "two_level_gae")
+CRITIC_ADVANTAGES = ("gae", "turn_gae")
 """Those that a critic's values make, an advantage a token; each puts a critic into the job."""
 ADVANTAGE_NAMES = (
     "group_mean",
@@ -168,7 +168,7 @@ class AlgorithmConfig:
 
     advantage: Annotated[str, _known(ADVANTAGE_NAMES, "my_advantage.py:function")] = "group_mean"
     """Advantage of a response: group_mean, leave_one_out, group_std, batch_std,
-    group_mean_batch_std, max_rl, gdpo, reward, distillation, gae, turn_gae, two_level_gae, or your own function of one group's
+    group_mean_batch_std, max_rl, gdpo, reward, distillation, gae, turn_gae, or your own function of one group's
     rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its
     group's mean reward, ``leave_one_out`` the mean of the other members, ``group_std`` subtracts
     the mean and divides by the group's standard deviation (GRPO). ``batch_std`` uses mean and
@@ -179,8 +179,7 @@ class AlgorithmConfig:
     advantage is what the teacher, ``reference.path``, thinks of it, log p_teacher - log pi
     (docs/algorithms/distillation.md). ``gae`` is an advantage a
     token from a critic's values (section ``critic``); it needs no group. ``turn_gae`` goes over the
-    turns of an episode in place of its tokens, whose advantage is their turn's; ``two_level_gae``
-    over the turns, then over the tokens of each (docs/algorithms/turns.md)."""
+    turns of an episode in place of its tokens, whose advantage is their turn's (docs/algorithms/turns.md)."""
 
     teacher_top_k: NonNegativeInt = 0
     """With ``advantage = "distillation"``: the teacher names its so many likeliest tokens at each position, and
@@ -188,19 +187,10 @@ class AlgorithmConfig:
     on the sampled token. 0 looks at the sampled token alone."""
 
     gae_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of rewards a token, for ``gae``, and inside of a turn for ``two_level_gae``. Below
-    1, late rewards count less for early tokens."""
+    """Discount of rewards a token for ``gae``, a turn for ``turn_gae``. Below 1, late rewards count less for what is early."""
 
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """Of ``gae``, and inside of a turn of ``two_level_gae``: 1 trusts the rewards alone (unbiased),
-    0 the critic's next value (least variance)."""
-
-    turn_gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of rewards a turn, for ``turn_gae`` and ``two_level_gae``."""
-
-    turn_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """Over the turns, for ``turn_gae`` and ``two_level_gae``: 1 trusts the rewards alone, 0 the
-    critic's value of the next turn."""
+    """Of both: 1 trusts the rewards alone (unbiased), 0 the critic's next value (least variance)."""
 
     gae_normalize: bool = True
     """Whether a critic's advantages get mean 0 and deviation 1 over the trained tokens of the tick."""

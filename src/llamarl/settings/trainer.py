@@ -326,8 +326,8 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CriticConfig:
-    """The executor that estimates returns and learns to; ``algorithm.advantage`` asks for it: "gae", "turn_gae",
-    "two_level_gae". Precision, micro-batches and limits on gradients are the trainer's."""
+    """The executor that estimates returns and learns to; ``algorithm.advantage`` asks for it: "gae" or
+    "turn_gae". Precision, micro-batches and limits on gradients are the trainer's."""
 
     path: str = ""
     """Hugging Face folder or id of the Hub to start from: a language model, whose value head then

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from llamarl.algorithms.advantages import shaped_reward
 from llamarl.algorithms.gae import gae, suffix_sums
 from llamarl.algorithms.kl import sampled_kl
-from llamarl.algorithms.turns import turn_gae, turn_lengths, two_level_gae
+from llamarl.algorithms.turns import turn_gae, turn_lengths
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Response, Score
 
@@ -110,20 +110,9 @@ def _gae(response: Response, values: npt.NDArray[np.floating], config: Algorithm
         of_tokens[-1] += response_reward(response, config)
         return gae(of_tokens, estimates, gamma=config.gae_gamma, lam=config.gae_lambda)
     of_turns, lengths = _turns(response, config)
-    if config.advantage == "turn_gae":
-        ends = np.cumsum(lengths)
-        of_turns += [of_tokens[end - n : end].sum() for n, end in zip(lengths, ends, strict=True)]
-        return turn_gae(of_turns, estimates, lengths, gamma=config.turn_gamma, lam=config.turn_lambda)
-    return two_level_gae(
-        of_turns,
-        estimates,
-        lengths,
-        turn_gamma=config.turn_gamma,
-        turn_lam=config.turn_lambda,
-        gamma=config.gae_gamma,
-        lam=config.gae_lambda,
-        token_rewards=of_tokens,
-    )
+    ends = np.cumsum(lengths)
+    of_turns += [of_tokens[end - n : end].sum() for n, end in zip(lengths, ends, strict=True)]
+    return turn_gae(of_turns, estimates, lengths, gamma=config.gae_gamma, lam=config.gae_lambda)
 
 
 def _turns(response: Response, config: AlgorithmConfig) -> tuple[Array, list[int]]:

@@ -264,7 +264,7 @@ def test_what_an_environment_paid_counts_with_the_tasks_weight_where_turns_are_c
     own = [made_group([dataclasses.replace(judged, outcome=Score(value=1.2) if weight else Score(value=0.0))])]
     response = add_verdicts(own, weight=weight)[0].responses[0]
     assert isinstance(response.outcome, Score) and response.outcome.value == pytest.approx(1.2 * weight + 0.6)
-    found = token_advantages(response, 0.0, AlgorithmConfig(advantage="turn_gae", turn_lambda=0.0))
+    found = token_advantages(response, 0.0, AlgorithmConfig(advantage="turn_gae", gae_lambda=0.0))
     assert found is not None and found.tolist() == pytest.approx(expected)
 
 
