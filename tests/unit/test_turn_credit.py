@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from llamarl.algorithms.gae import gae
-from llamarl.algorithms.turns import turn_gae, turn_lengths
+from llamarl.algorithms.gae import gae, turn_gae, turn_lengths
 
 
 def test_turns_of_one_token_each_are_plain_gae_over_turns() -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from llamarl.config import RunConfig
 from llamarl.determinism import derive_seed
 from llamarl.engine.base import Engine
 from llamarl.engine.episode_ranks import make_environments
@@ -24,10 +26,11 @@ from llamarl.environments.episodes import begin_episode
 from llamarl.environments.factory import make_prompt_stream
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
-from llamarl.executors.evaluator_ranks import EvaluatorRanks, evaluator_weights
+from llamarl.executors.generator_ranks import evaluator_weights
 from llamarl.executors.reward import JUDGING_SHARE, part_means
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
+from llamarl.models.parallel import ParallelLayout, make_layout, new_group
 from llamarl.progress import watch
 from llamarl.running_time import running_s
 from llamarl.types import Failure, Group, Prompt, Score
@@ -35,6 +38,45 @@ from llamarl.types import Failure, Group, Prompt, Score
 __all__ = ["EvaluatorExecutor", "evaluate", "sample_groups", "standard_error"]
 
 _EVALUATION_SEED = 2
+
+T = TypeVar("T")
+
+
+class EvaluatorRanks:
+    """This process among the evaluator's ``dp`` replicas of ``tp`` ranks.
+
+    Replica r plays prompts r, r + dp, r + 2 dp, .. and its first rank has them judged. A response's seed comes
+    from its prompt, so who plays it makes no difference but of rounding.
+    """
+
+    def __init__(self, config: RunConfig, device: str) -> None:
+        dp, tp = config.evaluation.dp, config.evaluation.tp
+        self._layout = make_layout(fsdp=dp, tp=tp, device=device, keys=("evaluation.dp", "evaluation.tp"))
+        self.engine_layout: ParallelLayout | None = self._layout if tp > 1 else None
+        """Of the engine; None where it holds the whole model."""
+        self._group = None
+        if self._layout.num_ranks > 1:
+            self._group = new_group(backend="gloo")
+
+    @property
+    def judges(self) -> bool:
+        """Whether this rank has its replica's responses judged."""
+        return self._layout.tp_rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """What this rank's replica plays."""
+        return items[self._layout.fsdp_rank :: self._layout.fsdp]
+
+    def together(self, groups: Sequence[Group]) -> list[Group] | None:
+        """All replicas' groups in the order of their prompts, on rank 0; None elsewhere. Every rank
+        calls it, those that do not judge with nothing."""
+        if self._group is None:
+            return list(groups)
+        found: list[Sequence[Group]] = [()] * self._layout.num_ranks
+        dist.gather_object(groups, found if self._layout.rank == 0 else None, dst=0, group=self._group)
+        shares = found[:: self._layout.tp]
+        order = range(sum(map(len, shares)))
+        return [shares[i % len(shares)][i // len(shares)] for i in order] if self._layout.rank == 0 else None
 
 
 class EvaluatorExecutor(Stateless, BaseExecutor):

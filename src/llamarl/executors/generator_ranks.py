@@ -30,7 +30,7 @@ from llamarl.settings.executors import GeneratorConfig
 from llamarl.weight_sync.layout import AnyLayout, JoinedLayout, MeshLayout
 from llamarl.weight_sync.model_layouts import adapter_parameters, model_parameters, tp_placements
 
-__all__ = ["Replica", "generator_layout", "generator_weights", "rank_weights", "replicas_of", "why_ranks_unfit"]
+__all__ = ["Replica", "evaluator_weights", "generator_layout", "generator_weights", "replicas_of", "why_ranks_unfit"]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,15 @@ def generator_layout(config: RunConfig, device: str, replica: Replica) -> Parall
 
 def generator_weights(config: RunConfig) -> AnyLayout | None:
     """What every generator rank holds of what is handed over; None: each holds all of it."""
-    return rank_weights(config, config.generator.replica_ranks)
+    return _rank_weights(config, config.generator.replica_ranks)
 
 
-def rank_weights(config: RunConfig, replicas: tuple[int, ...]) -> AnyLayout | None:
+def evaluator_weights(config: RunConfig) -> AnyLayout | None:
+    """What every evaluator rank holds of it; None without tensor parallelism: each holds all."""
+    return _rank_weights(config, (config.evaluation.tp,) * config.evaluation.dp)
+
+
+def _rank_weights(config: RunConfig, replicas: tuple[int, ...]) -> AnyLayout | None:
     """What each rank of replicas of so many tensor-parallel ranks holds of what is handed over,
     parameters or adapters alone; None where each holds all of it."""
     if max(replicas) == 1:

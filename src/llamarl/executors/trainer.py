@@ -25,8 +25,7 @@ from llamarl.config import RunConfig
 from llamarl.errors import DeadlineExceeded, TrainingDiverged
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.device_lease import DeviceLease
-from llamarl.executors.evaluator_ranks import evaluator_weights
-from llamarl.executors.generator_ranks import generator_weights
+from llamarl.executors.generator_ranks import evaluator_weights, generator_weights
 from llamarl.models.precision import resolve_precision
 from llamarl.observability.keys import own_metrics
 from llamarl.observability.trained_tokens import TrainedResponse, write_trained

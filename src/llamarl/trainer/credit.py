@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.algorithms.advantages import shaped_reward
-from llamarl.algorithms.gae import gae, suffix_sums
+from llamarl.algorithms.gae import gae, suffix_sums, turn_gae, turn_lengths
 from llamarl.algorithms.kl import sampled_kl
-from llamarl.algorithms.turns import turn_gae, turn_lengths
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Response, Score
 

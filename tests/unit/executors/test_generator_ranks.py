@@ -9,9 +9,8 @@ from llamarl.controller.graph import llamarl_graph
 from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorContext
-from llamarl.executors.evaluator_ranks import evaluator_weights
 from llamarl.executors.generator import GeneratorExecutor
-from llamarl.executors.generator_ranks import generator_weights, replicas_of, why_ranks_unfit
+from llamarl.executors.generator_ranks import evaluator_weights, generator_weights, replicas_of, why_ranks_unfit
 from llamarl.runtime.host_placement import Machine
 from llamarl.runtime.placement import place
 
