@@ -36,9 +36,6 @@ __all__ = [
     "words_of",
 ]
 
-PlayKey = tuple[int, int]
-"""Prompt index and sample index: one episode of a run."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Episode:

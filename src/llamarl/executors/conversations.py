@@ -72,11 +72,10 @@ def transcript(response: Response) -> str:
 class TextFor:
     """Renders for one model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, *, key: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         """
         Args:
             template: ``auto``, ``chat``, ``plain`` or ``pair``.
-            key: The configuration key of it, to name in errors.
 
         Raises:
             ModelError: ``chat``, and the tokenizer has no chat template.
@@ -84,9 +83,8 @@ class TextFor:
         self._tokenizer = tokenizer
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if template == "chat" and not has_template:
-            raise ModelError.at(
-                key, ": is 'chat', but the model's tokenizer has no chat template: set it to 'plain' or 'pair'"
-            )
+            why = ": is 'chat', but the model's tokenizer has no chat template: set it to 'plain' or 'pair'"
+            raise ModelError.at("reward_model.template", why)
         self.template = ("chat" if has_template else "plain") if template == "auto" else template
 
     def __call__(self, prompt: Prompt, response: Response) -> Rendered:

@@ -40,7 +40,7 @@ class RewardModelExecutor(Stateless, BaseExecutor):
             max_tokens=self.settings.max_tokens_per_microbatch,
             device=self.context.device,
         )
-        self.text_for = TextFor(load_tokenizer(self.settings.path), self.settings.template, key="reward_model.template")
+        self.text_for = TextFor(load_tokenizer(self.settings.path), self.settings.template)
         self._limit = self.scorer.context_length or 1 << 60
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:

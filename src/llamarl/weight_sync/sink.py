@@ -357,7 +357,7 @@ class WeightVersion:
         with torch.no_grad():
             return self._puller.load(self, tensors, layout, self._clock("loading", deadline_s))
 
-    def map_tensors(self, deadline_s: float | None = None) -> dict[str, torch.Tensor] | None:
+    def map_tensors(self) -> dict[str, torch.Tensor] | None:
         """Every parameter, whole and without a copy: read-only views of the slots, each byte checked
         against the manifest; None where one is not mapped here, or lies in several pieces.
 
@@ -367,7 +367,7 @@ class WeightVersion:
 
         Raises: As ``load_into``.
         """
-        clock = self._clock("mapping", deadline_s)
+        clock = self._clock("mapping", None)
         sink = MeshLayout(self.parameters, {"rank": self._puller.num_sink_ranks})
         slots, copies = self._puller.copies(self, sink, clock)
         data = {slot.handle.source_rank: view for slot in slots if (view := slot.view()) is not None}

@@ -139,7 +139,7 @@ def test_a_prompt_that_begins_with_the_beginning_gets_no_second_one(plain: Path)
     tokenizer = load_tokenizer(plain)
     tokenizer.bos_token = "<s>"
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
-    text_for = TextFor(tokenizer, "plain", key="k")
+    text_for = TextFor(tokenizer, "plain")
     for begin in ("", "<s> "):
         (response,) = (group := ask(respond("four"), text=f"{begin}two plus two is ")).responses
         assert text_for(group.prompt, response).tokens == ids("<s> two plus two is four")

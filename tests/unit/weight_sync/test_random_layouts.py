@@ -141,7 +141,7 @@ def test_hand_over_equals_gather_then_slice() -> None:
             version.load_into(live, sink, 30.0)
             for name, value in expected.items():
                 np.testing.assert_array_equal(live[name].numpy(), value, err_msg=f"seed {seed}, rank {rank}, {name}")
-            mapped = version.map_tensors(30.0)
+            mapped = version.map_tensors()
             in_one_piece = all(
                 value.shape == full[name].shape for name, value in slice_of_gathered(source, 0, full).items()
             )
