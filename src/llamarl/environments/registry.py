@@ -2,7 +2,7 @@
 
 mastermind                      comes with llamarl
 my_game.py:Game                 a class of your own, by import path: ``episode.Environment``
-KIND:WHAT                       another library's, or of another library's shape: ``KINDS``
+KIND:WHAT                       code of your own in another shape: ``KINDS``
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from llamarl.environments.episode import Environment
 from llamarl.errors import DataError, Mistake
 from llamarl.import_path import check, import_user
-from llamarl.settings.environments import OWN_CODE
 from llamarl.strict import is_import_path, mistakes_of
 
 __all__ = ["BUILT_IN", "KINDS", "check_environment", "make_environment"]
@@ -35,7 +34,6 @@ BUILT_IN: Mapping[str, str] = {
 
 
 KINDS: Mapping[str, tuple[str, str]] = {
-    "reasoning_gym": ("reasoning_gym:DATASET", f"{_GAMES}.second_try:of_dataset"),
     "agent": ("agent:my_agent.py:function", f"{_ADAPTERS}.agent:AgentProgram"),
     "trl": ("trl:my_shop.py:Class", f"{_ADAPTERS}.trl:trl"),
 }
@@ -82,10 +80,10 @@ def check_environment(name: str, options: Mapping[str, Any]) -> None:
         DataError: As ``make_environment``.
     """
     kind, _, what = name.partition(":")
-    if kind in OWN_CODE:  # to make one would import the user's code
+    if kind in KINDS:  # to make one would import the user's code
         _factory(name)
         check(what, _KEY)
-    elif kind in BUILT_IN or kind in KINDS or not is_import_path(name):
+    elif kind in BUILT_IN or not is_import_path(name):
         make_environment(name, options).close()
     else:
         check(name, _KEY)
@@ -96,9 +94,7 @@ def _factory(name: str) -> Callable[..., Environment]:
     if name in BUILT_IN:
         return _load(BUILT_IN[name])
     if kind in KINDS:
-        if not what:
-            raise DataError.at(_KEY, f"{name!r} needs a name behind the colon: {KINDS[kind][0]}")
-        if kind in OWN_CODE and not is_import_path(what):
+        if not is_import_path(what):
             raise DataError.at(_KEY, f"{name!r} must name a class or function: {KINDS[kind][0]}")
         return functools.partial(_load(KINDS[kind][1]), what)
     if is_import_path(name):
@@ -122,7 +118,7 @@ def _own(name: str, make: Callable[..., Any], /, **options: Any) -> Environment:
     except (TypeError, ValueError, AttributeError):
         complete = False
     if not complete:
-        shapes = ", ".join(KINDS[kind][0] for kind in OWN_CODE)
+        shapes = ", ".join(written for written, _ in KINDS.values())
         raise TypeError(
             f"{name} is no environment: it needs reset(item, seed) and step(reply), and may have close(). One of another shape is named "
             f"with its kind: {shapes}"

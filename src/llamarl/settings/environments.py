@@ -199,9 +199,7 @@ class TaskConfig:
     def own_environment(self) -> str:
         """Import path of an environment (or agent) of the user's own; empty where it is none."""
         kind, colon, what = self.environment.partition(":")
-        if kind in OWN_CODE:
-            return what
-        return self.environment if colon and kind != "reasoning_gym" else ""
+        return what if kind in OWN_CODE else self.environment if colon else ""
 
     def _mistakes(self) -> Iterator[Mistake]:
         for check in (_name_mistakes, _table_mistakes, _reward_mistakes, _environment_mistakes):

@@ -234,7 +234,7 @@ def test_a_second_try_of_a_reasoning_gym_task_is_scored_by_the_dataset() -> None
 
     task = ReasoningGymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=7, eval_fraction=0.1)
     item = task.item("train", 3)
-    game = make_environment("reasoning_gym:chain_sum", {"min_terms": 2, "max_terms": 2})
+    game = make_environment("second_try", {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2})
     assert game.reset(item, 0).text == item.question
     assert item.answer is not None
     assert game.step("no idea").done is False and game.step(item.answer).reward == 0.5
@@ -307,8 +307,8 @@ def test_the_compact_style_uses_only_characters_of_the_bundled_model(name: str) 
 
 def test_live_episodes_of_one_dataset_share_its_words() -> None:
     """A thousand of them live in a worker; some datasets hold megabytes."""
-    one, other = (make_environment("reasoning_gym:spell_backward", {"max_word_len": 5}) for _ in range(2))
-    another = make_environment("reasoning_gym:spell_backward", {"max_word_len": 6})
+    one, other = (make_environment("second_try", {"dataset": "spell_backward", "max_word_len": 5}) for _ in range(2))
+    another = make_environment("second_try", {"dataset": "spell_backward", "max_word_len": 6})
     assert isinstance(one, SecondTry) and isinstance(other, SecondTry) and isinstance(another, SecondTry)
     assert one._task is other._task is not another._task
     assert one.reset(NO_WORDS, 3) == other.reset(NO_WORDS, 3)

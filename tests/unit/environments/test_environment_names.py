@@ -7,7 +7,6 @@ import pytest
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
-from llamarl.environments.games.second_try import SecondTry
 from llamarl.environments.jobs import close_quietly
 from llamarl.environments.registry import BUILT_IN, KINDS, check_environment, make_environment
 from llamarl.errors import DataError
@@ -79,10 +78,6 @@ def test_a_class_of_trls_kind_is_wrapped_and_its_wrapper_has_options(own: str) -
     assert made.step('{"name": "weigh", "arguments": {"what": "it"}}').messages[0]["content"] == "3 g"
 
 
-def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
-    assert isinstance(make_environment("reasoning_gym:chain_sum", {"attempts": 3, "max_terms": 3}), SecondTry)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
@@ -90,8 +85,8 @@ def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
         ("what_is_this", {}, "task.environment 'what_is_this' is unknown; It is one of mastermind"),
         ("trl:my_shop", {}, "must name a class or function: trl:my_shop.py:Class"),
         ("trl:no/such/file.py:Gym", {}, "no file"),
-        ("reasoning_gym:", {}, "needs a name behind the colon: reasoning_gym:DATASET"),
-        ("reasoning_gym:chain_summ", {}, "no dataset 'chain_summ'; nearest: chain_sum"),
+        ("agent:", {}, "must name a class or function: agent:my_agent.py:function"),
+        ("second_try", {"dataset": "chain_summ"}, "no dataset 'chain_summ'; nearest: chain_sum"),
         ("mastermind", {"peg": 3}, "task.environment_options.peg: mastermind has no such option; did you mean 'pegs'?"),
         ("mastermind", {"pegs": "3"}, "task.environment_options.pegs: expected an integer, got '3'"),
         ("mastermind", {"pegs": True}, "expected an integer, got True"),
@@ -99,7 +94,7 @@ def test_a_dataset_of_reasoning_gym_is_a_second_try() -> None:
         ("mastermind", {"max_moves": 0}, "task.environment_options.max_moves must be > 0, got 0"),
         ("mastermind", {"pegs": 9}, "must be <= 8, got 9"),
         ("second_try", {"min_terms": 2}, "dataset is empty"),
-        ("reasoning_gym:chain_sum", {"no_such": 2}, "refuses {'no_such': 2}"),
+        ("second_try", {"dataset": "chain_sum", "no_such": 2}, "refuses {'no_such': 2}"),
         ("no/such/file.py:Game", {}, "no file"),
         ("no_such_package:Game", {}, "cannot import no_such_package"),
     ],
@@ -152,7 +147,7 @@ def test_a_class_of_another_shape_is_refused_with_the_kinds_that_there_are(own: 
         ("package.games:Game", "package.games:Game"),
         ("", ""),
         ("mastermind", ""),
-        *((written, written.partition(":")[2] if kind in ("agent", "trl") else "") for kind, (written, _) in KINDS.items()),
+        *((written, written.partition(":")[2]) for written, _ in KINDS.values()),
     ],
 )  # fmt: skip
 def test_the_configuration_knows_which_environments_are_code_of_the_users_own(name: str, path: str) -> None:

@@ -24,7 +24,7 @@ from llamarl.types import Score
 if TYPE_CHECKING:
     from llamarl.environments.reasoning_gym import ReasoningGymTask
 
-__all__ = ["SecondTry", "of_dataset"]
+__all__ = ["SecondTry"]
 
 
 class SecondTry:
@@ -34,7 +34,7 @@ class SecondTry:
     made from the seed. Without ``dataset`` the item's answer is compared as the ``math`` task does.
 
     Args:
-        dataset: Of ``reasoning_gym``; ``reasoning_gym:NAME`` names it too.
+        dataset: Of ``reasoning_gym``.
         attempts: Replies of an episode.
         retry_reward: Worth of a right answer that is not the first, 0 to 1; partial scores of later
             tries are scaled by it.
@@ -108,11 +108,6 @@ class SecondTry:
             assert self._item.answer is not None
             return judge_answer(reply, self._item.answer)
         return self._task.judge(reply, self._item.metadata)
-
-
-def of_dataset(dataset: str, **options: Any) -> SecondTry:
-    """``reasoning_gym:DATASET``."""
-    return SecondTry(dataset=dataset, **options)
 
 
 @functools.lru_cache(maxsize=8)
