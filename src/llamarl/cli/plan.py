@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Raises PlanError (exit code 2) for a question that makes no sense or has no answer."""
     from llamarl.forecast.recipe import NEEDS_FOLDER, model_folder, refuse_to_replace
-    from llamarl.forecast.report import plans_text
+    from llamarl.forecast.report import plan_title, plans_text
     from llamarl.forecast.search import over_kinds, recommend, search_all
 
     if args.recipe:
@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         ((hardware, devices),) = question.pools
         plans = search_all(hardware, work, options, devices, levels)
     chosen = recommend(plans)
-    written = _write(args.recipe, plans, chosen, question, options) if args.recipe else None
+    if args.recipe:
+        _write(args.recipe, chosen, question, options)
     unrunnable = work.model.unsupported or None
     kinds = " + ".join(f"{devices} x {hardware.device.title}" for hardware, devices in question.pools)
     print(plans_text(plans, chosen, work, kinds if len(question.pools) > 1 else ""))
@@ -94,30 +95,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"  not yet    llamarl train does not run this model: {unrunnable}")
     for line in question.notes:
         print(f"  note       {line}")
-    if written:
+    if args.recipe:
         if model_folder(question.model_path) is None:
             print(f"  to do      {NEEDS_FOLDER.format(shape=question.model_path)}")
-        print(f"  wrote      {args.recipe}: {written}")
+        print(f"  wrote      {args.recipe}: {plan_title(chosen)}, the plan marked *")
     return 0
 
 
-def _write(path: Path, plans: list[Plan], chosen: Plan, question: Question, options: Options) -> str:
-    """Write the recipe; returns which plan it is."""
+def _write(path: Path, plan: Plan, question: Question, options: Options) -> None:
     from llamarl.forecast.recipe import write_recipe
-    from llamarl.forecast.report import plan_title
 
     config: dict[str, Any] = read_toml(question.recipe) if question.recipe else {}
     config.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
-    plan = write_recipe(
+    write_recipe(
         path,
-        plans,
-        chosen,
+        plan,
         question.work,
         model_path=question.model_path,
         oversubscription=options.oversubscription,
         config=config,
-        title=f"{chosen.devices} x {chosen.hardware.device.title}, forecast {{step}} a step.",
+        title=f"{plan.devices} x {plan.hardware.device.title}, forecast {plan.step_s:.4g} s a step.",
     )
-    if plan is not chosen:
-        return f"{plan_title(plan)}, not the plan marked *: the recipe's other settings forbid turns"
-    return f"{plan_title(plan)}, the plan marked *"

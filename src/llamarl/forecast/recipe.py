@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import tomli_w
 from llamarl.config import RunConfig, known_keys, merge_tables, validate
 from llamarl.errors import ConfigError, PlanError
 from llamarl.forecast.memory import MARGIN
-from llamarl.forecast.search import GeneratorChoice, Plan, Workload, recommend, trainer_demand
+from llamarl.forecast.search import GeneratorChoice, Plan, Workload, trainer_demand
 from llamarl.settings.algorithms import CRITIC_ADVANTAGES
 from llamarl.settings.data import DataConfig
 from llamarl.settings.engine import ENGINES, EngineConfig
@@ -147,59 +147,52 @@ def refuse_to_replace(path: Path) -> None:
 
 def write_recipe(
     path: Path,
-    plans: Sequence[Plan],
-    chosen: Plan,
+    plan: Plan,
     work: Workload,
     *,
     model_path: str,
     oversubscription: float,
     config: dict[str, Any],
     title: str,
-) -> Plan:
-    """Write the recipe of ``chosen``, or, where the recipe's other settings forbid turns, of the
-    best plan that they allow.
+) -> None:
+    """Write the recipe of a plan.
 
     Args:
         config: Recipe as written whose other settings the new one keeps; empty: none.
-        title: Of the plan, for its first line, with ``{step}`` and ``{plan}``.
-
-    Returns:
-        The plan that was written.
+        title: Of the plan, for its first line.
 
     Raises:
-        PlanError: llamarl does not run it, or the file cannot be written.
+        PlanError: llamarl does not run it, the other settings forbid turns, or the file cannot be written.
     """
     if work.model.unsupported:
         raise PlanError(f"--recipe: llamarl train does not run this model: {work.model.unsupported}")
-    forbidden = _why_not_in_turns(config) if chosen.colocated and config else ""
-    if forbidden:
-        allowed = [plan for plan in plans if not plan.colocated]
-        if not allowed:
-            raise PlanError(f"--recipe: the recipe's other settings forbid turns: {forbidden}")
-        chosen = recommend(allowed)
-    kind = "cpu" if chosen.hardware.is_cpu else "cuda"
+    if plan.colocated and config and (forbidden := _why_not_in_turns(config)):
+        raise PlanError(
+            f"--recipe: the recipe's other settings forbid turns, so plan without 0 (--staleness 1,2): {forbidden}"
+        )
+    kind = "cpu" if plan.hardware.is_cpu else "cuda"
     served = ENGINES["native"].quantizations[kind]
-    if strange := {_quantization(choice) for choice in chosen.generators} - {"none", *served}:
+    if strange := {_quantization(choice) for choice in plan.generators} - {"none", *served}:
         raise PlanError(
             f"--recipe: llamarl's engine does not serve {', '.join(sorted(strange))} there: leave --precision out"
         )
     folder = model_folder(model_path)
-    settings = plan_settings(chosen, work, folder or model_path, oversubscription)
+    settings = plan_settings(plan, work, folder or model_path, oversubscription)
     for role in ("generator", "trainer"):
         if config.get(role, {}).get("device", "auto") not in ("auto", kind):
             settings[role]["device"] = kind
-    if chosen.colocated and "weights" in config.get("schedule", {}):
+    if plan.colocated and "weights" in config.get("schedule", {}):
         settings["schedule"]["weights"] = "exact"  # in turns no version arrives inside a tick
     own = config.get("generator", {})
     if "replicas" in own:  # in whose place the plan has its own
         config = {**config, "generator": {key: value for key, value in own.items() if key != "replicas"}}
-    header = f"{_OURS}{title.format(step=f'{chosen.step_s:.4g} s')}"
-    node = chosen.hardware.device.devices_per_node
-    if not chosen.hardware.is_cpu and chosen.used > node:
+    header = f"{_OURS}{title}"
+    node = plan.hardware.device.devices_per_node
+    if not plan.hardware.is_cpu and plan.used > node:
         header += f"\nIt takes hosts of {node} devices: llamarl train THIS --cluster auto (docs/hosts.md)."
-    if len(chosen.generators) > 1:
-        names = ", ".join(f"generator_{n} on {c.hardware.device.name}" for n, c in enumerate(chosen.generators))
-        header += f"\nPlace the roles: hosts.on, trainer on {chosen.hardware.device.name}, {names}; hosts.allow_unlike."
+    if len(plan.generators) > 1:
+        names = ", ".join(f"generator_{n} on {c.hardware.device.name}" for n, c in enumerate(plan.generators))
+        header += f"\nPlace the roles: hosts.on, trainer on {plan.hardware.device.name}, {names}; hosts.allow_unlike."
     if folder is None:
         header += f"\n{NEEDS_FOLDER.format(shape=model_path)}"
     whole = merge_tables(config, settings)
@@ -209,7 +202,6 @@ def write_recipe(
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--recipe {path}: cannot write it: {error}") from error
-    return chosen
 
 
 def _why_not_in_turns(config: dict[str, Any]) -> str:

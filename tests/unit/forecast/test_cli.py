@@ -138,6 +138,15 @@ def test_several_kinds_get_a_recipe_of_replicas_whose_shares_are_their_prompts(t
     assert of_first == pytest.approx(round(of_first)) and "generator_1 on a100-sxm" in out.read_text()
 
 
+def test_turns_that_the_recipe_forbids_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('[generator.engine]\nname = "vllm"\n')
+    assert plan(f"{own} --staleness 0 --recipe {tmp_path / 'out.toml'}") == 2
+    told = capsys.readouterr().err
+    assert "forbid turns, so plan without 0 (--staleness 1,2)" in told and "an engine must give its memory back" in told
+    assert not (tmp_path / "out.toml").exists()
+
+
 def test_a_config_json_is_a_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {
         "model_type": "llama",
