@@ -76,7 +76,7 @@ def main() -> None:
         found = dict(zip(jobs, pool.map(accuracy, jobs), strict=True))
     accuracies = {arm: [found[seed, arm] for seed in range(args.seeds)] for arm in arms}
     rows = [row(arm, accuracies, effective(args.runs, arms[arm], args.seeds)) for arm in arms]
-    results = {"grid": rows, "breaks": breaks(rows)}
+    results = {"grid": rows, "breaks": breaks(rows), "mask_ahead": mask_ahead(accuracies)}
     for rate in RATES:
         print(f"\n{rate} rate: accuracy, loss against staleness 0 with its 95 % interval, effective sample size")
         for one in (one for one in rows if one["rate"] == rate):
@@ -85,6 +85,7 @@ def main() -> None:
                 f"± {one['interval']:.3f}  {one['effective']:.2f}"
             )
     print("\nbreaks at staleness", json.dumps(results["breaks"], indent=1))
+    print("\nDPPO's mask ahead, mean of staleness 4, 8, 16", json.dumps(results["mask_ahead"], indent=1))
     write_report(args.json, results, [])
     if args.picture:
         draw(rows, args.picture)
@@ -119,7 +120,7 @@ def effective(folder: Path, settings: Settings, seeds: int) -> float:
     values = []
     for seed in range(seeds):
         lines = (folder / folder_name(settings, seed) / "metrics.jsonl").read_text().splitlines()
-        values += [r["ratio/effective_samples"] for r in map(json.loads, lines[len(lines) // 2 :])]
+        values += [r.get("ratio/effective_samples") for r in map(json.loads, lines[len(lines) // 2 :])]
     return statistics.mean(value for value in values if value is not None)
 
 
@@ -136,6 +137,20 @@ def breaks(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int | None]]:
     return found
 
 
+def mask_ahead(accuracies: dict[tuple[str, str, int], list[float]]) -> dict[str, dict[str, tuple[float, float]]]:
+    """How much further DPPO's mask ends than each other correction, paired, with the 95 % interval's half width."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for rate in RATES:
+        found[rate] = {}
+        for name in (name for name in CORRECTIONS if name != "DPPO mask"):
+            pairs = [
+                zip(accuracies[rate, "DPPO mask", k], accuracies[rate, name, k], strict=True) for k in STALENESS[-3:]
+            ]
+            ahead = [statistics.mean(own - other for own, other in seed) for seed in zip(*pairs, strict=True)]
+            found[rate][name] = statistics.mean(ahead), half_width(ahead)
+    return found
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -146,10 +161,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for panel, rate in zip(panels, RATES, strict=True):
         for index, name in enumerate(CORRECTIONS):
             own = [one for one in rows if (one["rate"], one["correction"]) == (rate, name)]
-            at = range(len(own))
+            at = [place + 0.08 * (index - len(CORRECTIONS) // 2) for place in range(len(own))]
             panel.plot(at, [one["accuracy"] for one in own], color=f"C{index}", marker="o", ms=4, label=name)
-            low, high = ([end(one["accuracies"]) for one in own] for end in (min, max))
-            panel.fill_between(at, low, high, color=f"C{index}", alpha=0.1, lw=0)
+            for place, one in zip(at, own, strict=True):
+                seeds = one["accuracies"]
+                panel.plot([place] * len(seeds), seeds, ".", color=f"C{index}", alpha=0.35, ms=4)
         panel.set(xticks=range(len(STALENESS)), xticklabels=STALENESS, xlabel="staleness", title=f"{rate} rate")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("held-out accuracy of the last policy")
