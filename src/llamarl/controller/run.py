@@ -25,7 +25,6 @@ from typing import Any
 from llamarl.channels.base import ChannelSpec
 from llamarl.checkpoint.mirror import Mirror, mirrored
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.checkpoint.written import sync_path
 from llamarl.config import GROUP_BASELINES, RunConfig, begun_in, save_config, to_plain
 from llamarl.controller.controller import StopRequest, run_graph
 from llamarl.controller.early_end import EarlyEnd, most_ahead
@@ -407,7 +406,8 @@ def save_settings(prepared: Prepared, run_dir: Path) -> None:
     new = run_dir / f"{CONFIG_FILE}.new"
     try:
         save_config(prepared.config, new, begun_in(run_dir / CONFIG_FILE))
-        sync_path(new)  # else a power failure leaves an empty file under the name of the former
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())  # else a power failure leaves an empty file under the name of the former
         mark(prepared.config, new.read_bytes(), run_dir)
         os.replace(new, run_dir / CONFIG_FILE)
     except OSError as error:

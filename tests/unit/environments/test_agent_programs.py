@@ -452,7 +452,7 @@ def test_names_and_options_are_checked_without_running_the_file(file: str, tmp_p
     check_environment(f"agent:{exits}:run", {})
     assert TaskSection(name="episodes", environment="agent:a.py:run").own_environment == "a.py:run"
     for name, options, cause in (
-        ("agent:", {}, "needs a name behind the colon"),
+        ("agent:", {}, "must name a class or function"),
         ("agent:tools", {}, "must name a class or function"),
         (f"agent:{file}:tool", {}, "has no 'tool'"),
     ):

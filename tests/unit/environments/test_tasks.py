@@ -14,7 +14,7 @@ from llamarl.environments.answers import extract_answer, last_number
 from llamarl.environments.base import Task
 from llamarl.environments.factory import make_task, task_mistakes
 from llamarl.environments.functions import NotANumber, as_score
-from llamarl.environments.games.second_try import of_dataset
+from llamarl.environments.games.second_try import SecondTry
 from llamarl.environments.reasoning_gym import EVALUATING, REFUSED
 from llamarl.environments.sum_task import read_ledger, write_ledger, written_steps
 from llamarl.errors import DataError
@@ -162,7 +162,7 @@ def test_options_that_reasoning_gym_would_evaluate_are_refused(name: str, option
     with pytest.raises(DataError, match="has brackets, quotes or a path in it"):
         make_task(TaskConfig(name=f"reasoning_gym:{name}", options=options), 0)
     with pytest.raises(ValueError, match="has brackets, quotes or a path in it"):
-        of_dataset(name, **options)
+        SecondTry(dataset=name, **options)
 
 
 @pytest.mark.parametrize(
