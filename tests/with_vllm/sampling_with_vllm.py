@@ -31,7 +31,7 @@ def vllm_engine(folder: Path, dtype: str = "float32", **settings: Any) -> VllmEn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "LLM", functools.partial(vllm.LLM, enforce_eager=True))
         config = EngineConfig(dtype=dtype, kv_cache_bytes=1 << 26, **settings)
-        return VllmEngine(folder, config, tokenizer=load_tokenizer(folder))
+        return VllmEngine(folder, config, tokenizer=load_tokenizer(BUNDLED))  # of all models here
 
 
 def native_engine(folder: Path) -> NativeEngine:
