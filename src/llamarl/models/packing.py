@@ -6,6 +6,7 @@ come out within one sequence of each other in cost, and the same lengths always 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 __all__ = ["SIMILAR", "balance", "for_several_at_once", "pack", "shared_units", "similar_responses"]
@@ -28,11 +29,11 @@ def balance(costs: Sequence[int], num_bins: int, *, first: int = 0) -> list[list
         Item indices of each bin, ascending within a bin. The largest bin is at most 4/3 of the best possible.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+    heap = [(0, 0, place) for place in range(num_bins)]  # cost, items, place counted from the first bin
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        emptiest = min(range(num_bins), key=lambda b: (loads[b], len(bins[b]), (b - first) % num_bins))
-        bins[emptiest].append(index)
-        loads[emptiest] += costs[index]
+        load, count, place = heap[0]
+        heapq.heapreplace(heap, (load + costs[index], count + 1, place))
+        bins[(place + first) % num_bins].append(index)
     return [sorted(items) for items in bins]
 
 

@@ -1,3 +1,5 @@
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,14 @@ def test_pack_fills_the_budget_exactly_where_it_can() -> None:
 def test_pack_takes_another_microbatch_where_balancing_overflows() -> None:
     # 18 tokens need at least 2 of 9, but two bins would hold 6 + 6 and 6: three do
     assert pack([6, 6, 6], 9) == [[0], [1], [2]]
+
+
+def test_many_sequences_that_fill_half_a_micro_batch_each_are_packed_at_once() -> None:
+    # from 356 micro-batches on each number is tried, up to one a sequence
+    lengths = [9_000 + 7 * (i % 401) for i in range(512)]
+    began = time.process_time()
+    assert len(pack(lengths, 16_384)) == 512
+    assert time.process_time() - began < 2.0
 
 
 def test_ranks_that_step_together_get_the_same_number_of_microbatches() -> None:
