@@ -3,25 +3,37 @@
 The buffer is a row of blocks. A block holds one run of rows of a large piece, or several small pieces, at most
 ``BLOCK_BYTES`` together where rows allow it; each region in it is contiguous, so a sink reads a block in one go, proves
 it by one checksum and spreads it over its tensors. If the sink's layout is known when the catalog is made, pieces are
-cut where the sinks' boxes begin and end, so that a sink reads no byte it does not need: a column shard of the sink then
-lies as one contiguous region, whatever the source's strides were.
+cut where the sinks' boxes begin and end, and a block holds what the same sinks want, so that a sink reads no byte it
+does not need: a column shard of the sink then lies as one contiguous region, whatever the source's strides were.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from llamarl.transports.checksum import BLOCK_BYTES, ChecksumKind
-from llamarl.weight_sync.layout import AnyLayout, Box, MeshLayout, ParameterSpec, Piece, box_elements, dtype_bytes
+from llamarl.weight_sync.layout import (
+    AnyLayout,
+    Box,
+    MeshLayout,
+    ParameterSpec,
+    Piece,
+    box_elements,
+    dtype_bytes,
+    intersect,
+)
 
 __all__ = ["Block", "Catalog", "Region", "build_catalog"]
 
 _ALIGN = 64
+_Readers = tuple[tuple[int, ...], ...]
+"""The sink ranks that want a cell, of each mesh of sinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +138,14 @@ def build_catalog(
     parameters = {
         name: ParameterSpec(spec.shape, wire_dtypes.get(name, spec.dtype)) for name, spec in layout.parameters.items()
     }
-    bounds = _sink_bounds(sink)
+    cells_of = _cut_for(sink)
+    cells = [(readers, piece.parameter, cell) for piece in layout.pieces_of(rank) for cell, readers in cells_of(piece)]
     packer = _Packer(block_bytes)
-    for piece in layout.pieces_of(rank):
-        itemsize = dtype_bytes(parameters[piece.parameter].dtype)
-        for cell in _cells(piece.box, bounds(piece)):
-            packer.align()
-            for box in _runs(cell, max(1, block_bytes // itemsize)):
-                packer.add(piece.parameter, box, box_elements(box) * itemsize)
+    for readers, name, cell in _together(cells, parameters, block_bytes):
+        packer.begin(readers)
+        itemsize = dtype_bytes(parameters[name].dtype)
+        for box in _runs(cell, max(1, block_bytes // itemsize)):
+            packer.add(name, box, box_elements(box) * itemsize)
     return Catalog(rank, replace(layout, parameters=parameters), packer.finish(), checksum)
 
 
@@ -144,12 +156,15 @@ class _Packer:
         self._block_bytes = block_bytes
         self._blocks: list[Block] = []
         self._regions: list[Region] = []
+        self._readers: _Readers = ()
         self._start = self._end = 0
 
-    def align(self) -> None:
-        """Start the next region on a cache line. Runs of one cell follow without a gap, so that a
-        cell can be mapped."""
-        self._end = _aligned(self._end)
+    def begin(self, readers: _Readers) -> None:
+        """Start a cell on a cache line, and in a block of its readers. Its runs follow without a gap, so that it can be
+        mapped."""
+        if readers != self._readers and self._regions:
+            self._cut()
+        self._readers, self._end = readers, _aligned(self._end)
 
     def add(self, parameter: str, box: Box, nbytes: int) -> None:
         if not self._regions:
@@ -170,26 +185,47 @@ class _Packer:
         self._regions = []
 
 
-def _sink_bounds(sink: AnyLayout | None) -> Callable[[Piece], list[set[int]] | None]:
-    """Where the sinks' boxes begin and end by dimension, as far as that is inside of a piece; None:
-    they are not known."""
-    known: dict[object, list[set[int]]] = {}
+def _cut_for(sink: AnyLayout | None) -> Callable[[Piece], list[tuple[Box, _Readers]]]:
+    """Says how a piece is cut where the sinks' boxes begin and end, and who wants each cell; whole where that is not
+    known."""
+    known: dict[object, list[tuple[Box, _Readers]]] = {}
 
-    def edges(piece: Piece) -> list[set[int]] | None:
+    def cells_of(piece: Piece) -> list[tuple[Box, _Readers]]:
         if sink is None or piece.parameter not in sink.parameters:
-            return None
-        grids = tuple(part.grids[piece.parameter] for part in sink.parts)
-        if (grids, piece.box) not in known:  # layers repeat
-            boxes = [box for grid in grids for box, _ in grid.meeting(piece.box)]
-            known[grids, piece.box] = [{bound for box in boxes for bound in box[dim]} for dim in range(len(piece.box))]
-        return known[grids, piece.box]
+            return [(piece.box, ())]
+        key = tuple(part.grids[piece.parameter] for part in sink.parts), piece.box
+        if key not in known:  # layers repeat
+            found = [one for grid in key[0] for one in grid.meeting(piece.box)]
+            cuts = [{bound for box, _ in found for bound in box[dim]} for dim in range(len(piece.box))]
+            known[key] = [
+                (cell, tuple(ranks for box, ranks in found if intersect(box, cell) is not None))
+                for cell in _cells(piece.box, cuts)
+            ]
+        return known[key]
 
-    return edges
+    return cells_of
 
 
-def _cells(box: Box, cuts: list[set[int]] | None) -> Iterator[Box]:
+def _together(
+    cells: Iterable[tuple[_Readers, str, Box]], parameters: Mapping[str, ParameterSpec], block_bytes: int
+) -> Iterator[tuple[_Readers, str, Box]]:
+    """The cells in order, but those that the same sinks want in a row, a block's worth at a time."""
+    held: dict[_Readers, list[tuple[_Readers, str, Box]]] = {}
+    sizes: Counter[_Readers] = Counter()
+    for readers, name, cell in cells:
+        nbytes = box_elements(cell) * dtype_bytes(parameters[name].dtype)
+        if sizes[readers] + nbytes > block_bytes:
+            yield from held.pop(readers, ())
+            sizes[readers] = 0
+        held.setdefault(readers, []).append((readers, name, cell))
+        sizes[readers] += nbytes
+    for rest in held.values():
+        yield from rest
+
+
+def _cells(box: Box, cuts: list[set[int]]) -> Iterator[Box]:
     """``box`` cut by planes, in row-major order."""
-    if cuts is None or not box:
+    if not box:
         yield box
         return
     start, stop = box[0]

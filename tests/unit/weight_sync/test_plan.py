@@ -11,8 +11,18 @@ from test_random_layouts import Copied, check_plan, full_values, plan, random_la
 from llamarl.errors import PlanError
 from llamarl.models.parallel import EXPERT_SHARD, EXPERTS, SHARD, Cut, ParallelLayout, ParameterShard, shard_box
 from llamarl.weight_sync.catalog import Catalog, build_catalog
-from llamarl.weight_sync.layout import AnyLayout, JoinedLayout, MeshLayout, ParameterSpec, Shard, chunk_bounds
+from llamarl.weight_sync.layout import (
+    AnyLayout,
+    JoinedLayout,
+    MeshLayout,
+    ParameterSpec,
+    Shard,
+    box_elements,
+    chunk_bounds,
+    intersect,
+)
 from llamarl.weight_sync.model_layouts import layout_of_shards
+from llamarl.weight_sync.plan import copies_to_sink
 
 W = {"w": ParameterSpec((8, 4), "float32")}
 
@@ -148,3 +158,18 @@ def test_a_trainers_rule_gives_each_rank_what_it_says_of_itself(sizes: dict[str,
     copies = plan(rule, sink)
     assert sum(c.nbytes for c in copies) == 2 * sum(spec.nbytes for spec in rule.parameters.values())
     check_turns(rule, sink, copies, 0)
+
+
+def test_a_sink_reads_no_byte_that_it_does_not_want() -> None:
+    specs = {"norm": ParameterSpec((8,), "float32"), "down": ParameterSpec((8, 12), "float32"), "up": W["w"]}
+    source = MeshLayout(specs, {"fsdp": 2}, dict.fromkeys(specs, (Shard("fsdp", 0),)))
+    sink = MeshLayout(specs, {"tp": 4}, {"down": (Shard("tp", 1),), "up": (Shard("tp", 0),)})
+    for rank in range(4):
+        wanted = copies_to_sink(source, sink, rank)
+        read = 0
+        for of in range(2):
+            boxes = [(copy.parameter, copy.box) for copy in wanted if copy.source_rank == of]
+            for block in build_catalog(source, of, sink=sink).blocks:  # as large as all of it
+                if any(r.parameter == name and intersect(r.box, box) for r in block.regions for name, box in boxes):
+                    read += sum(region.nbytes for region in block.regions)
+        assert read == sum(4 * box_elements(copy.box) for copy in wanted)
