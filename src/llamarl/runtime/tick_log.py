@@ -62,7 +62,7 @@ MAX_PAST_SEGMENTS = 256
 """Most that is held, per executor, of what it has read since its last checkpoint. Beyond, it is not
 brought up again until the next one."""
 MAX_BACKLOG_BYTES = 256 << 20
-"""Most that waits to be written."""
+"""Where more waits to be written, nothing is added."""
 _MOST_FILES = 1 << 16
 
 K = TypeVar("K")
@@ -388,10 +388,10 @@ class TickLog:
         if None in held:
             self._stop(f"what {report.executor!r} made at tick {report.tick} is not held by the controller")
             return
-        num_bytes = sum(handle.address.size for handle in made)
-        self._backlog += num_bytes
         if self._backlog > MAX_BACKLOG_BYTES:
             self._stop("the disk is too slow for it")
+        num_bytes = sum(handle.address.size for handle in made)
+        self._backlog += num_bytes
         report = dataclasses.replace(report, outputs=outputs)
         self._work.put(partial(self._write, self._number, report, held, num_bytes))
         self._number += 1

@@ -38,7 +38,6 @@ from llamarl.transports.remote_segment import copy_of
 from llamarl.transports.segments import HEADER_BYTES, Segment, SegmentHandle, is_elsewhere, open_segment
 
 __all__ = [
-    "MAX_RECORD_BYTES",
     "MAX_STATE_BYTES",
     "OF_HANDLE",
     "OF_REPORT",
@@ -57,7 +56,6 @@ __all__ = [
 
 MAX_STATE_BYTES = 64 << 20
 """What is larger is not kept: its rank is not brought up again."""
-MAX_RECORD_BYTES = 320 << 20
 _MAGIC = b"lrljrnl3"
 _HEAD = struct.Struct("<8sQ")
 """Magic, digest of all that follows."""
@@ -244,7 +242,7 @@ def remove_records(folder: Path, keep: Collection[Record] = ()) -> None:
 def read_record(path: Path, run_id: str, tick: int) -> Record | None:
     """Read and prove a file; None if it is torn, altered, or says to be of another run or tick."""
     try:
-        with open_regular(path, max_bytes=MAX_RECORD_BYTES) as file:
+        with open_regular(path, max_bytes=None) as file:
             magic, checksum = _HEAD.unpack(file.read(_HEAD.size))
             body = memoryview(file.read())
         if magic != _MAGIC or digest(body) != checksum:

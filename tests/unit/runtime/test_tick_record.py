@@ -446,5 +446,17 @@ def test_a_disk_that_refuses_it_ends_it_once_and_gets_its_room_back(
 
 
 def test_a_disk_that_is_too_slow_for_it_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (told,) = written_while(tmp_path, monkeypatch, tick_log__MAX_BACKLOG_BYTES=10)
+    (told,) = written_while(tmp_path, monkeypatch, tick_log__MAX_BACKLOG_BYTES=-1)
     assert "the disk is too slow for it. A resume begins at the last checkpoint" in told
+
+
+def test_a_tick_that_is_larger_than_what_may_wait_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.runtime.tick_log.MAX_BACKLOG_BYTES", 10)
+    log = log_in(tmp_path)
+    segment, state = write_state(b"a state of more bytes")
+    held = log.take(Report(executor="source", tick=0, journal=(state,)))
+    assert held is not None
+    log.append(held)
+    segment.close()
+    log.close()
+    assert [record.executor for record in read_journal(tmp_path, "mine")] == ["source"]
