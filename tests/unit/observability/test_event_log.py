@@ -8,6 +8,7 @@ import pytest
 
 from llamarl.errors import EventLogError
 from llamarl.observability.events import EVENTS_FILE, EventLog, TickEvent, event_platform, ranges, read_events
+from llamarl.reading import read_bytes
 
 
 def event(tick: int, rank: int = 0) -> TickEvent:
@@ -117,3 +118,10 @@ def test_a_log_that_was_emptied_or_removed_is_begun_again_and_goes_on(tmp_path: 
 @pytest.mark.parametrize(("indices", "text"), [([], ""), ([4], "4"), ([2, 0, 1, 5], "0-2,5"), ([1, 3, 4], "1,3-4")])
 def test_ranges_are_written_short(indices: list[int], text: str) -> None:
     assert ranges(indices) == text
+
+
+def test_a_log_may_grow_beyond_what_other_files_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path)
+    monkeypatch.setitem(read_bytes.__kwdefaults__, "max_bytes", 10)
+    EventLog(tmp_path, resume_after_tick=2)
+    assert len(read_events(path, num_ticks=3)) == 6 and "torch" in event_platform(path)
