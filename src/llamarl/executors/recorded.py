@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class RecordedStream:
         Raises:
             DataError: No rollouts, none that can be trained on, or they were written with another tokenizer.
         """
-        self._seed, self._shuffle = seed, shuffle
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(lambda num_groups, epoch: shuffled(num_groups, seed, epoch))
         recorded = [
             list(group) for _, group in groupby(read_rollouts(run), key=lambda r: (r.tick, r.response.prompt_index))
         ]
@@ -84,7 +86,7 @@ class RecordedStream:
         groups = self._groups["train"]
         epoch, place = divmod(index, len(groups))
         if self._shuffle:
-            place = int(shuffled(len(groups), self._seed, epoch)[place])
+            place = int(self._order(len(groups), epoch)[place])
         return numbered(groups[place], index)
 
     def held_out(self, num_rows: int) -> list[Group]:
