@@ -77,10 +77,10 @@ def write_rollouts(run_dir: Path, tick: int, groups: Sequence[Group], patience: 
     Raises:
         LlamaRLError: The disk is full or not writable; no part of the file is left.
     """
-    records = [_record(tick, group.prompt, response) for group in groups for response in group.responses]
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    records = (_record(tick, group.prompt, response) for group in groups for response in group.responses)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)  # one at a time: a tick may be of GBs
     path = run_dir / ROLLOUTS_FOLDER / f"tick_{tick:06d}.jsonl"
-    (patience or Patience()).replace(path, text.encode("utf-8", "backslashreplace"))
+    (patience or Patience()).replace(path, b"".join(line.encode("utf-8", "backslashreplace") for line in lines))
     return path
 
 
@@ -175,7 +175,7 @@ def _record(tick: int, prompt: Prompt, response: Response) -> dict[str, Any]:
         "segments": _segments(response),
         "prompt_tokens": prompt.tokens.tolist(),
         "tokens": response.tokens.tolist(),
-        "behavior_logprobs": [_shortest(x) for x in response.behavior_logprobs],
+        "behavior_logprobs": _shortest(response.behavior_logprobs),
         "policy_versions": response.policy_versions.tolist(),
         "loss_mask": response.loss_mask.astype(int).tolist(),
         "metadata": dict(prompt.metadata),
@@ -215,6 +215,6 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
     )
 
 
-def _shortest(value: np.float32) -> float | None:
-    """The float64 with the fewest digits that rounds to this float32; None for NaN."""
-    return None if np.isnan(value) else float(np.format_float_scientific(value, unique=True))
+def _shortest(values: npt.NDArray[np.float32]) -> list[float | None]:
+    """The float64s with the fewest digits that round to these float32s; None for NaN."""
+    return [None if math.isnan(value) else value for value in map(float, values.astype(str))]
