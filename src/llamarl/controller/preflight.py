@@ -291,7 +291,7 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
 def check_prompts(config: RunConfig, folder: Path) -> Questions:
     """Make the prompts once: a wrong file, or a prompt that is too long, ends the run before it starts.
 
-    All training prompts of a finite task, the first tick's of an endless one, and those of evaluations.
+    All training prompts of a finite task that the run may ask for, the first tick's of an endless one, and those of evaluations.
 
     Args:
         folder: Of the model.
@@ -307,12 +307,14 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
 
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     rows = None if config.samples else make_demonstrations(config, tokenizer)
+    most = config.groups_per_tick * (config.run.num_ticks + config.generator.max_segments) * config.data.candidates
+    num_prompts = None if config.executors else most  # an executor of the user's own asks for others
     if config.algorithm.imitates:
         assert rows is not None
         if config.evaluation.every and config.evaluation.tp > 1:
             _check_sampled_distribution(config)
         if isinstance(rows, PromptStream):
-            rows.check_training_prompts()
+            rows.check_training_prompts(num_prompts)
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
     if rows is not None:
         _check_temperature_of_rollouts(config)
@@ -335,7 +337,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             TurnTemplate(tokenizer, config.data)
             environments = pools.enter_context(EpisodePool(_with_one_worker(config.task)))
         stream = make_prompt_stream(config, tokenizer, environments)
-        stream.check_training_prompts()
+        stream.check_training_prompts(num_prompts)
         first = _first_prompts(config, stream)
         for prompt in first:
             if prompt.opening is not None and prompt.opening.failure:

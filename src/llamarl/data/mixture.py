@@ -82,10 +82,10 @@ class MixedStream:
         number = int(self._counts[block][task]) + int((chosen[:-1] == task).sum())
         return self._labels[task], number
 
-    def check_training_prompts(self) -> None:
+    def check_training_prompts(self, num_prompts: int | None = None) -> None:
         """Of each task, as ``PromptStream.check_training_prompts``."""
         for stream in self._streams.values():
-            stream.check_training_prompts()
+            stream.check_training_prompts(num_prompts)
 
     def num_items(self, split: Split) -> int | None:
         """Of all tasks together, as ``PromptStream.num_items``."""

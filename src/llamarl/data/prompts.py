@@ -331,13 +331,16 @@ class PromptStream:
     def _episode_seed(self, index: int) -> int:
         return derive_seed(self._seed, _EPISODES, index)
 
-    def check_training_prompts(self) -> None:
-        """Make every training prompt of a finite task once, so that none that is too long is met in
+    def check_training_prompts(self, num_prompts: int | None = None) -> None:
+        """Make the training prompts of a finite task once, so that none that is too long is met in
         the middle of a run.
 
         Where such prompts are skipped, a warning says how many are; so it does of prompts that hold
         unknown text, and of those that seem to have been through a chat template before. What an environment
         shows is not known before it is played.
+
+        Args:
+            num_prompts: As many as the run may ask for, from the first on; None: all.
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short
@@ -352,9 +355,12 @@ class PromptStream:
             )
         if num_items is None or self._opener is not None:
             return
+        places: Sequence[int] = range(num_items)
+        if num_prompts is not None and num_prompts < num_items:
+            places = sorted(map(self._place, range(num_prompts)))
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
         rendered, marks = [], _marks(self._tokenizer, self._config)
-        for place in range(num_items):
+        for place in places:
             item = self._task.item("train", place)
             tokens = self.read(item, render_prompt(item, self._tokenizer, self._config)[1])
             if len(tokens) > self._limit:
@@ -364,21 +370,21 @@ class PromptStream:
             if any(mark in item.question for mark in marks):
                 rendered.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
         if unread:
-            words = unknown_text_warning(len(unread), num_items, "training prompts", unread[0])
+            words = unknown_text_warning(len(unread), len(places), "training prompts", unread[0])
             _log.warning("task %r: %s", self._task.name, words)
         if rendered:
             _log.warning(
                 "task %r: %d of %d training prompts hold tokens that the chat template writes around them: %s is one. If they "
                 "have been through a template already, set data.chat_template = 'none'",
-                self._task.name, len(rendered), num_items, rendered[0],
+                self._task.name, len(rendered), len(places), rendered[0],
             )  # fmt: skip
         if not long:
             return
         named = ", ".join(long[:_MAX_NAMED]) + (", ..." if len(long) > _MAX_NAMED else "")
-        found = f"task {self._task.name!r}: {len(long)} of {num_items} training prompts are longer than {self._limit_words}: {named}"
+        found = f"task {self._task.name!r}: {len(long)} of {len(places)} training prompts are longer than {self._limit_words}: {named}"
         if self._config.too_long == "error":
             raise DataError(f"{found}: {self._remedy}, remove them, or set data.too_long = 'skip'")
-        if len(long) == num_items:
+        if len(long) == len(places):
             raise DataError(f"{found}: none is left; {self._remedy}")
         _log.warning("%s: others take their place (data.too_long = 'skip')", found)
 

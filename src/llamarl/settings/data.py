@@ -45,8 +45,8 @@ class DataConfig:
     generator.sampling.max_new_tokens."""
 
     too_long: Literal["error", "skip"] = "error"
-    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. The
-    prompts of a finite task are all looked at before the run starts."""
+    """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. Those
+    of a finite task that the run may ask for are all looked at before it starts."""
 
     candidates: Annotated[PositiveInt, IN_STATE] = 1
     """Items of a finite task among which each training prompt is chosen, as the first that is answered right at

@@ -148,6 +148,11 @@ def test_all_prompts_of_a_finite_task_are_checked_and_none_of_an_endless_one() -
         _stream(12, max_prompt_tokens=10).check_training_prompts()
     with pytest.raises(DataError, match=r"item 6 \(7 tokens\), \.\.\.: raise"):
         _stream(12, max_prompt_tokens=2).check_training_prompts()
+    asked = [_stream(12).get(index) for index in range(4)]
+    longest = max(len(prompt.tokens) for prompt in asked)
+    _stream(12, max_prompt_tokens=longest).check_training_prompts(4)  # who asks for 4 of them looks at no other
+    with pytest.raises(DataError, match="1 of 4 training prompts are longer"):
+        _stream(12, max_prompt_tokens=longest - 1).check_training_prompts(4)
     _stream(None, max_prompt_tokens=1).check_training_prompts()
 
 
