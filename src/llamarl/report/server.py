@@ -7,7 +7,7 @@
 Other users of the machine reach the port too: without the token, which is printed once and random,
 they get nothing. Connections are bounded in number and time, and those that have shown no token give
 way first, so nobody keeps the owner out. The folder is read again when somebody asks and the last
-reading is older than ``READ_EVERY_S``; nothing runs otherwise.
+reading is older than ``READ_EVERY_S``, of a large run than some times what it took; nothing runs otherwise.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from llamarl.report.run_files import MAX_RUNS, runs_of, title_of
 __all__ = ["READ_EVERY_S", "WatchServer", "WatchedRuns", "make_server"]
 
 READ_EVERY_S = 2.0
+_REST, _LONGEST_REST_S = 9.0, 60.0
+"""As many times as long as the last reading took is waited: a million responses take seconds of a core."""
 _HOST = "127.0.0.1"
 _LOCAL = ("127.0.0.1", "localhost")
 
@@ -51,6 +53,7 @@ class WatchedRuns:
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at_s: float | None = None
+        self._took_s = 0.0
         self._blocks: dict[str, str] = {}
 
     def blocks(self) -> dict[str, str]:
@@ -61,12 +64,14 @@ class WatchedRuns:
         """
         with self._lock:
             now = self._clock()
-            if self._read_at_s is None or now - self._read_at_s >= READ_EVERY_S:
+            rest_s = max(READ_EVERY_S, min(_LONGEST_REST_S, _REST * self._took_s))
+            if self._read_at_s is None or now - self._read_at_s >= rest_s:
                 runs = runs_of(self._paths)[-MAX_RUNS:] or list(self._readers)  # what was removed is said by its files
                 self._readers = {run: self._readers.get(run) or RunReader(run) for run in runs}
                 room = self._max_bytes // len(runs)
                 self._blocks = numbered([reader.blocks(room) for reader in self._readers.values()])
                 self._read_at_s = self._clock()
+                self._took_s = self._read_at_s - now
             return self._blocks
 
     def state(self) -> dict[str, dict[str, str]]:

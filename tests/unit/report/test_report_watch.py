@@ -16,6 +16,7 @@ from llamarl import bounded_server
 from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError
+from llamarl.report.run_data import RunReader
 from llamarl.report.server import READ_EVERY_S, WatchedRuns, WatchServer, make_server
 
 Get = Callable[..., tuple[int, str]]
@@ -196,6 +197,22 @@ def test_new_ticks_are_read_when_the_last_reading_is_old(run: Path, tmp_path: Pa
     assert decode_block(runs.blocks()["0/run"])["ticks"] == 4
     changed = {name for name in after if after[name] != before.get(name)}
     assert changed == {"0/run", "0/metrics", "0/timeline", "0/index", "0/detail/3"}
+
+
+def test_a_reading_that_takes_long_is_seldom(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, read = Clock(), []
+
+    def slow(reader: RunReader, room: int) -> dict[str, str]:
+        clock.now_s += 3.0
+        read.append(clock.now_s)
+        return {}
+
+    monkeypatch.setattr(RunReader, "blocks", slow)
+    runs = WatchedRuns([run], 5_000_000, clock)
+    for _ in range(31):  # a reading ends at 3 s, the next may begin 27 s later
+        runs.blocks()
+        clock.now_s += 1.0
+    assert len(read) == 2
 
 
 def test_a_run_that_begins_in_a_watched_folder_is_shown_beside_the_others(run: Path, tmp_path: Path) -> None:
