@@ -103,8 +103,8 @@ class StepStatistics:
         }
         sums = {"loss/policy": 0.0, "tokens/computed": 0.0}
         if self._sums:
-            self._sums["tokens/computed"] = torch.tensor(float(self._num_computed), device=self._device)
-            self._sums[_OBSERVED] = torch.tensor(float(self._num_observed), device=self._device)
+            self._sums["tokens/computed"] = torch.tensor(self._num_computed, device=self._device)
+            self._sums[_OBSERVED] = torch.tensor(self._num_observed, device=self._device)
         adding = sorted(key for key in self._sums if key not in MAXIMA)
         largest = sorted(key for key in self._sums if key in MAXIMA)
         if adding:
