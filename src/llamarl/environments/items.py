@@ -211,15 +211,15 @@ class TableItems:
         if problems:
             raise DataError("\n".join(map(str, problems)), mistakes=problems)
         train = tables[0]
-        every = np.arange(len(train.questions), dtype=np.int64)
+        questions = train.questions()
+        every = np.arange(len(questions), dtype=np.int64)
         if len(tables) == 1:
-            held = np.array(
-                split_questions(train.questions, seed=self._seed, fraction=config.eval_fraction), dtype=bool
-            )
+            held = np.array(split_questions(questions, seed=self._seed, fraction=config.eval_fraction), dtype=bool)
             return {"train": (train, every[~held]), "eval": (train, every[held])}
         evaluated = tables[1]
-        known = set(evaluated.questions)
-        kept = np.fromiter((q not in known for q in train.questions), bool, len(every))
+        asked = evaluated.questions()
+        known = set(asked)
+        kept = np.fromiter((q not in known for q in questions), bool, len(every))
         if not kept.any():
             raise DataError.at(
                 "task.eval_data" if config.eval_data else "task.eval_split",
@@ -228,7 +228,7 @@ class TableItems:
             )
         if not kept.all():
             _log.warning("%s: left out %d items that %s holds too", train.name, int((~kept).sum()), evaluated.name)
-        return {"train": (train, every[kept]), "eval": (evaluated, np.arange(len(evaluated.questions), dtype=np.int64))}
+        return {"train": (train, every[kept]), "eval": (evaluated, np.arange(len(asked), dtype=np.int64))}
 
     def _open(self, named: str, split: str, key: str, split_key: str) -> _Lines | _Mapped:
         config = self._config
@@ -280,7 +280,6 @@ class _Lines:
         if not self._items:
             raise DataError.at(key, f": {file}: got an empty file, expected one JSON object a line")
 
-    @cached_property
     def questions(self) -> Sequence[str]:
         return [item.question.strip() for item in self._items]
 
@@ -305,8 +304,8 @@ class _Mapped:
         empty = {k: None for k, v in kept.items() if v is None and k not in (*_QUESTIONS, "answer")}
         return dataclasses.replace(item, metadata={**empty, **item.metadata})
 
-    @cached_property
     def questions(self) -> Sequence[str]:
+        """Made anew by each call: of ten million rows they are gigabytes, in every process that reads the table."""
         columns, have = self._columns, self._rows.column_names
         taken = {columns[role]: role for role in _QUESTIONS if role in columns}
         free = _TEXTS if "completion" in columns else _QUESTIONS
