@@ -18,7 +18,6 @@ import asyncio
 import collections
 import contextlib
 from enum import IntEnum
-from typing import Any
 
 import cloudpickle
 
@@ -47,12 +46,12 @@ class Kind(IntEnum):
     """To the rank: empty. From it: how far its tick has come, as text (``llamarl.progress``)."""
 
 
-def command_blob(executor: str, rank: int, doing: str, method: str, argument: Any) -> bytes:
+def command_blob(executor: str, rank: int, doing: str, method: str, argument: bytes) -> bytes:
     """An order to :class:`Obedient`: ``setup``, ``run`` or ``close``. ``doing`` names it in a failure: ``tick 3``.
 
-    The argument is pickled inside the pickle: one that cannot be read in the worker is then reported like any failure.
+    The argument is pickled, once for all ranks: one that cannot be read in the worker is then reported like any failure.
     """
-    return cloudpickle.dumps((executor, rank, doing, method, cloudpickle.dumps(argument)))
+    return cloudpickle.dumps((executor, rank, doing, method, argument))
 
 
 class Link:

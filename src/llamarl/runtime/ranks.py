@@ -171,8 +171,8 @@ class Ranks:
 
     def send(self, executor: str, doing: str, method: str, argument: Any) -> int:
         """Tell every rank of ``executor`` to do something; returns the bytes sent."""
-        ranks = self.of[executor]
-        blobs = [command_blob(executor, rank.rank, doing, method, argument) for rank in ranks]
+        ranks, pickled = self.of[executor], cloudpickle.dumps(argument)
+        blobs = [command_blob(executor, rank.rank, doing, method, pickled) for rank in ranks]
         for rank, blob in zip(ranks, blobs, strict=True):
             self._submit(self._command(rank, doing, blob))
         return sum(map(len, blobs))
@@ -283,7 +283,7 @@ class Ranks:
         for rank, plan, link in zip(ranks, plans, links, strict=True):
             self._spawn(self._watch(rank, link))
             plan = replace(plan, rendezvous=rendezvous, in_own_process=True)
-            setup = command_blob(name, rank.rank, "setup", "setup", plan)
+            setup = command_blob(name, rank.rank, "setup", "setup", cloudpickle.dumps(plan))
             rank.told.insert(0, "setup")
             self._spawn(self._carry(rank, "setup", setup))
             rank.up.set()  # whoever waits for it writes after the setup's task, which is first in line
@@ -406,7 +406,7 @@ class Ranks:
             await asyncio.wait(alive, timeout=_KILL_S)
 
     async def _close(self, rank: Rank, orderly: bool) -> None:
-        blob = command_blob(rank.executor, rank.rank, "close", "close", None)
+        blob = command_blob(rank.executor, rank.rank, "close", "close", cloudpickle.dumps(None))
         assert rank.link is not None
         try:
             result = cloudpickle.loads(await rank.link.command(blob))
