@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import json
 import os
 import re
@@ -179,10 +180,16 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     Lines end at newlines alone: ``splitlines`` would also cut at U+2028, which JSON allows inside text.
 
     Raises:
-        FileError: As ``read_text``, before the first line.
+        FileError: As ``read_text``.
     """
-    lines = read_text(path, max_bytes=None).split("\n")
-    return ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+    with open_regular(path, max_bytes=None) as file:
+        try:
+            for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line.removesuffix("\n")
+        except UnicodeDecodeError:
+            read_text(path, max_bytes=None)  # says where
+            raise
 
 
 def read_json(path: str | os.PathLike[str], *, big_integers: bool = False) -> Any:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from llamarl.errors import DataError, FileError
 from llamarl.observability.writing import Patience, writes
-from llamarl.reading import parse_json, read_bytes
+from llamarl.reading import open_regular, parse_json
 from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
 
 __all__ = [
@@ -120,15 +120,16 @@ def read_rollouts(folder: str | os.PathLike[str], tick: int | None = None) -> It
     if not files:
         raise DataError(f"{place} holds no rollouts of tick {tick}: it has those of ticks {ticks[0]} to {ticks[-1]}")
     for found, path in files:
-        for number, line in enumerate(read_bytes(path, max_bytes=None).split(b"\n"), start=1):
-            where = f"{path}, line {number}"
-            try:
-                if line.strip():
-                    yield _parse(found, parse_json(line, where, big_integers=True, lone_surrogates=True))
-            except FileError as error:
-                raise DataError(str(error)) from error
-            except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
-                raise DataError(f"{where} is not a sample: {error!r}") from error
+        with open_regular(path, max_bytes=None) as file:
+            for number, line in enumerate(file, start=1):
+                where = f"{path}, line {number}"
+                try:
+                    if line.strip():
+                        yield _parse(found, parse_json(line, where, big_integers=True, lone_surrogates=True))
+                except FileError as error:
+                    raise DataError(str(error)) from error
+                except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
+                    raise DataError(f"{where} is not a sample: {error!r}") from error
 
 
 def rollout_ticks(folder: str | os.PathLike[str]) -> list[int]:

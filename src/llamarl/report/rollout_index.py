@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.observability.trained_tokens import TrainedResponse
-from llamarl.reading import read_bytes
+from llamarl.reading import open_regular
 from llamarl.report.texts import flags_of
 
 __all__ = ["TickIndex", "choose_groups", "detail_of_tick", "index_columns", "index_file", "run_lengths"]
@@ -79,13 +79,14 @@ def index_file(tick: int, path: Path) -> TickIndex:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    for line in read_bytes(path, max_bytes=None).split(b"\n"):
-        if line.strip():
-            try:
-                record = json.loads(line.decode("utf-8", "replace"))
-            except (ValueError, RecursionError):
-                record = None
-            yield line, record if isinstance(record, dict) else None
+    with open_regular(path, max_bytes=None) as file:
+        for line in file:
+            if line.strip():
+                try:
+                    record = json.loads(line.decode("utf-8", "replace"))
+                except (ValueError, RecursionError):
+                    record = None
+                yield line, record if isinstance(record, dict) else None
 
 
 def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:

@@ -19,7 +19,8 @@ from llamarl.config import RunConfig  # noqa: E402
 from llamarl.controller.settle import local, pinned  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
 from llamarl.environments.items import TableItems  # noqa: E402
-from llamarl.errors import DataError  # noqa: E402
+from llamarl.errors import DataError, FileError  # noqa: E402
+from llamarl.reading import read_lines  # noqa: E402
 from llamarl.settings.environments import TaskConfig, TaskSection  # noqa: E402
 
 ROWS = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}.", "level": n} for n in range(12)]
@@ -328,3 +329,12 @@ def test_a_data_set_that_is_not_there_is_told_as_one(hub: Hub, monkeypatch: pyte
     hub.commit("datasets/lab/one", {"README.md": b""})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert "task.data: lab/one has no revision 'v9'" in mistakes(name="math", data="lab/one@v9")
+
+
+def test_lines_are_read_one_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf"a"\r\n\n"\xe2\x80\xa8"\r"b"\n' + b" " * (1 << 20) + b"\n\xff\n")
+    lines = read_lines(file)
+    assert [next(lines) for _ in range(3)] == [(f"{file}:1", '"a"'), (f"{file}:3", '"\u2028"'), (f"{file}:4", '"b"')]
+    with pytest.raises(FileError, match=r"is not UTF-8 text \(byte"):
+        next(lines)
