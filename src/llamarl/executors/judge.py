@@ -149,8 +149,9 @@ class VerdictLog(LineLog):
         self._asked_of = list(asked_of)
         self._found: dict[str, Verdict] = {}
         if path.is_file():
-            for line in path.read_bytes().split(b"\n"):
-                self._take(line)
+            with open(path, "rb") as file:
+                for line in file:
+                    self._take(line)
 
     def _take(self, line: bytes) -> None:
         try:
@@ -166,7 +167,8 @@ class VerdictLog(LineLog):
         return self._found.get(self._key(question))
 
     def keep(self, verdicts: Iterable[tuple[Question, Verdict]]) -> None:
-        """Add scores, and return when they are on the disk.
+        """Add scores, and return when they are on the disk; whoever does the tick again is another process, which reads
+        them there.
 
         Raises:
             LlamaRLError: The disk is full or not writable.
@@ -174,9 +176,7 @@ class VerdictLog(LineLog):
         lines = []
         for question, verdict in verdicts:
             if verdict.score is not None:
-                key = self._key(question)
-                self._found[key] = verdict
-                record = {"question": key, "verdict": dataclasses.asdict(verdict)}
+                record = {"question": self._key(question), "verdict": dataclasses.asdict(verdict)}
                 lines.append(json.dumps({**record, "checksum": checksum_bytes(canonical_json(record))}))
         if not lines:
             return

@@ -22,9 +22,10 @@ from llamarl.controller.preflight import find_missing
 from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError
 from llamarl.executors import asking
+from llamarl.executors.asking import Question, Verdict
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.conversations import fill, score_in
-from llamarl.executors.judge import JudgeExecutor
+from llamarl.executors.judge import JudgeExecutor, VerdictLog
 from llamarl.settings.executors import JudgeConfig
 from llamarl.types import Failure, Group, Response, Score
 
@@ -367,3 +368,11 @@ def test_a_dry_run_shows_it_after_the_reward_model() -> None:
     assert "judge      0 of 1" in plan_run(dataclasses.replace(alone, evaluation=both.evaluation))
     by_url = validate({"judge": {"url": "http://x/v1", "model": "m"}})
     assert {c.name: c.source for c in llamarl_graph(by_url).channels}["judged"] == "judge"
+
+
+def test_what_a_server_has_said_lies_on_the_disk_and_does_not_pile_up_in_memory(tmp_path: Path) -> None:
+    question, verdict = Question(text="how good?", seed_parts=(0, 1, 2)), Verdict(score=0.5)
+    log = VerdictLog(tmp_path / "verdicts" / "judge-0.jsonl", asked_of=["a model"])
+    log.keep([(question, verdict)])
+    assert log.get(question) is None
+    assert VerdictLog(log.path, asked_of=["a model"]).get(question) == verdict
