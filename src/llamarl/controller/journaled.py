@@ -33,7 +33,8 @@ from llamarl.controller.marking import Marking
 from llamarl.errors import ChannelError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Report
-from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed, raise_open_files
+from llamarl.runtime.children import raise_open_files
+from llamarl.runtime.tick_log import JOURNAL_FOLDER, Resumed
 from llamarl.runtime.tick_record import (
     OF_HANDLE,
     OF_REPORT,

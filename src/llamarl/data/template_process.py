@@ -70,10 +70,11 @@ class _Renderer:
         self._send(variables)
         assert self._child.stdout is not None
         end = time.monotonic() + _MAX_WALL_S
+        answers = select.poll()  # a rank of a large job has more open files than ``select.select`` counts
+        answers.register(self._child.stdout, select.POLLIN)
         pieces: list[bytes] = []
         while not pieces or not pieces[-1].endswith(b"\n"):
-            ready, _, _ = select.select([self._child.stdout], [], [], max(end - time.monotonic(), 0))
-            if not ready:
+            if not answers.poll(1000 * max(end - time.monotonic(), 0)):
                 self._child.kill()
                 raise TemplateLimitError(f"it was still running after {_MAX_WALL_S:g} s")
             pieces.append(os.read(self._child.stdout.fileno(), 1 << 20))

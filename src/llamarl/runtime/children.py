@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -27,10 +28,24 @@ __all__ = [
     "Stores",
     "cause_of_death",
     "is_stopped",
+    "raise_open_files",
     "start_rank",
 ]
 
 _POLL_S = 0.002
+_MOST_FILES = 1 << 16
+
+
+def raise_open_files() -> int:
+    """How many files this process may have open, now that it has asked for as many as it may: a shell gives 1,024, and the
+    pipes of a hundred ranks on other hosts are 400, what they made that is held as many again. Who starts ranks asks for
+    them: a thousand generators keep a connection each to every shard of the trainer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class Child(Protocol):

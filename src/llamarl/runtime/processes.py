@@ -32,6 +32,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec, Handle
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, SourceGone
 from llamarl.running_time import running_s
 from llamarl.runtime.base import Death, JobStart, News, Order, Overdue, ProcessesDied, Report, SetupReport
+from llamarl.runtime.children import raise_open_files
 from llamarl.runtime.local import LocalLauncher
 from llamarl.runtime.rank_plans import (
     combine_reports,
@@ -44,7 +45,7 @@ from llamarl.runtime.rank_plans import (
     with_states,
 )
 from llamarl.runtime.ranks import Answer, Launcher, Rank, Ranks
-from llamarl.runtime.tick_log import TickLog, copy_to_controller, raise_open_files
+from llamarl.runtime.tick_log import TickLog, copy_to_controller
 from llamarl.runtime.worker import CHANNEL_FACTORY, PULL_DEADLINE_S, RankFailure, RankReport, RankSetup, WorkerPlan
 from llamarl.transports.network import Network
 from llamarl.transports.segments import Segment

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import queue
-import resource
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,7 +51,6 @@ __all__ = [
     "Resumed",
     "TickLog",
     "copy_to_controller",
-    "raise_open_files",
 ]
 
 JOURNAL_FOLDER = "journal"
@@ -63,21 +61,9 @@ MAX_PAST_SEGMENTS = 256
 brought up again until the next one."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Where more waits to be written, nothing is added."""
-_MOST_FILES = 1 << 16
 
 K = TypeVar("K")
 R = TypeVar("R", RankReport, RankSetup)
-
-
-def raise_open_files() -> int:
-    """How many files this process may have open, now that it has asked for as many as it may: a shell gives 1,024, and the
-    pipes of a hundred ranks on other hosts are 400, what they made that is held as many again."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)

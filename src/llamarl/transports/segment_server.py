@@ -104,7 +104,7 @@ class Limits:
 
     unproved: int = 128
     """Connections whose proof is out; one more ends the oldest."""
-    proved: int = 2048
+    proved: int = 1 << 14
     """Connections in all; one more is told so and ended."""
     proof_s: float = CONNECT_S
     stall_s: float = 60.0

@@ -17,6 +17,7 @@ from waiting import wait_until
 
 import llamarl.data.prompts as chat
 from llamarl.data.items import TaskItem
+from llamarl.data.template_process import render_template
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
 from llamarl.settings.data import DataConfig
@@ -225,3 +226,13 @@ def test_sigterm_ends_a_process_that_waits_for_a_trial() -> None:
         start = time.monotonic()
         waiting.terminate()
         assert waiting.wait(10) == -signal.SIGTERM and time.monotonic() - start < 2
+
+
+def test_a_process_with_a_thousand_open_files_renders_too() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with open(os.devnull) as null, contextlib.ExitStack() as held:
+        for _ in range(1024):
+            held.callback(os.close, os.dup(null.fileno()))
+        assert render_template("many files {{ x }}", {"x": 1}) == "many files 1"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,7 @@
 """The launcher of a cluster, without a cluster: what becomes of ranks whose peer does not start; and on a node what they are told of it."""
 
 import asyncio
+import resource
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -92,3 +93,13 @@ def test_groups_of_several_nodes_listen_on_the_nodes_interface_and_on_none_whose
     assert listens(apart=True) == ["eth1", "=eth1"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
     assert listens(apart=True) == ["eth1", "ib"], "the user's"
+
+
+def test_ranks_on_a_node_may_have_as_many_open_files_as_the_system_gives() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))  # a shell's, whose Ray was started in it
+    try:
+        HostAgent(Node(name="a", cores=1, cuda_devices=0, address="10.0.0.1", space="", interface="eth1"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -22,7 +22,7 @@ from typing import Any
 from llamarl.determinism import LOOPBACK
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
-from llamarl.runtime.children import Stores
+from llamarl.runtime.children import Stores, raise_open_files
 from llamarl.runtime.fork_server import ForkServer
 from llamarl.runtime.hosts.hosted_rank import HostedRank, Say, Word
 from llamarl.runtime.hosts.node import Node
@@ -41,6 +41,7 @@ class HostAgent:
     """
 
     def __init__(self, node: Node) -> None:
+        raise_open_files()
         self._node = node
         self._ranks: dict[int, HostedRank] = {}
         self._servers: dict[tuple[frozenset[str], frozenset[tuple[str, str]]], ForkServer] = {}
