@@ -340,7 +340,8 @@ class PromptStream:
         shows is not known before it is played.
 
         Args:
-            num_prompts: As many as the run may ask for, from the first on; None: all.
+            num_prompts: As many as the run may ask for, from the first on; None: all. Where others take the place of long
+                ones all are made.
 
         Raises:
             DataError: Prompts are too long and ``too_long`` is ``error``, or no prompt is short
@@ -356,7 +357,7 @@ class PromptStream:
         if num_items is None or self._opener is not None:
             return
         places: Sequence[int] = range(num_items)
-        if num_prompts is not None and num_prompts < num_items:
+        if num_prompts is not None and num_prompts < num_items and self._config.too_long == "error":
             places = sorted(map(self._place, range(num_prompts)))
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
         rendered, marks = [], _marks(self._tokenizer, self._config)
