@@ -65,7 +65,7 @@ def resolve(import_path: str) -> Callable[..., Any]:
     return found
 
 
-def call(import_path: str, key: str, *arguments: Any) -> Any:
+def call(import_path: str, key: str, *arguments: Any, **named: Any) -> Any:
     """What a function of the user's answers.
 
     Args:
@@ -76,7 +76,7 @@ def call(import_path: str, key: str, *arguments: Any) -> Any:
     """
     function = resolve(import_path)
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except LlamaRLError:
         raise
     except Exception as error:
@@ -137,9 +137,13 @@ def check(import_path: str, key: str, arguments: Sequence[str] = ()) -> None:
     if attribute.partition(".")[0] not in names and "*" not in names and not used & _DYNAMIC:
         public = sorted(name for name in names if not name.startswith("_"))
         raise DataError.at(key, f"{import_path!r}: {where} has no {attribute!r}; it has {public[:20]}")
-    for function in tree.body:
-        if isinstance(function, ast.FunctionDef) and function.name == attribute and arguments:
-            if not function.decorator_list and not _takes(function.args, len(arguments)):  # a decorator may change them
+    for found in tree.body if arguments else ():
+        if getattr(found, "name", "") != attribute or getattr(found, "decorator_list", ()):  # which may change them
+            continue
+        of_class = isinstance(found, ast.ClassDef)
+        made = [one for one in found.body if getattr(one, "name", "") == "__init__"] if of_class else [found]
+        for function in made:
+            if isinstance(function, ast.FunctionDef) and not _takes(function.args, len(arguments) + of_class):
                 called = f"{attribute}({', '.join(arguments)})"
                 text = f"{import_path!r} is {attribute}({ast.unparse(function.args)}), and is called as {called}"
                 raise DataError.at(key, text)

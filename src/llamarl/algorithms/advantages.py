@@ -208,7 +208,7 @@ def _by_users_function(name: str, rewards: Rewards) -> Rewards:
     answer = call(name, "algorithm.advantage", rewards.copy())
     try:
         found = np.asarray(answer, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor with a gradient
         raise ConfigError(
             f"algorithm.advantage {name!r} returned {answer!r:.100}, expected an array of numbers"
         ) from None

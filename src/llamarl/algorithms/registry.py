@@ -40,8 +40,11 @@ def find_loss(name: str) -> LossFunction:
                 f"llamarl.algorithms.base.TokenLosses, one term a token, not averaged"
             )
         if terms.clipped is None:
-            terms = replace(terms, clipped=torch.zeros_like(terms.losses, dtype=torch.bool))
-        shapes = {"losses": tuple(terms.losses.shape), "clipped": tuple(terms.clipped.shape)}
+            terms = replace(terms, clipped=torch.zeros_like(batch.policy_logprobs, dtype=torch.bool))
+        parts = {"losses": terms.losses, "clipped": terms.clipped}
+        shapes = {
+            name: tuple(part.shape) if isinstance(part, torch.Tensor) else type(part) for name, part in parts.items()
+        }
         if set(shapes.values()) != {(expected := tuple(batch.policy_logprobs.shape))}:
             raise ConfigError(
                 f"algorithm.name {name!r} returned {shapes} for a batch of {expected} tokens: one term a token"

@@ -48,8 +48,13 @@ __all__ = [
     "find_missing",
 ]
 
-_CALLED_WITH = {"algorithm.name": ("batch", "config"), "algorithm.advantage": ("rewards",)}
-"""Key of a function of the user's own -> arguments with which it is called."""
+_CALLED_WITH = {
+    "algorithm.name": ("batch", "config"),
+    "algorithm.advantage": ("rewards",),
+    "observability.sinks": ("run_dir", "config", "resume_after_tick"),
+    "factory": ("config", "context"),
+}
+"""Key of code of the user's own, or the key's last part -> arguments with which it is called."""
 _THOUGHTS = 2048
 """Tokens that a model which thinks first may need before its answer."""
 _MOST_PROMPTS = 64
@@ -555,7 +560,8 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
     for key, import_path in config.own_code:
         if not key.startswith("task."):  # of those the task has spoken
             try:
-                check(import_path, key, _CALLED_WITH.get(key.rpartition(".settings.")[2], ()))
+                own = key.rpartition(".settings.")[2]
+                check(import_path, key, _CALLED_WITH.get(own) or _CALLED_WITH.get(own.rpartition(".")[2], ()))
             except DataError as error:
                 yield from error.mistakes
 

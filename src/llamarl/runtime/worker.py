@@ -60,6 +60,8 @@ __all__ = [
 ]
 
 _HERE = os.path.dirname(__file__)
+_METHODS = ("setup", "step", "close")
+"""Without which an executor is none."""
 _REACH_S = 5.0
 CHANNEL_FACTORY = "llamarl.channels.ends"
 """Module with ``make_sender`` and ``make_receiver``."""
@@ -315,7 +317,13 @@ class Worker:
             incarnation=plan.incarnation,
         )
         _take_device(context.device)
-        self._executor = executor = factory(spec.config, context)
+        executor = factory(spec.config, context)
+        if missing := [name for name in _METHODS if not callable(getattr(executor, name, None))]:
+            raise ConfigError(
+                f"executor {spec.name!r}: {spec.factory} made a {type(executor).__name__}, which lacks {', '.join(missing)}: "
+                "a class derived from llamarl.executors.base.BaseExecutor has them"
+            )
+        self._executor = executor
         self.pin()
         executor.setup()
         if plan.load_from is not None:

@@ -411,7 +411,7 @@ def training_sequence(
         of_tokens: [T] advantages of its trained tokens; None where each has ``advantage``.
 
     Raises:
-        ValueError: The prompt is empty, or a trained token has no finite behaviour log-prob.
+        ValueError: The prompt is empty, or a trained token has no finite behaviour log-prob, or one above 0.
     """
     trained = np.flatnonzero(response.loss_mask)
     num_prompt = len(group.prompt.tokens)
@@ -419,8 +419,10 @@ def training_sequence(
     if num_prompt == 0:
         raise ValueError(f"{where}: its prompt is empty, so nothing predicts its first token")
     behavior = response.behavior_logprobs[trained]
-    if not np.isfinite(behavior).all():
-        raise ValueError(f"{where}: a trained token has a behaviour log-prob that is not finite")
+    if (
+        not (behavior < 1e-2).all() or not np.isfinite(behavior).all()
+    ):  # rounding makes a certain token's little more than 0
+        raise ValueError(f"{where}: a trained token has a behaviour log-prob that is not finite, or above 0")
     tokens = np.concatenate([group.prompt.tokens, response.tokens]).astype(np.int64)
     positions = num_prompt + trained - 1
     return TrainingSequence(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llamarl.errors import ConfigError
-from llamarl.import_path import resolve
+from llamarl.import_path import call
 from llamarl.models.parallel import Cut, ParallelLayout, ParameterShard, holds_first, local_tensor
 from llamarl.settings.trainer import OPTIMIZERS, OptimizerConfig
 
@@ -102,9 +102,9 @@ def _make(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **mesh: 
     """The optimizer that ``optimizer.name`` names.
 
     Raises:
-        ConfigError: A user's own cannot be imported, or does not say what it keeps of every weight.
+        ConfigError: A user's own cannot be imported or raises something, or does not say what it keeps of every weight.
     """
-    made = resolve(OPTIMIZERS.get(config.name, (config.name,))[0])(config, weights, **mesh)
+    made = call(OPTIMIZERS.get(config.name, (config.name,))[0], "optimizer.name", config, weights, **mesh)
     if not isinstance(made, Optimizer) or made.kinds.keys() != weights.keys():
         got = f"a {type(made).__name__}" if not isinstance(made, Optimizer) else f"kinds of {len(made.kinds)} weights"
         raise ConfigError.at(
@@ -174,6 +174,8 @@ class MasterWeights:
                     parameter.register_post_accumulate_grad_hook(partial(_hand_over, self.tensors[name]))
         device = next(iter(self.parameters.values())).device
         self.optimizer = _make(config, self.tensors, shards=shards or {}, layout=layout, device=device)
+        self._unchecked = "" if config.name in OPTIMIZERS else _groups(self.optimizer.update)
+        """Of an optimizer of the user's own before its first step: its groups."""
         self.kinds = frozenset({"weight"}.union(*self.optimizer.kinds.values()))
         """Of the tensors in ``state``."""
 
@@ -229,11 +231,37 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update with the collected gradients, then the compute parameters follow."""
+        """One update with the collected gradients, then the compute parameters follow.
+
+        Raises:
+            ConfigError: An optimizer of the user's own keeps what no checkpoint would hold.
+        """
         for group in self.optimizer.update.param_groups:
             group["lr"] = lr
         self.optimizer.update.step()
+        if self._unchecked:
+            self._check_kept(self._unchecked)
+            self._unchecked = ""
         self.copy_to_parameters()
+
+    def _check_kept(self, groups: str) -> None:
+        for name, tensor in self.tensors.items():
+            kept = self.optimizer.update.state.get(tensor, {})
+            fits = all(isinstance(v, Tensor) and v.shape in (tensor.shape, ()) for v in kept.values())
+            if kept and (kept.keys() != set(self.optimizer.kinds[name]) or not fits):
+                shapes = {
+                    kind: tuple(getattr(v, "shape", ())) if isinstance(v, Tensor) else v for kind, v in kept.items()
+                }
+                raise ConfigError.at(
+                    "optimizer.name",
+                    f"keeps {shapes} of {name}, whose part is {tuple(tensor.shape)}, and said {self.optimizer.kinds[name]}: "
+                    "checkpoints hold what it names, tensors of the part's shape or scalars, and a resume needs all of it",
+                )
+        if _groups(self.optimizer.update) != groups:
+            raise ConfigError.at(
+                "optimizer.name",
+                "changes its parameter groups in a step, which no checkpoint holds: keep it as scalars in each weight's state",
+            )
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
@@ -286,6 +314,11 @@ class MasterWeights:
             else:
                 self.optimizer.update.state.pop(tensor, None)
         self.copy_to_parameters()
+
+
+def _groups(update: torch.optim.Optimizer) -> str:
+    """What its groups hold beside weights and the rate that a run sets."""
+    return repr([{k: v for k, v in group.items() if k not in ("params", "lr")} for group in update.param_groups])
 
 
 def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:

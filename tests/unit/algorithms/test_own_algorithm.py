@@ -35,6 +35,9 @@ def detached(batch, config):
 def misspelt(batch, config):
     return TokenLosses(losses=batch.policy_logprobs * config.options["wieght"], clipped=None)
 
+def listed(batch, config):
+    return TokenLosses(losses=[batch.policy_logprobs], clipped=None)
+
 def lone(batch):
     return 0
 
@@ -47,6 +50,13 @@ def decorated(batch):
 
 def best_only(rewards):
     return np.where(rewards == np.nanmax(rewards), 1.0, -1.0)
+
+def leafy(rewards):
+    import torch
+    return torch.tensor(rewards, requires_grad=True)
+
+class Sink:
+    def __init__(self, run_dir): ...
 
 def short(rewards):
     return rewards[1:]
@@ -100,6 +110,7 @@ def test_options_without_a_loss_of_ones_own_are_refused() -> None:
     ("name", "said"),
     [
         ("averaged", r"'losses': \(\)"),
+        ("listed", "'losses': <class 'list'>"),
         ("number", "returned a float"),
         ("missing", "has no 'missing'"),
         ("detached", "without a gradient"),
@@ -118,6 +129,8 @@ def test_an_advantage_of_a_users_file_sees_a_group_and_failed_samples_keep_none(
     assert [group.tolist() for group in found] == [[-1.0, 1.0, 0.0], [1.0]]
     with pytest.raises(ConfigError, match=r"made array\(\[1.\]\) of the rewards \[0.0, 1.0\]"):
         compute_advantages([np.array([0.0, 1.0])], AlgorithmConfig(advantage=f"{file}:short"))
+    with pytest.raises(ConfigError, match="expected an array of numbers"):
+        compute_advantages([np.array([0.0, 1.0])], AlgorithmConfig(advantage=f"{file}:leafy"))
 
 
 def test_a_name_that_is_neither_is_refused_with_the_nearest_and_how_to_bring_ones_own() -> None:
@@ -134,3 +147,12 @@ def test_a_recipe_that_names_what_its_file_does_not_hold_is_refused_before_anyth
     assert "is lone(batch), and is called as lone(batch, config)" in loss.text
     assert "is double(batch, config), and is called as double(rewards)" in advantage.text
     assert not list(find_missing(load_config(None, ["--algorithm.name", f"{file}:decorated"])))
+    words = [
+        "--observability.sinks",
+        f'["{file}:Sink"]',
+        "--executors.mine",
+        f'{{ factory = "{file}:Sink", writes = [] }}',
+    ]
+    executor, sink = find_missing(load_config(None, words))
+    assert "is Sink(self, run_dir), and is called as Sink(config, context)" in executor.text
+    assert "is called as Sink(run_dir, config, resume_after_tick)" in sink.text

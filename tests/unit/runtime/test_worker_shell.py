@@ -128,6 +128,12 @@ def test_a_rank_on_a_gpu_keeps_no_host_memory_that_loading_has_freed(
     assert found == given and CALLS[-1][0] == "load", "after the state was loaded"
 
 
+def test_a_factory_that_makes_no_executor_is_told_in_one_sentence(worker: Worker) -> None:
+    spec = replace(worker._plan.spec, factory="operator:is_")
+    with pytest.raises(ConfigError, match="operator:is_ made a bool, which lacks setup, step, close"):
+        Worker(replace(worker._plan, spec=spec)).setup()
+
+
 def test_a_state_of_which_the_executor_can_make_nothing_is_told_in_one_sentence(worker: Worker) -> None:
     worker.setup()
     executor: Any = worker._executor

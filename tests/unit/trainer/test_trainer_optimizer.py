@@ -126,6 +126,25 @@ def bare(config, weights, **mesh):
 
 def forgetful(config, weights, **mesh):
     return Optimizer(bare(config, weights), {})
+
+def without_mesh(config, weights):
+    return heavy_ball(config, weights)
+
+def silent(config, weights, **mesh):
+    return Optimizer(heavy_ball(config, weights).update, dict.fromkeys(weights, ()))
+
+class Counting(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for weight in group["params"]:
+                self.state[weight]["count"] = 1 if self.defaults["momentum"] else torch.ones(())
+
+def in_groups(config, weights, **mesh):
+    return Optimizer(Counting(weights.values(), lr=1.0), dict.fromkeys(weights, ("count",)))
+
+def in_ints(config, weights, **mesh):
+    return Optimizer(Counting(weights.values(), lr=1.0, momentum=0.5), dict.fromkeys(weights, ("count",)))
 """
 
 
@@ -160,6 +179,26 @@ def test_an_optimizer_that_does_not_say_what_it_keeps_is_refused(file: Path) -> 
     for name, got in (("bare", "a SGD"), ("forgetful", "kinds of 0 weights")):
         with pytest.raises(ConfigError, match=rf"optimizer.name '.*own.py:{name}' returned {got}: .* of the 1 weights"):
             _masters(nn.Parameter(torch.zeros(1)), OptimizerConfig(name=f"{file}:{name}"))
+
+
+def test_state_of_an_optimizer_that_no_checkpoint_would_hold_is_refused_in_its_first_step(file: Path) -> None:
+    why = {
+        "silent": r"keeps .'momentum_buffer': \(2, 3\)} of w",
+        "in_ints": "keeps {'count': 1} of w",
+        "in_groups": "changes its parameter groups",
+    }
+    for name, words in why.items():
+        parameter = nn.Parameter(torch.ones(2, 3))
+        masters = _masters(parameter, OptimizerConfig(name=f"{file}:{name}", options={"momentum": 0.5}))
+        parameter.grad = torch.ones(2, 3)
+        masters.collect_gradients()
+        with pytest.raises(ConfigError, match=words):
+            masters.step(0.25)
+
+
+def test_an_optimizer_that_raises_is_told_with_its_key(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.name '.*:without_mesh' raised TypeError: .* 'shards'"):
+        _masters(nn.Parameter(torch.zeros(1)), OptimizerConfig(name=f"{file}:without_mesh"))
 
 
 def test_names_and_options_of_no_optimizer_are_refused() -> None:
