@@ -354,7 +354,9 @@ def _expected(found: Mapping[str, Any], info: Any) -> str:
         return str(found["ctx"]["expected"])
     if found["type"] == "tuple_type" and info is not None:
         item = get_args(info.annotation)[0]
-        return "a list of text" if getattr(item, "__origin__", item) is str else "a list of integers"
+        if dataclasses.is_dataclass(item):
+            return "a list of tables, each headed by the name in two brackets, [[ ]]"
+        return {str: "a list of text", float: "a list of numbers"}.get(getattr(item, "__origin__", item), "a list of integers")
     return _TYPES[found["type"]]
 
 

@@ -193,6 +193,11 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
             "generator.sampling.stop_strings: expected a list of text, got 'a' (str); write [\"a\"], on a command line '[\"a\"]'",
         ),
         (
+            {"task": {"rewards": {"function": "a.py:f"}}},
+            "task.rewards: expected a list of tables, each headed by the name in two brackets, [[ ]], got {'function': "
+            "'a.py:f'} (dict)",
+        ),
+        (
             {"optimizer": {"lr": float("nan")}},
             "optimizer.lr must be a finite number, got nan (Peak learning rate)",
         ),

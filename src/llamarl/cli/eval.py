@@ -174,9 +174,10 @@ def _evaluate(
             sure = sample_groups(player, prompts, surest, tokenizer, samples_per_prompt=1, seed=config.run.seed)
             sure = judged(sure)
     if responses is not None:
-        for group in [*groups, *sure]:
-            for response in group.responses:
-                responses.write_line(json.dumps(_line(group, response)))
+        for mark, asked in (({}, groups), ({"greedy": True}, sure)):
+            for group in asked:
+                for response in group.responses:
+                    responses.write_line(json.dumps(_line(group, response) | mark))
     for cause, count in itertools.islice(count_causes([*groups, *sure]).items(), _MAX_CAUSES):
         print(f"failed, so in no figure: {count} x {cause}", file=sys.stderr)
     tasks = list(config.task.tasks)
