@@ -195,13 +195,12 @@ class Executor(Protocol):
         """Fire once. Consumes one payload of every in-channel, makes one for every out-channel."""
         ...
 
-    def save(self, folder: Path, tick: int) -> Future[Any] | None:
+    def save(self, folder: Path, tick: int) -> Future[Any] | Sequence[Path] | None:
         """Write the state after ``tick`` into an existing, empty folder of this rank's own.
 
         Returns:
-            None when it is written, or a future if it is being written beside the ticks that
-            follow. Its result: None, or the files that this rank has written beside ``folder``,
-            into the folder of all ranks above it.
+            The files that this rank has written beside ``folder``, into the folder of all ranks above
+            it, or None; a future of these if it is being written beside the ticks that follow.
         """
         ...
 

@@ -64,8 +64,9 @@ class RankSaves:
         is noted, and the job goes on."""
         folder = rank_folder(checkpoint, self._executor, self._rank)
 
-        def record(beside: Iterable[Path] | None) -> tuple[FileRecord, ...]:
-            return record_files(checkpoint, [*files_below(folder), *(beside or ())])
+        def record(beside: Any) -> tuple[FileRecord, ...]:
+            more = beside if isinstance(beside, (list, tuple)) else ()  # a save may end in what write_text returns
+            return record_files(checkpoint, [*files_below(folder), *more])
 
         def make_room() -> None:
             """At once: what this tick writes into the run's folder may need what a failed save has taken."""
@@ -82,10 +83,10 @@ class RankSaves:
             pending = executor.save(
                 folder, tick
             )  # also where that failed: ranks that write together wait for each other
-            if pending is None:
-                self._written[tick] = record(())
-            else:
+            if isinstance(pending, Future):
                 self._writing[tick] = folder, _then(pending, record, make_room)
+            else:
+                self._written[tick] = record(pending)
 
     def _clear(self, folder: Path) -> None:
         """Remove what has been begun: this rank's own part, and on rank 0 the files of all ranks beside it. The

@@ -36,6 +36,19 @@ def test_what_is_written_at_once_is_reported_once(tmp_path: Path) -> None:
     assert saves.take() == {}
 
 
+def test_what_a_save_returns_at_once_are_files_beside_its_folder_or_nothing(tmp_path: Path) -> None:
+    saves = RankSaves("generator", 1, limit_s=10)
+    begin(saves, tmp_path, lambda folder, tick: (folder / "g").write_bytes(b"state"))
+    assert saves.take() == {3: (record("generator/rank_1/g", b"state"),)}
+
+    def beside(folder: Path, tick: int) -> list[Path]:
+        (folder.parent / "b").write_bytes(b"all")
+        return [folder.parent / "b"]
+
+    begin(saves, tmp_path, beside, tick=4)
+    assert saves.take() == {4: (record("generator/b", b"all"),)}
+
+
 def test_a_rank_without_state_says_so(tmp_path: Path) -> None:
     saves = RankSaves("reference", 0, limit_s=10)
     begin(saves, tmp_path, lambda folder, tick: None)
