@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +57,10 @@ class RecordedStream:
         """
         self._shuffle = shuffle
         self._order = lru_cache(maxsize=2)(lambda num_groups, epoch: shuffled(num_groups, seed, epoch))
-        recorded = [
-            list(group) for _, group in groupby(read_rollouts(run), key=lambda r: (r.tick, r.response.prompt_index))
-        ]
+        found: dict[tuple[int, int, bytes], list[Rollout]] = {}  # another program may write them in any order
+        for one in read_rollouts(run):
+            found.setdefault((one.tick, one.response.prompt_index, one.prompt_tokens.tobytes()), []).append(one)
+        recorded = list(found.values())
         if not recorded:
             raise DataError.at("task.rollouts", f": the rollouts of {run} are empty files: no sample was recorded")
         _check_tokenizer(run, [group[0] for group in recorded], tokenizer)

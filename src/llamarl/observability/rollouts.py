@@ -190,7 +190,7 @@ def _parse(tick: int, record: Mapping[str, Any]) -> Rollout:
     if record["failure"] is not None:
         outcome = Failure(kind=record["failure"]["kind"], detail=record["failure"]["detail"])
     elif record["reward"] is not None:
-        outcome = Score(value=record["reward"], parts=record["reward_parts"])
+        outcome = Score(value=float(record["reward"]), parts=record["reward_parts"])
     logprobs = [math.nan if x is None else x for x in record.get("behavior_logprobs") or [None] * len(record["tokens"])]
     response = Response(
         prompt_index=record["prompt_index"],

@@ -1,36 +1,50 @@
-"""Groups of an earlier run: in which order they come."""
+"""Rollouts of an earlier run, or of another program in its own order: their groups, and in which order they come."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from llamarl.data.prompts import shuffled
+from llamarl.errors import DataError
 from llamarl.executors import recorded
-from llamarl.observability.rollouts import write_rollouts
-from llamarl.types import Group, Prompt, Response, Score
+from llamarl.executors.recorded import RecordedStream
 
 
-def _group(index: int) -> Group:
-    response = Response(
-        prompt_index=index,
-        sample_index=0,
-        tokens=np.array([7], np.int32),
-        behavior_logprobs=np.array([-1.0], np.float32),
-        policy_versions=np.zeros(1, np.int32),
-        loss_mask=np.ones(1, np.bool_),
-        text="x",
-        finish_reason="stop",
-        outcome=Score(value=1.0),
+def characters(text: str, **options: Any) -> dict[str, list[int]]:
+    return {"input_ids": list(text.encode())}
+
+
+def stream(folder: Path, samples: list[tuple[int, str, Any]], *, shuffle: bool = False) -> RecordedStream:
+    common = dict(sample_index=0, task="", response="x", answer=None, reward_parts={}, failure=None, metadata={})
+    common |= dict(finish_reason="stop", tokens=[1], behavior_logprobs=[-1.0], policy_versions=[0], loss_mask=[1])
+    rows = [
+        common | dict(prompt_index=index, prompt=prompt, prompt_tokens=list(prompt.encode()), reward=reward)
+        for index, prompt, reward in samples
+    ]
+    (folder / "tick_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RecordedStream(
+        str(folder), characters, seed=3, imitate=False, least_reward=1, eval_fraction=0, shuffle=shuffle
     )
-    return Group(prompt=Prompt(index=index, tokens=np.array([index], np.int32), text=str(index)), responses=(response,))
+
+
+def test_samples_of_a_prompt_are_its_group_wherever_they_stand_and_those_of_another_are_not(tmp_path: Path) -> None:
+    found = stream(tmp_path, [(0, "a", 0), (1, "b", 1), (0, "a", 1.0), (1, "b", "0.5"), (0, "c", 1)])
+    groups = [found.demonstration(index) for index in range(found.num_items("train"))]
+    assert [(g.prompt.text, [r.outcome.value for r in g.responses]) for g in groups] == [  # type: ignore[union-attr]
+        ("a", [0.0, 1.0]),
+        ("b", [1.0, 0.5]),
+        ("c", [1.0]),
+    ]
+
+
+def test_a_reward_that_is_no_number_is_told_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 2 is not a sample"):
+        stream(tmp_path, [(0, "a", 0), (0, "a", "good")])
 
 
 def test_an_epochs_order_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tokens(text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [int(text)]}
-
     asked = []
 
     def counted(num_items: int, seed: int, epoch: int) -> Any:
@@ -38,10 +52,6 @@ def test_an_epochs_order_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
         return shuffled(num_items, seed, epoch)
 
     monkeypatch.setattr(recorded, "shuffled", counted)
-    write_rollouts(tmp_path, 0, [_group(index) for index in range(5)])
-    tokenizer: Any = tokens
-    stream = recorded.RecordedStream(
-        str(tmp_path), tokenizer, seed=3, imitate=False, least_reward=0.0, eval_fraction=0.0
-    )
-    shown = [int(stream.demonstration(index).prompt.text) for index in range(10)]
+    found = stream(tmp_path, [(index, str(index), 1) for index in range(5)], shuffle=True)
+    shown = [int(found.demonstration(index).prompt.text) for index in range(10)]
     assert shown == [*shuffled(5, 3, 0), *shuffled(5, 3, 1)] and asked == [0, 1]
