@@ -74,7 +74,10 @@ def call(import_path: str, key: str, *arguments: Any, **named: Any) -> Any:
     Raises:
         ConfigError: It cannot be imported, or raised something: with the line of the user's file at which it did.
     """
-    function = resolve(import_path)
+    try:
+        function = import_user(import_path, key)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
     try:
         return function(*arguments, **named)
     except LlamaRLError:

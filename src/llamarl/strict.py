@@ -356,7 +356,9 @@ def _expected(found: Mapping[str, Any], info: Any) -> str:
         item = get_args(info.annotation)[0]
         if dataclasses.is_dataclass(item):
             return "a list of tables, each headed by the name in two brackets, [[ ]]"
-        return {str: "a list of text", float: "a list of numbers"}.get(getattr(item, "__origin__", item), "a list of integers")
+        return {str: "a list of text", float: "a list of numbers"}.get(
+            getattr(item, "__origin__", item), "a list of integers"
+        )
     return _TYPES[found["type"]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from llamarl.errors import ConfigError
 from llamarl.import_path import resolve
 from llamarl.settings.job import TRANSPORTS
 from llamarl.strict import why_no_name
@@ -20,10 +21,15 @@ def transport_kind(name: str) -> type[Transport]:
 
     Raises:
         ValueError: Unknown name.
+        ConfigError: A class of the user's own lacks what a transport has.
     """
     if why := why_no_name(name, TRANSPORTS, "my_transport.py:Name"):
         raise ValueError(f"transport {why}")
     found: Any = resolve(TRANSPORTS.get(name, name))
+    if missing := [part for part in ("source", "sink", "on_device", "between_hosts") if not hasattr(found, part)]:
+        raise ConfigError.at(
+            "schedule.transport", f"{name!r} lacks {', '.join(missing)} (llamarl.transports.base.Transport)"
+        )
     kind: type[Transport] = found
     return kind
 

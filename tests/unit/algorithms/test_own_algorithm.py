@@ -123,6 +123,15 @@ def test_a_loss_that_answers_wrongly_is_refused_with_what_it_should_be(file: Pat
         find_loss(config.name)(batch(), config)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"), [("import nosuch", "No module named 'nosuch'"), ("exit(3)", "ends its process")]
+)
+def test_a_loss_whose_file_cannot_be_imported_is_told_with_its_key(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "own.py").write_text(f"{line}\ndef loss(batch, config): ...\n")
+    with pytest.raises(ConfigError, match=f"algorithm.name '.*own.py:loss'.*{said}"):
+        find_loss(f"{tmp_path}/own.py:loss")(batch(), AlgorithmConfig(name=f"{tmp_path}/own.py:loss"))
+
+
 def test_an_advantage_of_a_users_file_sees_a_group_and_failed_samples_keep_none(file: Path) -> None:
     config = AlgorithmConfig(advantage=f"{file}:best_only")
     found = compute_advantages([np.array([0.0, 2.0, np.nan]), np.array([1.0])], config)

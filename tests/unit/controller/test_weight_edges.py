@@ -15,6 +15,7 @@ from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError
 from llamarl.models.precision import resolve_precision
 from llamarl.settings.job import TRANSPORTS
+from llamarl.transports.table import transport_kind
 
 TINY_BYTES = 4 * 559_360  # fp32 parameters of the bundled model
 
@@ -145,3 +146,10 @@ def test_unknown_transport_is_named_with_the_nearest() -> None:
     for make in (make_sender, make_receiver):
         with pytest.raises(ValueError, match="'shared-memory' is unknown.*did you mean 'shared_memory'"):
             make(spec, rank=0, num_source_ranks=1, num_sink_ranks=1)
+
+
+def test_a_transport_of_ones_own_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="schedule.transport 'pathlib:Path' lacks source, sink, on_device, between_hosts"
+    ):
+        transport_kind("pathlib:Path")
