@@ -9,6 +9,7 @@ Pure, NumPy float64. T is the number of a response's trained tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ def response_reward(response: Response, config: AlgorithmConfig) -> float:
     """The reward that a baseline sees; NaN for a failed response.
 
     Raises:
-        ValueError: The response was never judged, or KL is to be taken off and there are no reference log-probs.
+        ValueError: The response was never judged, its reward is not finite, or KL is to be taken off and there are no reference log-probs.
     """
     if response.outcome is None:
         raise ValueError(
@@ -40,6 +41,11 @@ def response_reward(response: Response, config: AlgorithmConfig) -> float:
         )
     if isinstance(response.outcome, Failure):
         return float("nan")
+    if not math.isfinite(response.outcome.value):  # it would pass for a failed one that nobody counts
+        raise ValueError(
+            f"response {response.prompt_index}/{response.sample_index} has the reward {response.outcome.value}: an executor "
+            "of your own gives a finite one, or a llamarl.types.Failure"
+        )
     reward = shaped_reward(response, config)
     if config.kl_coef and config.kl_place == "reward" and response.loss_mask.any():
         reward -= config.kl_coef * float(_token_kl(response, config).sum())

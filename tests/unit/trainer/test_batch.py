@@ -40,6 +40,11 @@ def test_an_unjudged_response_is_refused() -> None:
         make_sequences([_group(make_response(0, 3, [20], None))], AlgorithmConfig())
 
 
+def test_a_reward_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="0/3 has the reward nan"):
+        make_sequences([_group(make_response(0, 3, [20], Score(value=float("nan"))))], AlgorithmConfig())
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), 0.5])  # the last: a probability
 def test_a_trained_token_without_a_behaviour_log_prob_is_refused(wrong: float) -> None:
     response = make_response(0, 0, [20, 21], Score(value=1.0), logprobs=[-1.0, wrong])
