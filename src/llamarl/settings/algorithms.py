@@ -282,13 +282,10 @@ class AlgorithmConfig:
         if not isinstance(name, str) or name not in PRESETS:
             return given
         preset, asked = PRESETS[name], {key: value for key, value in values.items() if key != "name"}
+        base = preset.means["name"]
+        instead = f", or set name to {base!r} and say what you want instead" if base != name else ""
         refuse(
-            Mistake(
-                key,
-                f"is {asked[key]!r}, but name {name!r} means {value!r}: leave {key} out, or set name to "
-                f"{preset.means['name']!r} and say what you want instead",
-                ("name",),
-            )
+            Mistake(key, f"is {asked[key]!r}, but name {name!r} means {value!r}: leave {key} out{instead}", ("name",))
             for key, value in preset.means.items()
             if key in asked and asked[key] != value
         )

@@ -68,5 +68,9 @@ def test_what_a_run_saves_of_a_preset_reads_back_equal(tmp_path: Path) -> None:
 
 def test_a_preset_given_on_the_command_line_fights_with_keys_that_mean_otherwise(tmp_path: Path) -> None:
     save_config(validate({}), tmp_path / "config.toml")  # every key, at the defaults of AIPO
+    with pytest.raises(
+        ConfigError, match="name 'sft' means 'reward': leave advantage out$"
+    ):  # it stands for no other name
+        load_config(None, ["--algorithm.name", "sft", "--algorithm.advantage", "group_std"])
     with pytest.raises(ConfigError, match="algorithm.advantage is 'group_mean', but name 'dapo' means"):
         load_config(tmp_path / "config.toml", ["--algorithm.name", "dapo"])
