@@ -144,9 +144,10 @@ def check(import_path: str, key: str, arguments: Sequence[str] = ()) -> None:
         if getattr(found, "name", "") != attribute or getattr(found, "decorator_list", ()):  # which may change them
             continue
         of_class = isinstance(found, ast.ClassDef)
-        made = [one for one in found.body if getattr(one, "name", "") == "__init__"] if of_class else [found]
-        for function in made:
-            if isinstance(function, ast.FunctionDef) and not _takes(function.args, len(arguments) + of_class):
+        for function in found.body if isinstance(found, ast.ClassDef) else [found]:
+            if not isinstance(function, ast.FunctionDef) or (of_class and function.name != "__init__"):
+                continue
+            if not function.decorator_list and not _takes(function.args, len(arguments) + of_class):
                 called = f"{attribute}({', '.join(arguments)})"
                 text = f"{import_path!r} is {attribute}({ast.unparse(function.args)}), and is called as {called}"
                 raise DataError.at(key, text)
