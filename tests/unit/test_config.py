@@ -194,8 +194,8 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
         ),
         (
             {"task": {"rewards": {"function": "a.py:f"}}},
-            "task.rewards: expected a list of tables, each headed by the name in two brackets, [[ ]], got {'function': "
-            "'a.py:f'} (dict)",
+            "task.rewards: expected a list of tables, each headed by the name in two brackets, [[ ]], got "
+            "{'function': 'a.py:f'} (dict)",
         ),
         (
             {"optimizer": {"lr": float("nan")}},

@@ -320,8 +320,8 @@ class Worker:
         executor = factory(spec.config, context)
         if missing := [name for name in _METHODS if not callable(getattr(executor, name, None))]:
             raise ConfigError(
-                f"executor {spec.name!r}: {spec.factory} made a {type(executor).__name__}, which lacks {', '.join(missing)}: "
-                "a class derived from llamarl.executors.base.BaseExecutor has them"
+                f"executor {spec.name!r}: {spec.factory} made a {type(executor).__name__}, which lacks "
+                f"{', '.join(missing)}: a class derived from llamarl.executors.base.BaseExecutor has them"
             )
         self._executor = executor
         self.pin()

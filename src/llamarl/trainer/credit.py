@@ -32,7 +32,8 @@ def response_reward(response: Response, config: AlgorithmConfig) -> float:
     """The reward that a baseline sees; NaN for a failed response.
 
     Raises:
-        ValueError: The response was never judged, its reward is not finite, or KL is to be taken off and there are no reference log-probs.
+        ValueError: The response was never judged, its reward is not finite, or KL is to be taken off and there are no
+            reference log-probs.
     """
     if response.outcome is None:
         raise ValueError(
@@ -43,8 +44,8 @@ def response_reward(response: Response, config: AlgorithmConfig) -> float:
         return float("nan")
     if not math.isfinite(response.outcome.value):  # it would pass for a failed one that nobody counts
         raise ValueError(
-            f"response {response.prompt_index}/{response.sample_index} has the reward {response.outcome.value}: an executor "
-            "of your own gives a finite one, or a llamarl.types.Failure"
+            f"response {response.prompt_index}/{response.sample_index} has the reward {response.outcome.value}: an "
+            "executor of your own gives a finite one, or a llamarl.types.Failure"
         )
     reward = shaped_reward(response, config)
     if config.kl_coef and config.kl_place == "reward" and response.loss_mask.any():

@@ -102,7 +102,7 @@ def _make(config: OptimizerConfig, weights: Mapping[str, nn.Parameter], **mesh: 
     """The optimizer that ``optimizer.name`` names.
 
     Raises:
-        ConfigError: A user's own cannot be imported or raises something, or does not say what it keeps of every weight.
+        ConfigError: A user's own cannot be imported, raises, or does not say what it keeps of every weight.
     """
     made = call(OPTIMIZERS.get(config.name, (config.name,))[0], "optimizer.name", config, weights, **mesh)
     if not isinstance(made, Optimizer) or made.kinds.keys() != weights.keys():
@@ -254,13 +254,14 @@ class MasterWeights:
                 }
                 raise ConfigError.at(
                     "optimizer.name",
-                    f"keeps {shapes} of {name}, whose part is {tuple(tensor.shape)}, and said {self.optimizer.kinds[name]}: "
-                    "checkpoints hold what it names, tensors of the part's shape or scalars, and a resume needs all of it",
+                    f"keeps {shapes} of {name}, whose part is {tuple(tensor.shape)}, and said "
+                    f"{self.optimizer.kinds[name]}: checkpoints hold what it names, tensors of the part's shape or scalars, "
+                    "and a resume needs all of it",
                 )
         if _groups(self.optimizer.update) != groups:
             raise ConfigError.at(
                 "optimizer.name",
-                "changes its parameter groups in a step, which no checkpoint holds: keep it as scalars in each weight's state",
+                "changes its groups in a step, which no checkpoint holds: keep it as scalars in each weight's state",
             )
 
     @torch.no_grad()

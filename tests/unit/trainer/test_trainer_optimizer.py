@@ -185,7 +185,7 @@ def test_state_of_an_optimizer_that_no_checkpoint_would_hold_is_refused_in_its_f
     why = {
         "silent": r"keeps .'momentum_buffer': \(2, 3\)} of w",
         "in_ints": "keeps {'count': 1} of w",
-        "in_groups": "changes its parameter groups",
+        "in_groups": "changes its groups",
     }
     for name, words in why.items():
         parameter = nn.Parameter(torch.ones(2, 3))
