@@ -7,17 +7,19 @@ One pass of SFT over the training answers; then, of the first ``--asked`` traini
 tuned model answers right at least once in four samples (groups without a right answer teach nothing, and nearly
 all are such); on these ``recipes/gsm8k-smollm2.toml`` in three arms: staleness 0, staleness 1 and 4, both with
 partial rollouts; seeds are paired (the same prompts and draws). Judged are the base model, the tuned one and
-each arm's last, under the same prompt: greedy and at temperature 1, pass@1 and pass@n (of seeds after the first
-pass@1), format apart from answers; in bfloat16, as the base model's weights are. Runs and scores are kept in
-``--runs``: what is finished is not made again, and an interrupted run goes on. ``--trl-env runs/trl-env`` adds
-TRL's GRPO from the same tuned model, on the prompts of the first seed (its environment is made if it is
-missing).
+each arm's last, under the same prompt: greedy and at temperature 1, pass@1 and pass@n, format apart from
+answers; arms of later seeds by a quarter of the samples. Two arms are compared question by question: the
+interval of one seed says how sure the questions make it, the one over the seeds how sure the seeds do. Runs and
+scores are kept in ``--runs``: what is finished is not made again, and an interrupted run goes on.
+``--trl-env runs/trl-env`` adds TRL's GRPO from the same tuned model, on the prompts of the first seed (its
+environment is made if it is missing).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ from end_to_end import run_trl, trl_python
 from harness import write_report
 from learning_against_trl import trl_job
 from reverse_text import run_once, settings
+from staleness_grid import half_width
 
 from llamarl.config import load_config
 from llamarl.executors.measures import mean_of
@@ -59,42 +62,94 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=40, help="of RL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--trl-env", type=Path, help="virtual environment for TRL, which is then an arm too")
+    parser.add_argument("--trl-precision", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--json", help="write the report here")
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
     of_sft = settings({"task.eval_data": args.test, "evaluation.num_prompts": 64, "evaluation.every": 78})
-    of_sft += settings({"optimizer.lr": 1e-4, "checkpoint.every": 26})
+    of_sft += settings({"optimizer.lr": 1e-4, "checkpoint.every": 26, "trainer.dtype": "auto"})
     run_once(args.runs / "sft", ["sft", args.model, str(args.train), "--epochs", "1", *of_sft])
     tuned = args.runs / "sft" / "model"
     within_reach = choose(args, tuned)
     results: dict[str, Any] = {"questions": len(within_reach.read_text().splitlines()), "scores": {}, "curves": {}}
-    judged = {"base": (Path(args.model), args.n), "sft": (tuned, args.n)}
+    add = Judge(args, results)
     for seed in args.seeds:
-        for arm in ARMS:
-            if arm == ONCE and seed != args.seeds[0]:
-                continue
+        first = seed == args.seeds[0]
+        arms = [arm for arm in ARMS if first or arm != ONCE]
+        for arm in arms:
+            results["curves"][f"{arm}_seed_{seed}"] = rl(args, arm, seed, tuned, within_reach)
+        if first:
+            add("sft", tuned, args.n)
+            add("base", Path(args.model), args.n)
+        for arm in arms:
             name = f"{arm}_seed_{seed}"
-            own = {"run.seed": seed, "run.num_ticks": args.ticks, "model.path": tuned, **ARMS[arm]}
-            own |= {"task.data": within_reach, "task.eval_data": args.test.resolve()}
-            own["evaluation.every"] = 0  # judged at the end, on more
-            run_once(args.runs / name, ["train", str(RECIPE), *settings(own)])
-            results["curves"][name] = curve(args.runs / name)
-            judged[name] = (args.runs / name / "model", args.n if seed == args.seeds[0] else 1)
-            write_report(args.json, results, [])
+            add(name, args.runs / name / "model", args.n if first else max(1, args.n // 4))
     if args.trl_env:
-        results["curves"]["trl_seed_0"], judged["trl_seed_0"] = trl_arm(args, tuned, within_reach)
-    for name, (folder, n) in judged.items():
-        of_test = {"task.data": args.train.resolve()}
-        results["scores"][name] = scores(args, name, folder, n, args.test, of_test)
-        if args.math and name in ("base", "sft", f"staleness_1_seed_{args.seeds[0]}"):
-            of_math = {"task.name": "math", "task.data": args.train.resolve()}
-            results["scores"][f"{name}, MATH-500"] = scores(args, f"{name}_math", folder, 1, args.math, of_math)
-        write_report(args.json, results, [])
+        results["curves"]["trl_seed_0"], model = trl_arm(args, tuned, within_reach)
+        add("trl_seed_0", model, args.n)
+    if args.math:
+        for name, model in (("base", Path(args.model)), ("sft", tuned), (f"staleness_1_seed_{args.seeds[0]}", None)):
+            add.math(name, model or args.runs / name / "model")
     for name, found in results["scores"].items():
         print(name, {key: round(value, 4) for key, value in found.items() if isinstance(value, float)})
+    for name, found in results["differences"].items():
+        print(name, found)
     if args.picture:
         draw(results, args.picture)
+
+
+class Judge:
+    """Scores models, one after the other, and writes down after each what is known."""
+
+    def __init__(self, args: argparse.Namespace, results: dict[str, Any]) -> None:
+        self._args, self._results = args, results
+
+    def __call__(self, name: str, model: Path, n: int) -> None:
+        of_test = {"task.data": self._args.train.resolve()}
+        self._keep(name, scores(self._args, name, model, n, self._args.test, of_test))
+
+    def math(self, name: str, model: Path) -> None:
+        of_math = {"task.name": "math", "task.data": self._args.train.resolve()}
+        self._keep(f"{name}, MATH-500", scores(self._args, f"{name}_math", model, 1, self._args.math, of_math))
+
+    def _keep(self, name: str, found: dict[str, Any]) -> None:
+        self._results["scores"][name] = found
+        self._results["differences"] = differences(self._results["scores"], self._args.seeds)
+        write_report(self._args.json, self._results, [])
+
+
+def rl(args: argparse.Namespace, arm: str, seed: int, tuned: Path, questions: Path) -> dict[str, Any]:
+    """Train one arm and say what its ticks were."""
+    own = {"run.seed": seed, "run.num_ticks": args.ticks, "model.path": tuned, **ARMS[arm]}
+    own |= {"task.data": questions, "task.eval_data": args.test.resolve()}
+    own["evaluation.every"] = 0  # judged at the end, on more
+    folder = args.runs / f"{arm}_seed_{seed}"
+    run_once(folder, ["train", str(RECIPE), *settings(own)])
+    return curve(folder)
+
+
+def differences(found: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
+    """Of shares of right answers at temperature 1, paired: each arm less SFT, staleness 1 less 0, TRL less staleness 1."""
+    pairs = [(f"{arm}_seed_{seed}", "sft") for arm in ARMS for seed in seeds]
+    pairs += [(f"staleness_1_seed_{seed}", f"staleness_0_seed_{seed}") for seed in seeds]
+    pairs += [(f"staleness_4_seed_{seeds[0]}", f"staleness_1_seed_{seeds[0]}"), ("sft", "base")]
+    pairs.append(("trl_seed_0", f"staleness_1_seed_{seeds[0]}"))
+    said = {
+        f"{one} less {other}": paired(found[one], found[other]) for one, other in pairs if {one, other} <= set(found)
+    }
+    for one, other in (("staleness_1", "staleness_0"), ("staleness_1", "sft"), ("staleness_0", "sft")):
+        of_seeds = [said.get(f"{one}_seed_{k} less {other if other == 'sft' else f'{other}_seed_{k}'}") for k in seeds]
+        means = [pair["mean"] for pair in of_seeds if pair]
+        if len(means) > 1:
+            said[f"{one} less {other}, over seeds"] = {"mean": statistics.mean(means), "interval": half_width(means)}
+    return said
+
+
+def paired(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Mean over questions of the difference of two shares of right answers, and half its 95 % interval's width."""
+    shares = [a / one["n"] - b / other["n"] for a, b in zip(one["right"], other["right"], strict=True)]
+    return {"mean": statistics.mean(shares), "interval": 1.96 * statistics.stdev(shares) / len(shares) ** 0.5}
 
 
 def trl_arm(args: argparse.Namespace, tuned: Path, questions: Path) -> tuple[dict[str, Any], tuple[Path, int]]:
@@ -106,7 +161,13 @@ def trl_arm(args: argparse.Namespace, tuned: Path, questions: Path) -> tuple[dic
         paths = {"model.path": tuned, "task.data": questions, "task.eval_data": args.test.resolve()}
         own = {"run.seed": args.seeds[0], "run.num_ticks": args.ticks} | {key: str(at) for key, at in paths.items()}
         job = trl_job(load_config(RECIPE, own), tuned, args.ticks)
-        job |= {"answer_after": "####", "output_dir": str(folder), "save_every": 5, "resume": True}
+        job |= {
+            "precision": args.trl_precision,
+            "answer_after": "####",
+            "output_dir": str(folder),
+            "save_every": 5,
+            "resume": True,
+        }
         kept.write_text(json.dumps(run_trl(trl_python(args.trl_env), job, limit_s=1 << 20)))
     found = json.loads(kept.read_text())
     curve = {"reward/mean": found["rewards"], "time/step_s": found["step_s"]}
@@ -127,7 +188,7 @@ def choose(args: argparse.Namespace, tuned: Path) -> Path:
 def judge(model: Path, words: list[str]) -> str:
     """What ``llamarl eval`` says of a model, as JSON."""
     command = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
-    command += ["--evaluation.threads", "2", "--generator.engine.dtype", "bfloat16", *words]
+    command += ["--evaluation.threads", "2", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
