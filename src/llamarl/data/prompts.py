@@ -440,7 +440,15 @@ class PromptStream:
             opening, tools = opened.opening, opened.tools
             shown = replace(item, question=opened.question, messages=opened.messages or None)
         text, tokens = render_prompt(shown, self._tokenizer, self._config, tools=tools)
-        if (length := len(self.read(item, tokens))) > self._limit:
+        length = len(self.read(item, tokens))
+        if opening is not None and not opening.failure and length > self._limit and self._config.too_long == "error":
+            # which nothing could tell before it was played: it costs its own samples, not the run
+            why = f"its first observation makes a prompt of {length} tokens, limit {self._limit_words}: {self._remedy}"
+            opening = replace(opening, failure=f"{why}, or set data.too_long = 'skip'")
+            shown = replace(item, question=item.question or "(no episode)", messages=None)
+            text, tokens = render_prompt(shown, self._tokenizer, self._config)
+            length = len(self.read(item, tokens))
+        if length > self._limit:
             if self._config.too_long == "skip":
                 return None
             raise DataError(

@@ -46,7 +46,8 @@ class DataConfig:
 
     too_long: Literal["error", "skip"] = "error"
     """A longer prompt ends the run with an error that names it, or is replaced by another item chosen by the seed. Those
-    of a finite task that the run may ask for are all looked at before it starts."""
+    of a finite task that the run may ask for are all looked at before it starts; one that an environment opens with
+    fails its samples instead."""
 
     candidates: Annotated[PositiveInt, IN_STATE] = 1
     """Items of a finite task among which each training prompt is chosen, as the first that is answered right at

@@ -10,14 +10,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.data.prompts import PromptStream, _plain_tokens, with_answer
+from llamarl.data.prompts import Opened, PromptStream, _plain_tokens, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
 from llamarl.settings.data import DataConfig
 from llamarl.settings.environments import TaskConfig
-from llamarl.types import EVAL_INDEX_OFFSET
+from llamarl.types import EVAL_INDEX_OFFSET, Opening
 
 
 class Items:
@@ -112,6 +112,29 @@ def test_a_prompt_over_the_limit_is_an_error_that_names_prompt_length_limit_and_
     assert len(stream.get(9).tokens) == 10
     with pytest.raises(DataError, match=r"item 10 \(prompt 10\).*11 tokens.*max_prompt_tokens=10.*too_long = 'skip'"):
         stream.get(10)
+
+
+class Opens:
+    """Shows twice as many letters as the item has."""
+
+    def ask(self, item: TaskItem, seed: int) -> None: ...
+
+    def open(self, item: TaskItem, seed: int) -> Opened:
+        opening = Opening(seed=seed, max_turns=2, max_turn_tokens=0, question=item.question)
+        return Opened(question="y" * (2 * len(item.question)), messages=(), tools=(), opening=opening)
+
+
+def test_an_episode_that_opens_with_too_much_costs_its_samples_and_not_the_run() -> None:
+    stream = PromptStream(Items(None), Letters(), DataConfig(max_prompt_tokens=10), 0, opener=Opens())
+    fits, long = stream.get(4), stream.get(6)
+    assert (len(fits.tokens), fits.opening and fits.opening.failure) == (9, "")  # one more, where a text begins
+    assert long.opening is not None and len(long.tokens) == 7
+    assert "makes a prompt of 13 tokens, limit data.max_prompt_tokens=10: raise" in long.opening.failure
+    with pytest.raises(DataError, match="11 tokens"):  # the item alone has as many: it could be told before
+        stream.get(10)
+    skipping = PromptStream(Items(5), Letters(), DataConfig(max_prompt_tokens=8, too_long="skip"), 0, opener=Opens())
+    shown = [skipping.get(index) for index in range(10)]
+    assert skipping.num_skipped and all(one.opening and not one.opening.failure for one in shown)
 
 
 def test_skipping_replaces_long_prompts_by_the_seed_and_leaves_the_others_alone() -> None:
