@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ONCE = "staleness_4"
 """The arm that the first seed alone has."""
-PART = 500
-"""Questions that are judged at once: what an interruption costs."""
+PART = 300
+"""Questions that a process judges, one a core: what an interruption costs."""
 
 
 def main() -> None:
@@ -86,11 +88,13 @@ def main() -> None:
             name = f"{arm}_seed_{seed}"
             add(name, args.runs / name / "model", args.n if first else max(1, args.n // 4))
     if args.trl_env:
-        results["curves"]["trl_seed_0"], model = trl_arm(args, tuned, within_reach)
-        add("trl_seed_0", model, args.n)
+        results["curves"]["trl_seed_0"], (model, n) = trl_arm(args, tuned, within_reach)
+        add("trl_seed_0", model, n)
     if args.math:
-        for name, model in (("base", Path(args.model)), ("sft", tuned), (f"staleness_1_seed_{args.seeds[0]}", None)):
-            add.math(name, model or args.runs / name / "model")
+        trained = f"staleness_1_seed_{args.seeds[0]}"
+        for name in ("base", "sft", trained):
+            at = {"base": Path(args.model), "sft": tuned, trained: args.runs / trained / "model"}[name]
+            add.math(name, at)
     for name, found in results["scores"].items():
         print(name, {key: round(value, 4) for key, value in found.items() if isinstance(value, float)})
     for name, found in results["differences"].items():
@@ -185,11 +189,11 @@ def choose(args: argparse.Namespace, tuned: Path) -> Path:
     return kept
 
 
-def judge(model: Path, words: list[str]) -> str:
-    """What ``llamarl eval`` says of a model, as JSON."""
+def judge(model: Path, words: list[str], kept: Path) -> None:
+    """Keep what ``llamarl eval`` says of a model, as JSON."""
     command = [sys.executable, "-m", "llamarl.cli.main", "eval", str(model), "--recipe", str(RECIPE), "--json"]
-    command += ["--evaluation.threads", "2", *words]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    command += ["--evaluation.threads", "1", *words]
+    kept.write_text(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def scores(
@@ -208,20 +212,25 @@ def judge_in_parts(
     args: argparse.Namespace, name: str, model: Path, rows: list[str], n: int, task: dict[str, Any], *words: str
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """What ``llamarl eval`` says of each part of the questions, and each response; what was judged is kept."""
-    found = []
-    for first in range(0, len(rows), PART):
-        folder = args.runs / "judged" / f"{name}_n{n}_from_{first}"
-        asked, said, scored = folder / "asked.jsonl", folder / "said.jsonl", folder / "scores.json"
-        if not scored.exists():
-            print(f"judging {name} from question {first} ...", flush=True)
+    folders, asking = [], []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as side_by_side:
+        for first in range(0, len(rows), PART):
+            folder = args.runs / "judged" / f"{name}_n{n}_from_{first}"
+            folders.append(folder)
+            if (folder / "scores.json").exists():
+                continue
             folder.mkdir(parents=True, exist_ok=True)
-            part = rows[first : first + PART]
+            part, asked = rows[first : first + PART], folder / "asked.jsonl"
             asked.write_text("\n".join(part) + "\n")
             own = settings(task | {"task.eval_data": asked.resolve()})
-            counts = ["--prompts", str(len(part)), "--n", str(n)]
-            scored.write_text(judge(model, [*counts, "--responses", str(said), *words, *own]))
-        found.append((json.loads(scored.read_text()), [json.loads(line) for line in said.read_text().splitlines()]))
-    return found
+            counts = ["--prompts", str(len(part)), "--n", str(n), "--responses", str(folder / "said.jsonl")]
+            asking.append(side_by_side.submit(judge, model, [*counts, *words, *own], folder / "scores.json"))
+    for part_asked in asking:
+        part_asked.result()
+    return [
+        (json.loads((folder / "scores.json").read_text()), list(map(json.loads, (folder / "said.jsonl").open())))
+        for folder in folders
+    ]
 
 
 def combine(parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
