@@ -1,4 +1,4 @@
-"""Rooflines against hand-worked numbers, and consistency with published measurements (docs/planner.md: not blind forecasts)."""
+"""Rooflines against hand-worked numbers, and consistency with published measurements (docs/forecast.md: not blind forecasts)."""
 
 import json
 from dataclasses import replace
