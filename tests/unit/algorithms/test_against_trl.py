@@ -14,6 +14,7 @@ import torch
 from llamarl.algorithms.base import TokenBatch
 from llamarl.algorithms.kl import ESTIMATORS, unbiased
 from llamarl.algorithms.registry import LOSSES
+from llamarl.other_names import other_names
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import token_weight
 from llamarl.trainer.objective import ratio_keep_mask, top_entropy_mask
@@ -38,6 +39,12 @@ OURS: dict[str, AlgorithmConfig] = {
     "top_entropy": AlgorithmConfig(name="ppo", top_entropy=0.3, **CLIP),
 }
 """Case of the record -> the recipe that says the same."""
+
+
+def test_who_follows_the_table_from_trl_gets_its_cispo_whose_weight_nothing_bounds_from_below() -> None:
+    rows = {theirs: ours for theirs, ours, _ in other_names()["TRL"]}
+    assert OURS["cispo"].clip_low == 1.0 != AlgorithmConfig().clip_low
+    assert "`algorithm.clip_low = 1`" in rows['`loss_type="cispo"`']
 
 
 def _ours(case: str) -> dict[str, Any]:
