@@ -16,6 +16,7 @@ import llamarl.errors
 from llamarl.api.run import Run
 from llamarl.cli.main import VERBS
 from llamarl.config import known_keys, validate
+from llamarl.environments.reasoning_gym import EVALUATING, REFUSED
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability import findings
 from llamarl.other_names import other_names
@@ -200,6 +201,12 @@ def test_when_it_does_not_learn_tells_of_every_warning_and_finding() -> None:
 def test_python_on_a_page_is_python(page: Path) -> None:
     for block in (block for block in blocks_of(page) if block.language == "python"):
         compile(block.text, str(block), "exec")
+
+
+def test_the_page_on_tasks_tells_which_data_sets_evaluate_answers_and_which_are_refused_for_it() -> None:
+    text = (DOCS / "environments.md").read_text(encoding="utf-8")
+    assert len(EVALUATING) == 6 and "Six of its datasets" in text
+    assert [name for name in REFUSED if f"`{name}`" not in text] == []
 
 
 # The architecture page.
