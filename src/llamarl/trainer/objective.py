@@ -121,6 +121,8 @@ def _reference_kl(scores: TokenScores, microbatch: Microbatch, algorithm: Algori
             " wire a reference executor before the trainer"
         )
     log_ratio = microbatch.reference_logprobs - scores.logprobs
+    if microbatch.kl_weights is not None:  # of rows to imitate the reference knows nothing: infinity times 0 is NaN
+        log_ratio = torch.where(microbatch.kl_weights != 0, log_ratio, 0.0)
     if algorithm.kl_estimator == "unbiased":
         return unbiased(log_ratio, (scores.logprobs - microbatch.behavior_logprobs).clamp(max=MOST_LOG_RATIO).exp())
     return KL_ESTIMATORS[algorithm.kl_estimator](log_ratio)

@@ -153,6 +153,19 @@ def test_rows_beside_samples_enter_no_mean_over_what_was_sampled() -> None:
     assert rows.keys() == alone.keys() and not any(rows.values())
 
 
+def test_a_row_of_a_token_next_to_impossible_keeps_its_cross_entropy_beside_a_kl_of_the_samples() -> None:
+    config, samples = AlgorithmConfig(kl_coef=0.1), with_reference(make_groups(1, 2, failed=False), shift=0.3)
+    sequences = make_sequences([*samples, *rows_to_imitate(0.5)], config)
+    batch = make_microbatch(sequences, [1.0] * len(sequences), torch.device("cpu"))
+    is_shown = torch.tensor(np.repeat([s.terms.ce > 0 for s in sequences], [len(s.targets) for s in sequences]))
+    pi = torch.where(is_shown, -200.0, batch.behavior_logprobs).requires_grad_()  # e**200 is no float32
+    loss, _, _ = microbatch_loss(aipo, token_scores(pi), batch, config, has_reference=True)
+    loss.backward()
+    assert pi.grad is not None and torch.isfinite(loss)
+    assert pi.grad[is_shown].tolist() == [-0.5] * int(is_shown.sum())
+    assert torch.isfinite(pi.grad).all()
+
+
 def test_means_of_a_tick_are_those_of_its_samples_alone_and_rows_count_among_what_trained(tmp_path: Path) -> None:
     model, sampled, rows = write_model(tmp_path / "model"), make_groups(), rows_to_imitate(1.0)
     alone, both = (
