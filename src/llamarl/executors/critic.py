@@ -24,7 +24,7 @@ from typing import Any
 
 from llamarl.channels.base import ChannelKind
 from llamarl.data.prompts import with_answer
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, TrainingDiverged
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
 from llamarl.models.loading import load_model_config, load_tokenizer
 from llamarl.observability.keys import own_metrics
@@ -90,7 +90,9 @@ class ReferenceExecutor(Stateless, BaseExecutor):
 
 
 class CriticExecutor(BaseExecutor):
-    """Owns the value model. Its own weights never leave it but in checkpoints."""
+    """Owns the value model. Its own weights never leave it but in checkpoints. If it diverges, the job is asked to stop."""
+
+    _stop = ""
 
     def setup(self) -> None:
         self.critic = Critic(
@@ -105,13 +107,18 @@ class CriticExecutor(BaseExecutor):
 
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         started = time.monotonic()
-        groups, metrics = self.critic.step(self.items_of(inputs), tick)
+        try:
+            groups, metrics = self.critic.step(self.items_of(inputs), tick)
+        except TrainingDiverged as error:
+            groups, metrics = self.critic.made
+            self._stop = self._stop or str(error)
         finished = time.monotonic()
         layout = self.critic.layout  # tensor-parallel peers and stages hold the same groups: one of them sends
         return StepResult(
             outputs=self.outputs_of(groups if layout.is_data_leader else []),
             metrics=own_metrics(metrics) if self.context.rank else metrics,  # they are over all ranks already
             spans=(("critic", started, finished),),
+            stop=self._stop,
         )
 
     def save(self, folder: Path, tick: int) -> Future[tuple[Path, ...]]:

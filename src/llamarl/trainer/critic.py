@@ -67,6 +67,8 @@ class Critic(ShardedModel[ValueModel]):
         self.config, self.algorithm, self.trainer, self.num_ticks = config, algorithm, trainer, num_ticks
         self.optimizer = dataclasses.replace(optimizer, lr=config.lr, warmup_ticks=config.warmup_ticks)
         self.ticks_done = 0
+        self.made: tuple[list[Group], dict[str, float]] = [], {}
+        """By the last step."""
         learning_rate(self.optimizer, config.warmup_ticks, num_ticks)  # a bad schedule fails now
         layout = layout_of("critic", config, device)
         attention, share_prompts = row_attention(trainer, device, model_path)
@@ -87,7 +89,8 @@ class Critic(ShardedModel[ValueModel]):
 
         Raises:
             ValueError: The tick is not the next one.
-            TrainingDiverged: More than ``max_skipped_steps`` steps in a row with a non-finite loss or gradient.
+            TrainingDiverged: More than ``max_skipped_steps`` steps in a row with a non-finite loss or gradient; the tick
+                is done all the same, and ``made`` is what it would have returned.
         """
         if tick != self.ticks_done:
             raise ValueError(f"the critic has done {self.ticks_done} ticks, so its next is that, got {tick}")
@@ -120,12 +123,15 @@ class Critic(ShardedModel[ValueModel]):
             skipped += not stepped
             if update == 0:
                 first = {"critic/loss": total_loss, "critic/grad_norm": grad_norm}
-            self.check_divergence(tick, self.trainer.max_skipped_steps, "lower critic.lr")
+            if self.num_skipped_in_a_row > self.trainer.max_skipped_steps:
+                break
         self.ticks_done += 1
         metrics = first | self._fit(values, targets) | {"critic/lr": lr, "critic/skipped": float(skipped)}
         if self.config.value_clip:
             metrics["critic/clipped_fraction"] = self._sum([clipped])[0] / max(1, num_tokens)
-        return laid.annotate(groups, values, "values"), metrics
+        self.made = laid.annotate(groups, values, "values"), metrics
+        self.check_divergence(tick, self.trainer.max_skipped_steps, "lower critic.lr")
+        return self.made
 
     def _targets(self, groups: Sequence[Group], laid: LaidOut, m: int, values: Tensor) -> Tensor:
         """Returns of a micro-batch's tokens, [T], from the values that this tick's trainer will use."""
