@@ -308,6 +308,12 @@ class AlgorithmConfig:
                 "or set kl_place to 'loss'",
                 ("kl_place",),
             )
+        unheard = ("reward", "token_reward") if self.imitates else ("reward",) if self.advantage == "gdpo" else ()
+        if self.kl_coef and self.kl_place in unheard:
+            why = "'sft' trains on no reward" if self.imitates else "'gdpo' sees the named parts of a reward alone"
+            yield Mistake(
+                "kl_place", f"is {self.kl_place!r}, but {why}: set it to 'loss', or kl_coef to 0", ("name", "advantage")
+            )
         if not self.ratio_mask_low < self.ratio_mask_high:
             yield Mistake(
                 "ratio_mask_low",

@@ -30,6 +30,18 @@ def test_a_wrong_value_is_refused_by_name(changed: dict[str, Any], named: str) -
         AlgorithmConfig(**changed)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "place", "why"),
+    [({"advantage": "gdpo"}, "reward", "sees the named parts of a reward alone"),
+     ({"name": "sft"}, "reward", "trains on no reward"), ({"name": "sft"}, "token_reward", "trains on no reward")],
+)  # fmt: skip
+def test_a_kl_in_rewards_that_nobody_looks_at_is_refused(algorithm: dict[str, Any], place: Any, why: str) -> None:
+    with pytest.raises(ValidationError, match=f"kl_place is '{place}', but .*{why}"):
+        AlgorithmConfig(**algorithm, kl_coef=0.1, kl_place=place)
+    assert AlgorithmConfig(**algorithm, kl_place=place).kl_coef == 0.0
+    assert AlgorithmConfig(**algorithm, kl_coef=0.1).term_weights.kl == 0.1
+
+
 def test_every_name_that_a_recipe_may_write_has_a_function() -> None:
     annotations = AlgorithmConfig.__pydantic_fields__  # type: ignore[attr-defined]
     assert set(annotations["kl_estimator"].annotation.__args__) == {*KL_ESTIMATORS, "unbiased"}  # which also weighs

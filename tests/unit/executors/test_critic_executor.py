@@ -27,7 +27,8 @@ def test_a_critic_that_diverges_asks_for_the_end_and_its_tick_can_be_saved(tmp_p
     executor.critic.weights.tensors["score.bias"].data.fill_(torch.nan)
     result = executor.step(1, {"scored": groups})
     assert result.stop.startswith("critic: tick 1: 1 steps in a row with a non-finite loss or gradient")
-    assert [group.prompt.index for group in result.outputs["valued"]] == [0, 1] and result.metrics["critic/skipped"] == 1
+    assert [group.prompt.index for group in result.outputs["valued"]] == [0, 1]
+    assert result.metrics["critic/skipped"] == 1
     (tmp_path / "rank_0").mkdir()
     executor.save(tmp_path / "rank_0", 1).result()
     executor.load(tmp_path / "rank_0", 1)  # which proves the tick
