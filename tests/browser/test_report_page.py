@@ -468,3 +468,17 @@ def test_an_episode_shows_who_said_what_and_what_each_turn_was_worth(
     rows = closed.locator("tbody tr").all_inner_texts()
     assert len(rows) == 2 and EVIL in rows[0] and "and now?" in rows[0] and "moves 1" in rows[0]
     assert page.errors == [] and page.page.evaluate("window.hit") is None
+
+
+@browser
+def test_the_timeline_of_a_fork_opens_on_the_ticks_that_it_has(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = MadeRun(ticks=14).write(tmp_path / "fork")
+    events = json.loads((run / "trace.json").read_text())
+    own = [json.dumps(event) for event in events if event.get("args", {}).get("tick", 12) >= 12]
+    (run / "trace.json").write_text("[\n" + ",\n".join(own) + "\n]\n")
+    assert main(["report", str(run)]) == 0
+    page = open_page(run / "report.html").open("timeline/0")
+    assert page.text("output") == "ticks 13 to 13 of 14"
+    page.page.get_by_role("button", name="← earlier").click()
+    assert page.text("output") == "ticks 12 to 13 of 14"
+    assert page.errors == []

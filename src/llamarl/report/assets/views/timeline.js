@@ -11,10 +11,10 @@ view("timeline", {
       page.append(note("This run has no trace: observability.trace was off, or no tick is done."));
       return;
     }
-    const last = Math.max(...line.lanes.map((lane) => lane.tick[lane.tick.length - 1] ?? 0));
+    const ticks = line.lanes.flatMap((lane) => lane.tick), began = ticks.reduce((a, b) => Math.min(a, b)), last = ticks.reduce((a, b) => Math.max(a, b)); // a fork's trace begins late
     const gaps = allGaps(line);
     const chosen = args.length >= 2 ? gaps.find((gap) => gap.lane === args[0] && gap.tick === Number(args[1])) : null;
-    let first = chosen ? Math.max(0, chosen.tick - Math.floor(timelineState.count / 2)) : timelineState.first ?? Math.min(1, last);
+    let first = chosen ? chosen.tick - Math.floor(timelineState.count / 2) : timelineState.first ?? began + 1;
     const detail = h("div", { id: "gap", "aria-live": "polite" });
     const span = h("output", {});
     const lanes = chart("Bars of work and idle gaps, one row an executor; the list of gaps below holds the same", () => timelineChart(line, first, timelineState.count, chosen), {
@@ -27,10 +27,10 @@ view("timeline", {
         h("button", { type: "button", "aria-pressed": String(gap === chosen), onclick: () => go("timeline", run.number, gap.lane, gap.tick) },
           h("b", {}, format.seconds(gap.length / 1e3)), ` ${gap.lane}, before tick ${gap.tick}`, h("span", { class: "soft" }, gap.cause ? ` · waited for ${gap.cause}` : "")))));
     const move = (to) => {
-      first = Math.max(0, Math.min(to, last));
+      first = Math.max(began, Math.min(to, last));
       timelineState.first = first;
       span.textContent = `ticks ${first} to ${Math.min(last, first + timelineState.count - 1)} of ${last + 1}`;
-      back.disabled = first === 0;
+      back.disabled = first === began;
       onward.disabled = first + timelineState.count > last;
       lanes.redraw();
     };
