@@ -482,3 +482,17 @@ def test_the_timeline_of_a_fork_opens_on_the_ticks_that_it_has(tmp_path: Path, o
     page.page.get_by_role("button", name="← earlier").click()
     assert page.text("output") == "ticks 12 to 13 of 14"
     assert page.errors == []
+
+
+@browser
+def test_the_ledger_closes_where_rows_to_imitate_stand_beside_what_is_sampled(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    row = {"step": 0, "tokens/generated": 60, "tokens/imitated": 20, "tokens/failed": 8, "tokens/unused": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, "tokens/carried": 12, "tokens/trained": 60}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    page = open_page(tmp_path / "report.html").open("ledger/0")
+    assert page.tile("generated and imitated = where they went") == "closes"
+    assert page.tile("of them trained") == "75 %"  # 60 of 80
+    assert page.rows("Over the whole run")[-1][:3] == ["Generated, and rows to imitate", "80", "100 %"]
+    assert page.errors == []

@@ -11,17 +11,17 @@ view("ledger", {
     const steps = metrics.columns.step, at = (values, i) => values[i] || 0, last = steps.length - 1;
     const once = steps.map((_, i) => at(column("trained"), i) - at(column("repeated"), i));
     const flows = { trained: once, unused: column("unused"), failed: column("failed"), dropped: column("dropped") };
-    const stock = at(column("carried"), last) + at(column("spare"), last), generated = sum(column("generated"));
+    const stock = at(column("carried"), last) + at(column("spare"), last), generated = sum(column("generated")), imitated = sum(column("imitated")), came = generated + imitated;
     const rows = [...LEDGER.map(([key, label]) => ({ label, tokens: sum(flows[key]) })), { label: "Still in the generator, or spare, at the end", tokens: stock }];
     const open = metrics.imbalance.map((missing, i) => [steps[i], missing]).filter(([, missing]) => missing), unknown = metrics.imbalance.filter((missing) => missing === null).length;
-    const gap = generated - sum(rows.map((row) => row.tokens));
+    const gap = came - sum(rows.map((row) => row.tokens));
     page.append(
-      tiles(tile(format.number(generated), "tokens generated"), tile(format.share(sum(once) / generated), "of them trained"), tile(gap === 0 && !open.length ? "closes" : "does not close", "generated = where they went"), sum(column("repeated")) > 0 && tile(format.number(sum(column("repeated"))), "trained again, in further passes")),
+      tiles(tile(format.number(generated), "tokens generated"), imitated > 0 && tile(format.number(imitated), "of rows to imitate, beside them"), tile(format.share(sum(once) / came), "of them trained"), tile(gap === 0 && !open.length ? "closes" : "does not close", `${imitated ? "generated and imitated" : "generated"} = where they went`), sum(column("repeated")) > 0 && tile(format.number(sum(column("repeated"))), "trained again, in further passes")),
       open.length || unknown ? note(open.length ? `The rows of ${open.map(([tick, missing]) => `tick ${tick} (${missing > 0 ? "+" : ""}${missing})`).slice(0, 6).join(", ")} do not add up: rows before them are missing, or an executor of your own drops tokens.` : `${format.count(unknown, "row")} cannot be checked.`) : null,
       panel("Over the whole run", table([
-        { title: "where", cell: (row) => row.label }, { title: "tokens", number: true, cell: (row) => format.number(row.tokens) }, { title: "share", number: true, cell: (row) => format.share(row.tokens / generated) },
-        { title: "", wide: true, cell: (row) => h("span", { class: "bar", style: { width: `${Math.max(0, 180 * row.tokens) / generated}px` } }) },
-      ], [...rows, { label: "Generated", tokens: generated }])),
+        { title: "where", cell: (row) => row.label }, { title: "tokens", number: true, cell: (row) => format.number(row.tokens) }, { title: "share", number: true, cell: (row) => format.share(row.tokens / came) },
+        { title: "", wide: true, cell: (row) => h("span", { class: "bar", style: { width: `${Math.max(0, 180 * row.tokens) / came}px` } }) },
+      ], [...rows, { label: imitated ? "Generated, and rows to imitate" : "Generated", tokens: came }])),
       panel("Tick by tick", chart("Tokens of every tick by what became of them; the line is what was generated", () => ({
         traces: [
           ...LEDGER.filter(([key]) => sum(flows[key])).map(([key, label], i) => ({ type: "bar", x: steps, y: flows[key], name: label, marker: { color: colour(i) } })),
