@@ -496,3 +496,17 @@ def test_the_ledger_closes_where_rows_to_imitate_stand_beside_what_is_sampled(
     assert page.tile("of them trained") == "75 %"  # 60 of 80
     assert page.rows("Over the whole run")[-1][:3] == ["Generated, and rows to imitate", "80", "100 %"]
     assert page.errors == []
+
+
+@browser
+def test_prompts_under_one_long_system_prompt_are_not_the_same_prompt(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    system = "You are a careful assistant. " * 10
+    run = MadeRun(ticks=3, prompt=lambda t, g: system + ("again" if t != 1 and g == 0 else f"{t}.{g}"))
+    assert main(["report", str(run.write(tmp_path / "run"))]) == 0
+    page = open_page(tmp_path / "run" / "report.html").open("prompts/0")
+    assert page.chart("Reward over versions")[0]["x"] == [0, 2]
+    assert page.page.get_by_label("Prompt").locator("option").count() == 1
+    assert page.page.locator("section.panel pre").first.inner_text() == system[:200] + " …"
+    assert page.errors == []

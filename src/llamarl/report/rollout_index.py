@@ -8,6 +8,7 @@ A line that is torn or no sample is counted and left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class TickIndex:
     newest: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
     text_of_prompt: list[str] = field(default_factory=list)
-    """The prompt's beginning, by which the same prompt is known in other ticks."""
+    """The prompt, by which it is known in other ticks: of a long one the beginning, a NUL and a digest of it all."""
     num_bytes: list[int] = field(default_factory=list)
     """Of the line: what its detail will take, about."""
     tokens_of_version: Counter[int] = field(default_factory=Counter)
@@ -113,7 +114,7 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
         "oldest": min((version for version, _ in segments), default=-1),
         "newest": max((version for version, _ in segments), default=-1),
         "flags": flags,
-        "text_of_prompt": prompt[:_MAX_KEY],
+        "text_of_prompt": _key(prompt),
         "num_bytes": num_bytes,
     }
     for column, cell in entry.items():
@@ -121,6 +122,13 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
     if not cause and not record.get("sampled_by"):
         index.tokens_of_version.update(trained)
     return True
+
+
+def _key(prompt: str) -> str:
+    if len(prompt) <= _MAX_KEY:
+        return prompt
+    digest = hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=6).hexdigest()
+    return f"{prompt[:_MAX_KEY]}\0{digest}"
 
 
 def choose_groups(indexes: Sequence[TickIndex], max_bytes: float) -> dict[int, list[int]]:

@@ -138,6 +138,17 @@ def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) 
     assert json.loads(json.dumps(columns)) == columns
 
 
+def test_prompts_that_begin_alike_are_told_apart_and_the_same_one_is_known_again(tmp_path: Path) -> None:
+    system = "You are a careful assistant. " * 10  # 290 characters
+    run = MadeRun(ticks=2, groups=3, prompt=lambda t, g: system + ("again" if g == 0 else f"{t}.{g}")).write(
+        tmp_path / "run"
+    )
+    columns = index_columns([index_file(*place) for place in tick_files(run / "rollouts")], {})
+    first, second = columns["groups"]["text"][:3], columns["groups"]["text"][3:]
+    assert len(set(first + second)) == 5 and first[0] == second[0]
+    assert all(text.startswith(system[:200] + "\0") for text in columns["tables"]["prompt_text"])
+
+
 # Texts that are garbage.
 
 

@@ -51,6 +51,9 @@ class Run {
   }
 }
 
+/** What is shown of a prompt: of a long one its beginning, without the digest that tells it from others. */
+const promptOfKey = (key) => key.replace(/\0[0-9a-f]{12}$/, " …");
+
 /** Adds to the index where each group begins, which group each response is of, and what is found by tick. */
 function withIndex(index) {
   if (index.groupOf) return index;
@@ -75,7 +78,8 @@ function withIndex(index) {
   index.taskOf = (response) => index.tables.task[index.task[response]];
   index.tickOf = (response) => groups.tick[index.groupOf[response]];
   index.promptOf = (response) => groups.prompt[index.groupOf[response]];
-  index.promptText = (group) => index.tables.prompt_text[groups.text[group]];
+  index.promptKey = (group) => index.tables.prompt_text[groups.text[group]];
+  index.promptText = (group) => promptOfKey(index.promptKey(group));
   index.members = (group) => Array.from({ length: groups.size[group] }, (_, i) => index.first[group] + i);
   index.flagsOf = (response) => index.flag_names.filter((_, bit) => (index.flags[response] >> bit) & 1);
   return index;

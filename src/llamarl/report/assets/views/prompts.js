@@ -5,7 +5,7 @@ view("prompts", {
   async render(run, page, args) {
     const indexes = await Promise.all(RUNS.map((one) => one.index())), places = new Map();
     indexes.forEach((index, number) => index.groups.tick.forEach((tick, group) => {
-      const text = index.promptText(group);
+      const text = index.promptKey(group);
       if (!places.has(text)) places.set(text, []);
       places.get(text).push({ run: RUNS[number], index, group, tick });
     }));
@@ -18,7 +18,7 @@ view("prompts", {
     const where = places.get(text);
     page.append(
       often.length ? h("div", { class: "controls" }, labelled("Prompt", select(often.slice(0, 200).map(([one, list]) => [own.tables.prompt_text.indexOf(one), `${list.length} × ${oneLine(one).slice(0, 32)}`]).filter(([number]) => number >= 0), own.tables.prompt_text.indexOf(text), (number) => go("prompts", run.number, number)))) : null,
-      panel("Prompt", h("pre", { class: "text" }, beginning(text))),
+      panel("Prompt", h("pre", { class: "text" }, promptOfKey(text))),
       panel("Reward over versions", chart("Mean reward of each group with this prompt, by tick", () => ({
         traces: RUNS.map((one) => ({ one, list: where.filter((place) => place.run === one) })).filter(({ list }) => list.length).map(({ one, list }) => ({
           x: list.map((place) => place.tick), y: list.map((place) => mean(place.index.members(place.group).map(place.index.rewardOf).filter((reward) => reward !== null))),

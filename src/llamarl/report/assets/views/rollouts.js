@@ -116,7 +116,6 @@ async function responseTable(run, index, responses) {
 }
 
 const oneLine = (text) => `${text.slice(0, 120).replace(/\s+/g, " ").trim()}${text.length > 120 ? " …" : ""}`;
-const beginning = (text) => (text.length < 200 ? text : `${text} …`); // what the index keeps of a prompt
 const groupLink = (run, index, group) => link("group", run.number, index.groups.tick[group], index.groups.prompt[group]);
 const responseLink = (run, index, response) => link("response", run.number, index.tickOf(response), index.promptOf(response), index.sample[response]);
 
@@ -198,7 +197,7 @@ view("group", {
         h("a", { class: "button", href: link("prompts", run.number, index.groups.text[number]) }, "This prompt in other ticks")),
       tiles(tile(format.number(mean(known)), "mean reward, the baseline of a group mean"), tile(known.length ? `${format.number(Math.min(...known))} … ${format.number(Math.max(...known))}` : "–", "rewards"),
         tile(new Set(known).size > 1 ? "yes" : "no", "signal: rewards differ"), rewards.length > known.length && tile(rewards.length - known.length, "without a reward")),
-      panel("Prompt", h("pre", { class: "text" }, group ? group.prompt : beginning(index.promptText(number))), facts([["Expected answer", group ? answerText(group.answer) : "not on this page"], ["Task", index.taskOf(members[0])]])),
+      panel("Prompt", h("pre", { class: "text" }, group ? group.prompt : index.promptText(number)), facts([["Expected answer", group ? answerText(group.answer) : "not on this page"], ["Task", index.taskOf(members[0])]])),
     );
     if (!group) {
       page.append(note("The text of this group is not on this page, which carries a sample of the responses; the numbers are. ", h("code", {}, `${run.info.path}/rollouts/tick_${String(tick).padStart(6, "0")}.jsonl`), " holds it all."), panel("Responses", await responseTable(run, index, members)));
