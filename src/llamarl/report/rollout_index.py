@@ -100,14 +100,14 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
         flags = flags_of(text, f"{prompt} {record.get('answer') or ''}", str(record["finish_reason"]))
         trained = [v for v, mask in zip(record["policy_versions"], record["loss_mask"], strict=True) if mask and v >= 0]
         place = int(record["prompt_index"]), int(record["sample_index"])
-        value = None if reward is None or failure else float(reward)
+        value, length = None if reward is None or failure else float(reward), len(record["tokens"])
     except (KeyError, TypeError, ValueError, IndexError):
         return False
     entry = {
         "prompt": place[0],
         "sample": place[1],
         "reward": value,
-        "length": len(record["tokens"]),
+        "length": length,
         "finish": str(record["finish_reason"]),
         "failure": cause,
         "task": str(record.get("task") or ""),
@@ -221,7 +221,7 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         "failure": record["failure"],
         "finish": record["finish_reason"],
         "ids": record["tokens"],
-        "logprobs": [None if x is None else round(x, 3) + 0.0 for x in record["behavior_logprobs"]],
+        "logprobs": [None if x is None else round(x, 3) + 0.0 for x in _logprobs(record)],
         "versions": run_lengths(record["policy_versions"]),
         "mask": run_lengths(record["loss_mask"]),
         "turns": [_turn(turn) for turn in record.get("turns") or () if isinstance(turn, Mapping)],
@@ -238,6 +238,11 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         clipped = iter(trained.clipped.tolist())
         found["clipped"] = run_lengths([int(bool(one) and next(clipped)) for one in mask])
     return found
+
+
+def _logprobs(record: Mapping[str, Any]) -> list[float | None]:
+    """None throughout where another program wrote the sample without them."""
+    return record.get("behavior_logprobs") or [None] * len(record["tokens"])
 
 
 def _turn(record: Mapping[str, Any]) -> dict[str, Any]:

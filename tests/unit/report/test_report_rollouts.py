@@ -138,6 +138,21 @@ def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) 
     assert json.loads(json.dumps(columns)) == columns
 
 
+def test_samples_of_another_program_without_log_probs_are_shown_and_one_without_tokens_is_left_out(
+    tmp_path: Path,
+) -> None:
+    path = dict(tick_files(MadeRun(ticks=1).write(tmp_path / "run") / "rollouts"))[0]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        del record["behavior_logprobs"]
+    del records[7]["tokens"]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    index = index_file(0, path)
+    assert (len(index.length), index.unreadable) == (7, 1)
+    (group,) = detail_of_tick(0, path, [0], lambda ids: None)["groups"]
+    assert [sample["logprobs"] for sample in group["samples"]] == [[None] * (3 + s) for s in range(4)]
+
+
 def test_prompts_that_begin_alike_are_told_apart_and_the_same_one_is_known_again(tmp_path: Path) -> None:
     system = "You are a careful assistant. " * 10  # 290 characters
     run = MadeRun(ticks=2, groups=3, prompt=lambda t, g: system + ("again" if g == 0 else f"{t}.{g}")).write(
