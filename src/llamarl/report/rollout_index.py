@@ -45,7 +45,7 @@ class TickIndex:
     """``kind: detail`` where the reward failed, else empty."""
     task: list[str] = field(default_factory=list)
     oldest: list[int] = field(default_factory=list)
-    """Oldest policy version that wrote a token; -1 where none did."""
+    """Oldest policy version that wrote a token; -1 where none did, as of another model's (``sampled_by``)."""
     newest: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
     text_of_prompt: list[str] = field(default_factory=list)
@@ -95,7 +95,8 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
     try:
         failure, reward = record["failure"], record["reward"]
         cause = f"{failure['kind']}: {failure['detail']}"[:_MAX_CAUSE] if failure else ""
-        segments = [(int(version), int(tokens)) for version, tokens in record["segments"]]
+        aged = [] if record.get("sampled_by") else record["segments"]  # tokens of another model than the policy have no age
+        versions = [int(version) for version, _ in aged]
         text, prompt = str(record["response"]), str(record["prompt"])
         flags = flags_of(text, f"{prompt} {record.get('answer') or ''}", str(record["finish_reason"]))
         trained = [v for v, mask in zip(record["policy_versions"], record["loss_mask"], strict=True) if mask and v >= 0]
@@ -111,8 +112,8 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
         "finish": str(record["finish_reason"]),
         "failure": cause,
         "task": str(record.get("task") or ""),
-        "oldest": min((version for version, _ in segments), default=-1),
-        "newest": max((version for version, _ in segments), default=-1),
+        "oldest": min(versions, default=-1),
+        "newest": max(versions, default=-1),
         "flags": flags,
         "text_of_prompt": _key(prompt),
         "num_bytes": num_bytes,
@@ -220,6 +221,7 @@ def _sample(record: Mapping[str, Any], pieces: Pieces, trained: TrainedResponse 
         "parts": record.get("reward_parts") or {},
         "failure": record["failure"],
         "finish": record["finish_reason"],
+        "sampled_by": record.get("sampled_by", ""),
         "ids": record["tokens"],
         "logprobs": [None if x is None else round(x, 3) + 0.0 for x in _logprobs(record)],
         "versions": run_lengths(record["policy_versions"]),

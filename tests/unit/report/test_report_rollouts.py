@@ -153,6 +153,18 @@ def test_samples_of_another_program_without_log_probs_are_shown_and_one_without_
     assert [sample["logprobs"] for sample in group["samples"]] == [[None] * (3 + s) for s in range(4)]
 
 
+def test_tokens_of_another_model_than_the_policy_have_no_age(tmp_path: Path) -> None:
+    path = dict(tick_files(MadeRun().write(tmp_path / "run") / "rollouts"))[5]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[1]["sampled_by"] = "teacher"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    index = index_file(5, path)
+    assert (index.oldest[:3], index.newest[:3]) == ([4, -1, 3], [4, -1, 4])
+    assert index_columns([index], {})["oldest"][:3] == [1, -1, 2]  # staleness
+    samples = detail_of_tick(5, path, [50], lambda ids: None)["groups"][0]["samples"]
+    assert [sample["sampled_by"] for sample in samples] == ["", "teacher", "", ""]
+
+
 def test_prompts_that_begin_alike_are_told_apart_and_the_same_one_is_known_again(tmp_path: Path) -> None:
     system = "You are a careful assistant. " * 10  # 290 characters
     run = MadeRun(ticks=2, groups=3, prompt=lambda t, g: system + ("again" if g == 0 else f"{t}.{g}")).write(

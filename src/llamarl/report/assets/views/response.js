@@ -24,7 +24,7 @@ view("response", {
         ["Ended", finishWords(sample.finish)],
         sample.turns.length && ["Turns", sample.turns.length],
         ["Tokens", `${tokens.length}, ${tokens.filter((token) => token.trained).length} of them trained; the prompt has ${group.prompt_tokens}`],
-        ["Versions", sample.versions.filter(([version]) => version >= 0).map(([version, count]) => `${version} (${format.count(count, "token")})`).join(", ") || "none"],
+        sample.sampled_by ? ["Sampled by", `${sample.sampled_by}: another model than the policy, so its tokens have no age`] : ["Versions", sample.versions.filter(([version]) => version >= 0).map(([version, count]) => `${version} (${format.count(count, "token")})`).join(", ") || "none"],
         ["Metadata", Object.keys(group.metadata).length ? h("code", {}, JSON.stringify(group.metadata)) : null],
       ])),
     );
@@ -52,7 +52,7 @@ function tokensOf(sample, tick) {
   const versions = spread(sample.versions), mask = spread(sample.mask), policy = sample.policy_logprobs || [], clipped = spread(sample.clipped || []);
   return texts.map((text, i) => ({
     text, number: i, logprob: sample.logprobs[i], version: versions[i], trained: mask[i] === 1, policy: policy[i] ?? null, clipped: clipped[i] === 1,
-    staleness: versions[i] >= 0 ? tick - versions[i] : null,
+    staleness: versions[i] >= 0 && !sample.sampled_by ? tick - versions[i] : null,
     gap: policy[i] === null || policy[i] === undefined || sample.logprobs[i] === null ? null : policy[i] - sample.logprobs[i],
   }));
 }
@@ -128,7 +128,7 @@ function tokenFacts(token) {
     ["Log-prob", token.logprob === null ? "none: the policy did not write it" : `${token.logprob.toFixed(3)} nats (probability ${format.number(Math.exp(token.logprob))}), as it was sampled`],
     token.gap !== null && ["Gap", `${token.gap > 0 ? "+" : ""}${token.gap.toFixed(3)} nats: trainer ${token.policy.toFixed(3)}`],
     token.gap !== null && ["Ratio", `${format.number(Math.exp(token.gap))}${token.clipped ? ", clipped" : ""}`],
-    ["Version", token.version >= 0 ? `${token.version}, staleness ${token.staleness}` : "not written by the policy"],
+    ["Version", token.staleness === null ? "not written by the policy" : `${token.version}, staleness ${token.staleness}`],
     ["Mask", token.trained ? "trained" : "not trained"],
   ].filter(Boolean));
 }
