@@ -510,3 +510,11 @@ def test_prompts_under_one_long_system_prompt_are_not_the_same_prompt(
     assert page.page.get_by_label("Prompt").locator("option").count() == 1
     assert page.page.locator("section.panel pre").first.inner_text() == system[:200] + " …"
     assert page.errors == []
+
+
+@browser
+def test_no_token_of_a_response_without_a_reward_is_said_to_train(page: Any) -> None:
+    page.open("response/0/3/30/0")
+    assert "Tokens 3, 0 of them trained" in page.text() and "so it was not trained" in page.text()
+    page.page.locator(".tokens [data-token]").first.click()
+    assert "Mask not trained" in page.text("#token")

@@ -51,7 +51,7 @@ function tokensOf(sample, tick) {
   const texts = sample.pieces || sample.ids.map((id) => `⟨${id}⟩`), spread = (runs) => runs.flatMap(([value, count]) => Array(count).fill(value));
   const versions = spread(sample.versions), mask = spread(sample.mask), policy = sample.policy_logprobs || [], clipped = spread(sample.clipped || []);
   return texts.map((text, i) => ({
-    text, number: i, logprob: sample.logprobs[i], version: versions[i], trained: mask[i] === 1, policy: policy[i] ?? null, clipped: clipped[i] === 1,
+    text, number: i, logprob: sample.logprobs[i], version: versions[i], trained: mask[i] === 1 && !sample.failure, policy: policy[i] ?? null, clipped: clipped[i] === 1,
     staleness: versions[i] >= 0 && !sample.sampled_by ? tick - versions[i] : null,
     gap: policy[i] === null || policy[i] === undefined || sample.logprobs[i] === null ? null : policy[i] - sample.logprobs[i],
   }));
