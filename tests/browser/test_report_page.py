@@ -518,3 +518,13 @@ def test_no_token_of_a_response_without_a_reward_is_said_to_train(page: Any) -> 
     assert "Tokens 3, 0 of them trained" in page.text() and "so it was not trained" in page.text()
     page.page.locator(".tokens [data-token]").first.click()
     assert "Mask not trained" in page.text("#token")
+
+
+@browser
+def test_failures_of_environments_are_told_apart_by_exception(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    causes = ["KeyError: 'x'", "ValueError: no move", "ValueError: no turn", "ValueError: no end"]
+    outcome = lambda t, g, s: Failure(kind="environment", detail=causes[s])  # noqa: E731
+    assert main(["report", str(MadeRun(ticks=1, groups=1, outcome=outcome).write(tmp_path / "run"))]) == 0
+    page = open_page(tmp_path / "run" / "report.html").open("failures/0")
+    told = [(row[0], row[1]) for row in page.rows("By cause")]
+    assert told == [("environment: ValueError: no move", "3"), ("environment: KeyError: 'x'", "1")]

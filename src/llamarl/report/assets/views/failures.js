@@ -43,9 +43,9 @@ view("failures", {
   },
 });
 
-/** An exception's kind is its class, any other failure's its own. */
+/** The kind of an exception, also an environment's, is its class; any other failure's its own. */
 function kindOf(cause) {
-  const found = /^(exception: [\w.]+|\w+)/.exec(cause);
+  const found = /^((exception|environment): [\w.]+|\w+)/.exec(cause);
   return found ? found[0] : cause;
 }
 
