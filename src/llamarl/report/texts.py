@@ -34,12 +34,18 @@ _NEUTRAL = frozenset({"LATIN", "GREEK", "MATHEMATICAL", ""})
 
 def find_tokenizer(run_dir: Path, model_path: str) -> Path | None:
     """``tokenizer.json`` of the exported policy, else of the model that the run started from; None
-    where neither is here."""
+    where neither is here. Nothing is fetched."""
     own = run_dir / "model" / _FILE
     if own.is_file():
         return own
-    from llamarl.models.folders import resolve_model_path
+    from llamarl.models.folders import is_hub_id, resolve_model_path, split_revision
 
+    if is_hub_id(model_path) and not Path(model_path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        repo, revision = split_revision(model_path)
+        cached = try_to_load_from_cache(repo, _FILE, revision=revision or None)
+        return Path(cached) if isinstance(cached, str) else None
     try:
         other = resolve_model_path(model_path) / _FILE
     except LlamaRLError:  # the run came from another machine, or its model has been removed

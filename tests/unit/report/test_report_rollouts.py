@@ -126,6 +126,22 @@ def test_pieces_of_tokens_join_to_the_response(tmp_path: Path) -> None:
     assert piece_reader(broken)([1]) is None
 
 
+def test_the_tokenizer_of_a_model_of_the_hub_comes_from_the_cache_and_is_never_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(*args: object, **kwargs: object) -> Path:
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr("llamarl.models.folders._download", fetched)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    commit = "0123456789" * 4
+    assert find_tokenizer(tmp_path, f"org/name@{commit}") is None
+    snapshot = tmp_path / "cache" / "models--org--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").write_text("{}")  # of a model without its weights
+    assert find_tokenizer(tmp_path, f"org/name@{commit}") == snapshot / "tokenizer.json"
+
+
 def test_columns_name_what_repeats_once_and_keep_every_response(tmp_path: Path) -> None:
     run = MadeRun().write(tmp_path / "run")
     indexes = [index_file(*place) for place in tick_files(run / "rollouts")]
