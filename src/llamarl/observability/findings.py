@@ -440,6 +440,7 @@ def find_wrong(
     group_baseline: bool,
     max_new_tokens: int | None = None,
     reward: str = "",
+    distills: bool = False,
 ) -> list[Finding]:
     """All that looks wrong with a run: what keeps it from learning first, by when it began.
 
@@ -450,6 +451,7 @@ def find_wrong(
         group_baseline: Whether a group whose rewards are all equal gives no gradient.
         max_new_tokens: The limit on responses, to name it.
         reward: The reward function, to name it; empty where the task judges itself.
+        distills: Whether a teacher makes the advantages, so that rewards are only shown.
     """
     found = {finding.kind: finding for finding in _in_every_window(rows, responses, group_baseline=group_baseline)}
     for warning in warnings:
@@ -458,6 +460,8 @@ def find_wrong(
     if sum(len(one.reward) for one in responses) >= _FEW:
         for finding in _in_responses(responses, reward, rows[:1]):
             found.setdefault(finding.kind, finding)
+    if distills:
+        found.pop("constant_reward", None)
     if not any(kind in found and found[kind].now for kind in _NOTHING_LEARNED):  # then time is not what is missing
         found |= {finding.kind: finding for finding in _waiting(rows)}
     if "mostly_cut" in found and max_new_tokens is not None:

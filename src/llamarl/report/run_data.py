@@ -145,6 +145,7 @@ class RunReader:
             group_baseline=files.setting("algorithm.advantage", "group_mean") in GROUP_BASELINES,
             max_new_tokens=files.setting("generator.sampling.max_new_tokens"),
             reward=str(files.setting("task.reward") or ""),
+            distills=files.setting("algorithm.advantage") == "distillation",
         )
         held_out = _held_out(totals)
         responses = sum(len(index.reward) for index in indexes)

@@ -38,6 +38,11 @@ def test_a_broken_run_is_told_of_from_the_first_tick_on(
     assert {finding["kind"] for finding in others} <= ({"nothing_trained"} if kind == "all_rewards_failed" else set())
 
 
+def test_constant_rewards_are_no_trouble_where_a_teacher_makes_the_advantages(tmp_path: Path) -> None:
+    recipe = {"algorithm.advantage": "distillation", "reference.path": "bundled:tiny"}
+    assert _findings(tmp_path, MadeRun(ticks=3, outcome=lambda t, g, s: 0.0, settings=recipe)) == []
+
+
 def test_some_failures_are_counted_by_cause(tmp_path: Path) -> None:
     (finding,) = _findings(
         tmp_path, MadeRun(outcome=lambda t, g, s: JUDGE_FAILS if s == 0 and g == 0 else float(s % 2))
