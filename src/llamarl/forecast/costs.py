@@ -116,12 +116,18 @@ def gather_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) 
 
 
 def exchange_s(hardware: Hardware, num_bytes: float, ranks: int, stride: int = 1) -> float:
-    """All-to-all in which each rank keeps its share of ``num_bytes`` and sends every other rank one as large."""
+    """All-to-all in which each rank keeps its share of ``num_bytes`` and sends every other rank one as large.
+
+    What leaves the node goes over the rank's own network card: all ranks send at once, so none has its neighbours'.
+    """
     if ranks <= 1:
         return 0.0
-    e = hardware.efficiency
-    latency = e.intra_node_latency_s if ranks * stride <= hardware.device.devices_per_node else e.inter_node_latency_s
-    return num_bytes * (ranks - 1) / ranks / group_link(hardware, ranks, stride) + latency + e.collective_launch_s
+    device, e = hardware.device, hardware.efficiency
+    inside = min(ranks, max(1, device.devices_per_node // stride))
+    volume = (inside - 1) / ranks / device.intra_node_bytes_per_s
+    volume += (ranks - inside) / ranks / min(device.intra_node_bytes_per_s, device.inter_node_bytes_per_s)
+    latency = e.intra_node_latency_s if inside == ranks else e.inter_node_latency_s
+    return num_bytes * volume / e.link + latency + e.collective_launch_s
 
 
 def matmul_s(hardware: Hardware, rows: float, inner: float, columns: float) -> float:

@@ -13,6 +13,7 @@ from llamarl.forecast.costs import (
     all_reduce_s,
     captured_layer_s,
     decode_step_s,
+    exchange_s,
     gather_s,
     is_captured,
     matmul_s,
@@ -84,6 +85,14 @@ def test_collectives_by_hand() -> None:
     latency = hardware.with_efficiency(intra_node_latency_s=1.0, inter_node_latency_s=10.0)
     assert all_reduce_s(latency, 0.0, 32) == pytest.approx(2 * (3 * 1.0 + 2 * 10.0))  # 8 in a node, 4 nodes: a tree
     assert gather_s(latency, 0.0, 16) == pytest.approx(14 * 1.0 + 2 * 10.0)  # a ring
+
+
+def test_what_leaves_a_node_in_an_exchange_goes_over_a_ranks_own_card() -> None:
+    hardware = ideal()
+    assert exchange_s(hardware, 8e9, 8) == pytest.approx(8e9 * 7 / 8 / 450e9)
+    # Of 16 shares 7 stay in the node; 8 leave it, as those of its seven neighbours do, over eight cards.
+    assert exchange_s(hardware, 16e9, 16) == pytest.approx(7e9 / 450e9 + 8e9 / 50e9)
+    assert exchange_s(hardware, 4e9, 4, stride=8) == pytest.approx(3e9 / 50e9)
 
 
 def test_a_product_cut_thin_leaves_units_idle() -> None:
