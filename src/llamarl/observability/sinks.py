@@ -273,8 +273,9 @@ class MLflow:
         now_ms, step = int(time.time() * 1000), int(row["step"])
         if step <= self._have:
             return
+        named = {re.sub(r"[^\w./ -]", "_", key): value for key, value in _finite(row).items()}  # others it refuses
         self._client.log_batch(
-            self._id, metrics=[self._metric(key, value, now_ms, step) for key, value in _finite(row).items()]
+            self._id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()]
         )
 
     def close(self) -> None:
@@ -299,7 +300,8 @@ class OpenTelemetry:
     def write(self, row: Mapping[str, Any]) -> None:
         """Set every gauge; what is not finite is NaN."""
         for key, value in row.items():
-            gauge = self._meter.create_gauge(f"llamarl.{key.replace('/', '.')}")
+            name = re.sub(r"[^\w.-]", "_", key.replace("/", "."), flags=re.ASCII)  # other characters it refuses
+            gauge = self._meter.create_gauge(f"llamarl.{name}")
             gauge.set(math.nan if value is None else value, self._labels)
 
     def close(self) -> None:

@@ -194,3 +194,13 @@ def test_every_name_of_a_library_has_its_sink_and_its_extra() -> None:
         "optional-dependencies"
     ]
     assert set(BUILT_IN) == set(TRACKERS) <= set(extras)
+
+
+def test_a_part_of_any_name_reaches_mlflow_and_opentelemetry_as_they_take_it(tmp_path: Path, library: Library) -> None:
+    row = {"step": 0, "reward/parts/exact match@1": 0.5, "reward/parts/réponse": 0.25}
+    BUILT_IN["mlflow"](tmp_path, {}, None).write(row)
+    (_, logged) = library.all("log_batch")[-1]
+    assert [name for name, *_ in logged["metrics"]] == ["reward/parts/exact match_1", "reward/parts/réponse"]
+    BUILT_IN["opentelemetry"](tmp_path, {}, None).write(row)
+    names = [name for (name,), _ in library.all("create_gauge")]
+    assert names == ["llamarl.step", "llamarl.reward.parts.exact_match_1", "llamarl.reward.parts.r_ponse"]
