@@ -223,7 +223,7 @@ class WarningLog(LineLog):
 
 
 def read_warnings(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The warnings of a run, oldest first; none where it has no such file. A line torn by a kill is left out.
+    """The warnings of a run, oldest first; none where it has no such file. A line that is not whole is left out.
 
     Raises:
         LlamaRLError: The file cannot be read.
@@ -232,15 +232,13 @@ def read_warnings(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    try:
-        for line in path.read_bytes().splitlines():
-            warning = json.loads(line)
-            if isinstance(warning, dict) and {"step", "kind", "text"} <= warning.keys():
-                found.append(warning)
-    except ValueError:
-        pass  # the last line, half written when the run was killed
-    except OSError as error:
-        raise LlamaRLError(f"cannot read {path}: {error.strerror}") from error
+    for line in read_bytes(path, max_bytes=None).splitlines():
+        try:
+            warning = parse_json(line, WARNINGS_FILE)
+        except FileError:
+            continue
+        if isinstance(warning, dict) and isinstance(warning.get("step"), int) and {"kind", "text"} <= warning.keys():
+            found.append(warning)
     return found
 
 

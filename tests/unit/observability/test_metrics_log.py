@@ -10,7 +10,16 @@ from tools.metric_keys import PAGE, page
 
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability.keys import KEYS, is_timing_key, key_order
-from llamarl.observability.metrics import MetricsLog, TickJoin, merge_metrics, read_metrics, row_to_line, strip_timing
+from llamarl.observability.metrics import (
+    MetricsLog,
+    TickJoin,
+    WarningLog,
+    merge_metrics,
+    read_metrics,
+    read_warnings,
+    row_to_line,
+    strip_timing,
+)
 from llamarl.observability.writing import append_all, replace_file
 
 
@@ -176,3 +185,12 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with open(tmp_path / "f", "wb", buffering=0) as file:
         append_all(file.fileno(), b"0123456789")
     assert (tmp_path / "f").read_bytes() == b"0123456789"
+
+
+def test_a_torn_warning_hides_none_of_those_behind_it(tmp_path: Path) -> None:
+    log = WarningLog(tmp_path)
+    log.write(3, "sink", "one")
+    log.append_lines(b'{"step": 4, "ki\n' + b"[" * 100_000 + b'\n{"step": "x", "kind": "", "text": ""}\n')
+    log.write(5, "trace", "two")
+    assert [warning["text"] for warning in read_warnings(tmp_path)] == ["one", "two"]
+    assert WarningLog(tmp_path, resume_after_tick=5).said == {"sink", "trace"}
