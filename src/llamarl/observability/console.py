@@ -267,7 +267,9 @@ class _Panel:
     def _render(self) -> Group:
         row = self._row
         said = {title: value for title, value, _ in text.columns([row]) if title not in ("ratio-clip", "s/tick")}
-        said |= {"failed": str(self._num_failed), self._held_out[0]: text.number(self._held_out[1], 3)}
+        if "failed" in said:
+            said["failed"] = str(self._num_failed)
+        said[self._held_out[0]] = text.number(self._held_out[1], 3)
         facts = Text("   ").join(Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in said.items())
         lanes = Table.grid(padding=(0, 2))
         for lane in self._job.lanes:

@@ -75,6 +75,8 @@ def time_left(step_s: Sequence[float], num_left: int) -> float | None:
 
 def held_out(row: Mapping[str, Any]) -> tuple[str, float | None] | None:
     """What an evaluation is judged by, its mean reward where rewards are graded; None where none ended in this row."""
+    if row.get("eval/loss") is not None:
+        return "held out", row["eval/loss"]
     if not evaluation_line(row):
         return None
     return ("held-out reward", row["eval/reward_mean"]) if is_graded(row) else ("accuracy", row.get("eval/accuracy"))

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -264,6 +265,21 @@ def test_the_live_display_shows_lanes_and_keeps_evaluations() -> None:
     for words in ("held-out accuracy 0.500", "a remark", "1/4", "idle 10 %", "tokens/s", "done"):
         assert words in shown
     assert "\x1b[?25h" in shown  # the cursor is back
+
+
+def test_the_live_display_of_fine_tuning_keeps_the_held_out_loss_and_counts_no_rewards() -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "110")
+        reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
+        for tick, held in enumerate(({"eval/loss": 1.4271, "eval/policy_version": 0}, {})):
+            reporter.on_row({"step": tick, "loss/policy": 1.25, "time/demonstrations_s": 0.05, "time/step_s": 2.0} | held)
+        reporter.finish(RunSummary())
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "2/4" in shown and "held out 1.427" in shown.partition("2/4")[2]
+    assert "failed 0" not in shown
 
 
 def test_no_console_prints_nothing() -> None:
