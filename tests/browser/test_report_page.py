@@ -404,6 +404,10 @@ def test_a_run_that_imitates_shows_its_losses_and_nothing_of_samples(
     assert [page.chart(name)[0]["y"] for name in ("Held-out loss", "Training loss")] == [[1.375, 0.875], losses]
     page.open("curves/0")
     assert page.page.locator("section.panel h3").all_inner_texts() == ["Held-out loss", "Training loss"]
+    page.open("tick/0/2")
+    told = ["training loss", "entropy, nats a token", "this tick took"]
+    assert page.page.locator(".tile span").all_inner_texts() == told
+    assert "No responses" not in page.text()
     assert page.errors == []
 
 
@@ -528,3 +532,22 @@ def test_failures_of_environments_are_told_apart_by_exception(tmp_path: Path, op
     page = open_page(tmp_path / "run" / "report.html").open("failures/0")
     told = [(row[0], row[1]) for row in page.rows("By cause")]
     assert told == [("environment: ValueError: no move", "3"), ("environment: KeyError: 'x'", "1")]
+
+
+@browser
+def test_one_tick_is_no_plural_and_a_task_chosen_in_another_run_hides_nothing(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    for name in ("one", "other"):
+        run = MadeRun(ticks=1).write(tmp_path / name)
+        path = run / "rollouts" / "tick_000000.jsonl"
+        lines = path.read_text().splitlines()
+        tasks = [f"{name} {i % 2}" if name == "one" else name for i in range(len(lines))]
+        records = [json.loads(line) | {"task": task} for line, task in zip(lines, tasks, strict=True)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["report", str(tmp_path)]) == 0
+    page = open_page(tmp_path / "report.html").open("summary/0")
+    assert "Done, 1 tick." in page.text()
+    page.open("rollouts/0").page.get_by_label("Task").select_option("one 1")
+    page.page.locator("#found", has_text="4 responses match").wait_for()
+    page.open("rollouts/1").page.locator('[data-run="1"] #found', has_text="8 responses match").wait_for()

@@ -95,7 +95,7 @@ def _add(index: TickIndex, record: Mapping[str, Any], num_bytes: int) -> bool:
     try:
         failure, reward = record["failure"], record["reward"]
         cause = f"{failure['kind']}: {failure['detail']}"[:_MAX_CAUSE] if failure else ""
-        aged = [] if record.get("sampled_by") else record["segments"]  # tokens of another model than the policy have no age
+        aged = [] if record.get("sampled_by") else record["segments"]  # another model's tokens have no age
         versions = [int(version) for version, _ in aged]
         text, prompt = str(record["response"]), str(record["prompt"])
         flags = flags_of(text, f"{prompt} {record.get('answer') or ''}", str(record["finish_reason"]))

@@ -139,7 +139,8 @@ def read_run(path: Path) -> RunFiles:
     else:
         trace = Trace()
         missing.append(f"{TRACE_FILE} (observability.trace was off, or the run has not begun): no timeline")
-    if not (path / ROLLOUTS_FOLDER).is_dir():
+    imitates = isinstance(algorithm := config.get("algorithm"), dict) and algorithm.get("name") == "sft"
+    if not (path / ROLLOUTS_FOLDER).is_dir() and not imitates:
         missing.append(f"{ROLLOUTS_FOLDER}/ (nothing was sampled yet, or observability.rollouts was off): no responses")
     files = RunFiles(
         path=path,

@@ -275,7 +275,8 @@ def test_the_live_display_of_fine_tuning_keeps_the_held_out_loss_and_counts_no_r
         patch.setenv("COLUMNS", "110")
         reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
         for tick, held in enumerate(({"eval/loss": 1.4271, "eval/policy_version": 0}, {})):
-            reporter.on_row({"step": tick, "loss/policy": 1.25, "time/demonstrations_s": 0.05, "time/step_s": 2.0} | held)
+            row = {"step": tick, "loss/policy": 1.25, "time/demonstrations_s": 0.05, "time/step_s": 2.0}
+            reporter.on_row(row | held)
         reporter.finish(RunSummary())
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert "2/4" in shown and "held out 1.427" in shown.partition("2/4")[2]

@@ -30,6 +30,11 @@ def test_a_missing_file_is_named_and_the_others_still_tell(tmp_path: Path, gone:
     assert block["ticks"] == (0 if gone == "metrics.jsonl" else 2)
 
 
+def test_a_run_that_imitates_lacks_no_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[algorithm]\nname = "sft"\n')
+    assert not any("rollouts" in text for text in read_run(tmp_path).missing)
+
+
 def test_torn_last_lines_cost_one_row(tmp_path: Path) -> None:
     run = MadeRun(ticks=3).write(tmp_path / "run")
     for name in ("metrics.jsonl", "trace.json", "rollouts/tick_000002.jsonl"):

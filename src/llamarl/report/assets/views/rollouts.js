@@ -11,6 +11,7 @@ view("rollouts", {
     if (!index.sample.length) { page.append(note("No response was written: nothing was sampled yet, or observability.rollouts was off.")); return; }
     if (index.unreadable) page.append(note(`${format.count(index.unreadable, "line")} could not be read and ${index.unreadable === 1 ? "is" : "are"} left out.`));
     const results = h("div", {}), state = rolloutState;
+    if (!index.tables.task.includes(state.task)) state.task = ""; // chosen in another run
     const update = async () => { state.page = 0; await list(run, index, results); };
     const box = (label, key, props = {}) => labelled(label, h("input", { type: "number", value: state[key], ...props, onchange: (event) => { state[key] = event.target.value; update(); } }));
     const outcomes = [["", "any"], ["scored", "scored"], ["failed", "failed"], ["mixed", "in a group with a signal"], ["text", "with text here"], ...index.flag_names.map((name) => [name, FLAG_WORDS[name]])];
@@ -134,10 +135,11 @@ view("tick", {
         h("a", { class: "button", href: link("tick", run.number, Math.max(0, tick - 1)) }, "← tick before"),
         h("a", { class: "button", href: link("tick", run.number, Math.min(last, tick + 1)) }, "next tick →")),
     );
+    const judged = value("reward/mean") !== undefined; // a job that imitates judges nothing
     if (at >= 0) page.append(tiles(
-      tile(format.number(value("reward/mean")), "mean reward"), tile(format.number(value("entropy")), "entropy, nats a token"),
-      tile(format.number(value("response/length_mean")), "mean response length"), tile(`${format.number(value("staleness/mean"))} / ${format.number(value("staleness/max"))}`, "staleness, mean / largest"),
-      tile(format.seconds(value("time/step_s")), "this tick took"), tile(`${format.number(value("groups/no_signal"))} of ${format.number(value("groups/generated"))}`, "groups without a signal")));
+      judged ? tile(format.number(value("reward/mean")), "mean reward") : tile(format.number(value("loss/policy"), 4), "training loss"), tile(format.number(value("entropy")), "entropy, nats a token"),
+      judged && tile(format.number(value("response/length_mean")), "mean response length"), judged && tile(`${format.number(value("staleness/mean"))} / ${format.number(value("staleness/max"))}`, "staleness, mean / largest"),
+      tile(format.seconds(value("time/step_s")), "this tick took"), judged && tile(`${format.number(value("groups/no_signal"))} of ${format.number(value("groups/generated"))}`, "groups without a signal")));
     else page.append(note("metrics.jsonl has no row of this tick."));
     const rows = line.lanes.map((lane) => ({ lane, i: lane.tick.indexOf(tick), gap: lane.gap_tick.indexOf(tick) })).filter((row) => row.i >= 0);
     if (rows.length) page.append(panel("What each executor did", table([
@@ -156,6 +158,7 @@ view("tick", {
 
 async function tickGroups(run, tick) {
   const index = await run.index(), groups = index.groupsOfTick.get(tick) || [];
+  if (!groups.length && !run.info.totals.tokens_generated) return null; // nothing is sampled
   if (!groups.length) return panel("Groups", h("p", {}, "No responses of this tick were written (observability.rollouts)."));
   return panel(`${format.count(groups.length, "group")} of tick ${tick}`, table([
     { title: "group", number: true, cell: (group) => h("a", { href: groupLink(run, index, group) }, index.groups.prompt[group]) },
@@ -222,7 +225,7 @@ function sampleCard(run, tick, prompt, sample, largest) {
 }
 
 const answerText = (answer) => (answer === null || answer === undefined ? "the task has none" : answer === "" ? "(empty)" : h("span", { class: "mono" }, answer));
-const finishWords = (finish) => ({ stop: "stopped by itself", length: "cut at the length limit", cancelled: "cancelled", deadline: "out of time", error: "error" }[finish] || finish);
+const finishWords = (finish) => ({ stop: "stopped by itself", length: "cut at the length limit" }[finish] || finish);
 
 function advantageBar(advantage, largest) {
   const size = (Math.abs(advantage) / largest) * 50, side = advantage < 0 ? { right: "50%" } : { left: "50%" };

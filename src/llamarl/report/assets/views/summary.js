@@ -53,11 +53,11 @@ function textShare(info) {
 }
 
 function statusWords(info) {
-  const of = info.num_ticks ? ` of ${info.num_ticks}` : "";
+  const ticks = info.num_ticks ? `${format.number(info.ticks)} of ${format.count(info.num_ticks, "tick")}` : format.count(info.ticks, "tick");
   if (!info.ticks) return info.status === "running" ? "Running; no tick is done yet." : "No tick was done.";
-  if (info.status === "running") return `Running, ${info.ticks}${of} ticks done.`;
-  if (info.status === "done") return `Done, ${info.ticks} ticks.`;
-  return info.status === "stopped" ? `Stopped after ${info.ticks}${of} ticks.` : `${info.ticks} ticks.`;
+  if (info.status === "running") return `Running, ${ticks} done.`;
+  if (info.status === "done") return `Done, ${format.count(info.ticks, "tick")}.`;
+  return info.status === "stopped" ? `Stopped after ${ticks}.` : `${format.count(info.ticks, "tick")}.`;
 }
 
 function arrow(first, last, show = format.number) {
@@ -75,7 +75,7 @@ function findingCards(run) {
     const short = info.ticks < info.window;
     return [h("article", { class: "finding good" }, h("h3", {}, "Nothing looks wrong"),
       h("p", {}, !info.totals.tokens_generated ? "Looked at: held-out loss, skipped updates, idle time." : short
-        ? `Looked at with ${info.ticks} ticks: failed and constant rewards, cut, repeated and empty responses, groups without a signal, mismatch. Rules on trends need ${info.window} ticks.`
+        ? `Looked at with ${format.count(info.ticks, "tick")}: failed and constant rewards, cut, repeated and empty responses, groups without a signal, mismatch. Rules on trends need ${info.window} ticks.`
         : "Looked at: failed and constant rewards, groups without a signal, cut, repeated and empty responses, mismatch between policy and data, entropy, skipped updates, idle time."))];
   }
   return [worse, ...info.findings.map((finding) => h("article", { class: `finding ${finding.level}` },

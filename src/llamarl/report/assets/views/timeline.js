@@ -52,7 +52,7 @@ view("timeline", {
     fillGaps();
     move(first);
     if (chosen) {
-      detail.append(gapPanel(run, chosen, line.knows_channels), await tickGroups(run, chosen.tick));
+      detail.append(gapPanel(run, chosen, line.knows_channels), await tickGroups(run, chosen.tick) || "");
       requestAnimationFrame(() => detail.scrollIntoView({ block: "nearest" }));
     }
   },
