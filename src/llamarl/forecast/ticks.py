@@ -34,7 +34,7 @@ from llamarl.forecast.costs import (
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.model import ModelSpec, stages_of
-from llamarl.settings.trainer import TWO_MOMENTS
+from llamarl.settings.trainer import TWO_MOMENTS, TrainerConfig
 from llamarl.tick_schedule import NEVER, Batches, constant_batches, plan_tick, slot_starts
 
 __all__ = [
@@ -439,7 +439,8 @@ def trainer_tick(hardware: Hardware, model: ModelSpec, layout: TrainerLayout, de
     scored, vocabulary = per_micro * demand.lengths.mean / layout.cp, model.vocab / layout.tp
     head = matmul_s(hardware, scored, model.hidden, vocabulary)
     head += scored * vocabulary * 8.0 / hardware.memory_rate  # log-softmax: fp32 scores, read and written
-    head *= passes
+    # Logits are computed again for their gradient, but where they are one chunk (trainer/logprobs.py).
+    head *= 4.0 if scored > TrainerConfig.logprob_chunk_tokens else 3.0
     host = e.train_layer_overhead_s * passes
     messages = _exchanges_s(hardware, model, layout, tokens)
     traffic = _gathers_s(hardware, model, layout, 2.0)
