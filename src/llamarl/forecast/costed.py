@@ -102,8 +102,9 @@ class CostedGenerator(VirtualExecutor):
             prompts_per_step=self._deliver, slots=s.slots,
         )  # fmt: skip
         begun = (plan.left > 0) & (plan.start < plan.stop[:, None, None])
-        filled = np.where(begun, groups.written, 0).sum(axis=(1, 2)) + s.prompt_tokens * begun.any(axis=2).sum(axis=1)
-        context = (s.prompt_tokens + filled / np.maximum(1, begun.sum(axis=(1, 2)))) / 2.0
+        refilled = np.where(begun, groups.written, 0).sum(axis=(1, 2))
+        filled = refilled + s.prompt_tokens * begun.any(axis=2).sum(axis=1)
+        context = (s.prompt_tokens + refilled / np.maximum(1, begun.sum(axis=(1, 2)))) / 2.0
         runs = constant_batches(plan.left, plan.start, groups.written, plan.stop, s.slots)
         decoding = runs.steps * s.generator.decode_step_s(runs.active, s.prompt_tokens + runs.written)
         factor = _jitter(s.variation.generator_jitter, s.replicas, np.random.default_rng([s.seed, _GENERATOR, tick]))

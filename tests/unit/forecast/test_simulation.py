@@ -12,10 +12,14 @@ from simulator import of_durations
 from llamarl.controller.controller import run_graph
 from llamarl.controller.marking import Marking
 from llamarl.errors import ConfigError, DeadlineExceeded, PlanError
-from llamarl.forecast.lengths import empirical, lognormal
-from llamarl.forecast.scenario import Failures, Scenario, TrainerCost, Variation
+from llamarl.forecast.costs import GeneratorLayout
+from llamarl.forecast.hardware import find_hardware
+from llamarl.forecast.lengths import constant, empirical, lognormal
+from llamarl.forecast.model import find_model
+from llamarl.forecast.scenario import Failures, GeneratorCost, Scenario, TrainerCost, Variation
 from llamarl.forecast.simulate import SimulationResult, simulate
 from llamarl.forecast.step_time import step_period
+from llamarl.forecast.ticks import GeneratorDemand, generator_tick_s
 from llamarl.forecast.virtual_clock import VirtualClockRuntime
 from llamarl.settings.job import DeadlineConfig
 from llamarl.tick_schedule import constant_batches, select_due, slot_starts
@@ -48,6 +52,18 @@ def test_theory_is_simulation_when_nothing_varies() -> None:
             result = simulate(of_durations(**durations, max_staleness=staleness, num_ticks=ticks))
             theory, _ = step_period(**durations, max_staleness=staleness)
             assert result.step_s == pytest.approx(theory, rel=0.01), (durations, staleness)
+
+
+def test_a_simulated_tick_of_whole_batches_takes_what_the_plan_says() -> None:
+    """4 prompts of 4,096 tokens: what they attend to while the cache is filled counts too."""
+    hardware, model = find_hardware("h100"), find_model("Llama-3.1-8B")
+    own = GeneratorCost(hardware=hardware, model=model, layout=GeneratorLayout())
+    played = simulate(small(generator=own, lengths=constant(8), group_size=1, prompt_tokens=4096, replicas=1, slots=4))
+    demand = GeneratorDemand(
+        lengths=constant(8), prompt_tokens=4096, group_size=1, sequences=4, total_sequences=4, slots=4
+    )
+    planned = generator_tick_s(hardware, model, GeneratorLayout(), demand)
+    assert played.role_s["generator"] == pytest.approx(planned, rel=1e-9)
 
 
 def test_of_a_run_of_one_tick_each_role_waits_while_the_others_work() -> None:
