@@ -30,7 +30,7 @@ examples:
   llamarl simulate tiny --staleness 0,1,2 --trainer.fsdp 2
   llamarl simulate runs/tiny --staleness 0,1,2
   llamarl simulate plan.toml --model Llama-3.1-70B --hardware h100 --response-tokens 4096:lognormal \\
-      --jitter 0.1 --mtbf-hours 50000            plan.toml: of llamarl plan --recipe
+      --prompt-tokens 256 --jitter 0.1 --mtbf-hours 50000     plan.toml: of llamarl plan --recipe
 
 Response lengths as in llamarl plan --help. docs/forecast.md says what the model leaves out."""
 
@@ -87,6 +87,10 @@ def _scenarios(args: argparse.Namespace) -> tuple[list[Scenario], Hardware, list
         raise PlanError("--fit: one run measures what is simulated; plan compares several")
     fit = question.fits[0] if question.fits else None
     found = [scenario_from_recipe(one, question.work, hardware, question.threads, fit) for one in changed]
+    asked, played = question.work.prompts_per_step, found[0].prompts_per_step
+    if played != asked:
+        each = played // found[0].replicas
+        question.notes.append(f"{played} prompts a tick where {asked} are asked for: each replica is given {each}")
     return found, hardware, question.notes
 
 

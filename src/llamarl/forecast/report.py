@@ -172,11 +172,13 @@ def policy_title(result: SimulationResult) -> str:
 def results_text(results: Sequence[SimulationResult], hardware: Hardware) -> str:
     """The table, then the staleness of trained tokens."""
     s: Scenario = results[0].scenario
+    devices = f"{s.devices} shared devices" if s.in_turns else f"{s.generator_devices}+{s.trainer_devices} devices"
     lines = [
         s.title,
         _legend(hardware, estimated=any(result.scenario.estimated for result in results)),
-        f"{plural(s.prompts_per_step, 'prompt')} x {plural(s.group_size, 'response')} a step, {s.lengths.label}; "
-        f"{plural(s.replicas, 'generator replica')}; {s.generator_devices}+{s.trainer_devices} devices; {plural(s.num_ticks, 'tick')}",
+        f"{plural(s.prompts_per_step, 'prompt')} x {plural(s.group_size, 'response')} a step; prompt {plural(s.prompt_tokens, 'token')}; response "
+        f"{s.lengths.label}; "
+        f"{plural(s.replicas, 'generator replica')}; {devices}; {plural(s.num_ticks, 'tick')}",
         "",
     ]
     failed = any(r.scenario.failures for r in results)

@@ -18,9 +18,10 @@ from llamarl.config import RunConfig, validate
 from llamarl.controller.graph import Graph, llamarl_graph
 from llamarl.errors import PlanError
 from llamarl.forecast.calibrate import Fit, replica_layout, shares_cores, trainer_layout
-from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, weight_sync_s
+from llamarl.forecast.costs import GeneratorLayout, decode_step_s, prefill_s, turns_s, weight_sync_s
 from llamarl.forecast.hardware import Hardware
 from llamarl.forecast.lengths import Lengths
+from llamarl.forecast.memory import trainer_memory
 from llamarl.forecast.model import ModelSpec
 from llamarl.forecast.search import Workload, trainer_demand
 from llamarl.forecast.ticks import TrainerTime, trainer_tick
@@ -146,6 +147,8 @@ class Scenario:
     """Sequences that a replica decodes at once."""
     generator_devices: int = 1
     trainer_devices: int = 1
+    in_turns: bool = False
+    """Both roles have the same devices (``schedule.colocated``)."""
     weights_latency_s: float = 0.0
     """A version is on the way that long after the trainer's tick, while both ends work on."""
     weights_load_s: float = 0.0
@@ -200,7 +203,8 @@ class Scenario:
 
     @property
     def devices(self) -> int:
-        return self.generator_devices + self.trainer_devices
+        both = (self.generator_devices, self.trainer_devices)
+        return max(both) if self.in_turns else sum(both)
 
 
 _FACTORIES = {
@@ -249,6 +253,9 @@ def scenario_from_recipe(
     trains = trainer_layout(config, work.model, hardware, work.prompt_tokens, work.response.mean)
     time = trainer_tick(of_trainer, work.model, trains, trainer_demand(work))
     load_s = weight_sync_s(hardware, work.model, trainer_devices=trains.devices, replicas=[(own.dp, layout)])
+    if config.schedule.colocated and not cpu:
+        memory = trainer_memory(hardware, work.model, trains, trainer_demand(work))
+        load_s = turns_s(hardware, work.model, layout, memory["parameters"] + memory["optimizer"], load_s)
     devices = {
         "generator": own.dp * layout.tp * threads["generator"],
         "trainer": trains.devices * threads["trainer"],
@@ -270,6 +277,7 @@ def scenario_from_recipe(
         slots=own.engine.max_sequences,
         generator_devices=devices["generator"],
         trainer_devices=devices["trainer"],
+        in_turns=config.schedule.colocated,
         weights_load_s=0.0 if fit else load_s,  # a measured tick of the generator has it
         variation=Variation(
             generator_jitter=min(1.0, fit.jitter["generator"]), trainer_jitter=min(1.0, fit.jitter["trainer"])

@@ -1,5 +1,6 @@
 """``llamarl plan`` and ``llamarl simulate`` as a user meets them: tables, recipes, and every nonsense input."""
 
+import dataclasses
 import json
 import math
 import re
@@ -11,7 +12,13 @@ import pytest
 
 from llamarl.cli.main import main
 from llamarl.config import load_config
-from llamarl.forecast.hardware import device_names
+from llamarl.forecast.costs import GeneratorLayout, weight_sync_s
+from llamarl.forecast.hardware import device_names, find_hardware
+from llamarl.forecast.lengths import constant
+from llamarl.forecast.model import find_model
+from llamarl.forecast.recipe import left_out, write_recipe
+from llamarl.forecast.report import plans_text, seconds_text
+from llamarl.forecast.search import Options, Workload, asynchronous
 from llamarl.forecast.simulate import SimulationResult
 from llamarl.settings.engine import ENGINES
 
@@ -173,6 +180,27 @@ def test_a_written_plan_is_simulated_near_its_forecast_and_failures_cost_time(sh
     assert calm.step_s == pytest.approx(planned, rel=0.15)
     (broken,) = simulations(shown, f"{job} --mtbf-hours 0.05 --restart-s 30 --checkpoint-every 4")
     assert broken.num_failures > 0 and broken.step_s > calm.step_s
+
+
+def test_a_simulation_says_how_many_prompts_of_which_length_it_plays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "three.toml"
+    recipe.write_text(RECIPE.read_text() + "\n[[generator.replicas]]\ndp = 3\nshare = 1\n")
+    assert main(["simulate", str(recipe), "--hardware", "h100", "--ticks", "2", "--generator.shards", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "18 prompts x 8 responses a step; prompt 64 tokens; response constant 80; 3 generator replicas" in out
+    assert "note: 18 prompts a tick where 16 are asked for: each replica is given 6" in out
+
+
+def test_turns_are_simulated_on_shared_devices_with_what_moves_between_them(shown: list[Any]) -> None:
+    alone = "--generator.max_segments 1 --generator.oversubscription 1 --hardware h100 --ticks 2"
+    (one,) = simulations(shown, f"{RECIPE} {alone} --schedule.max_staleness 0 --schedule.colocated true")
+    assert one.scenario.devices == 1
+    model, hardware = find_model("bundled:tiny"), find_hardware("h100")
+    direct = weight_sync_s(hardware, model, trainer_devices=1, replicas=[(1, GeneratorLayout())])
+    parked = 12 * model.total_params / (64e9 * 0.8)  # weights and two moments over the host's link
+    assert one.scenario.weights_load_s == pytest.approx(2 * parked + direct)
 
 
 def test_a_recipe_and_changes_of_it_are_simulated(shown: list[Any]) -> None:
