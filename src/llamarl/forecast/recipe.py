@@ -190,8 +190,11 @@ def write_recipe(
     node = plan.hardware.device.devices_per_node
     if not plan.hardware.is_cpu and plan.used > node:
         header += f"\nIt takes hosts of {node} devices: llamarl train THIS --cluster auto (docs/hosts.md)."
-    if len(plan.generators) > 1:
-        names = ", ".join(f"generator_{n} on {c.hardware.device.name}" for n, c in enumerate(plan.generators))
+    if plan.other_kinds:
+        one = len(plan.generators) == 1
+        names = ", ".join(
+            f"generator{'' if one else f'_{n}'} on {c.hardware.device.name}" for n, c in enumerate(plan.generators)
+        )
         header += f"\nPlace the roles: hosts.on, trainer on {plan.hardware.device.name}, {names}; hosts.allow_unlike."
     if folder is None:
         header += f"\n{NEEDS_FOLDER.format(shape=model_path)}"

@@ -96,7 +96,7 @@ def plans_text(plans: Sequence[Plan], chosen: Plan, work: Workload, kinds: str =
         times = (plan.step_s, plan.generator.time_s, plan.trainer.time.total_s, plan.sync_s)
         rows.append(
             [
-                plan_title(plan) + (f" ({plan.devices} x {plan.hardware.device.name})" if kinds and len(plan.generators) == 1 else "") + "*" * (plan is chosen),
+                plan_title(plan) + (f" ({plan.devices} x {plan.hardware.device.name})" if kinds and not plan.other_kinds else "") + "*" * (plan is chosen),
                 *(seconds_text(seconds, estimated=estimated) for seconds in times),
                 f"{mark}{plan.waiting:.0%}",
                 f"{mark}{plan.tokens_per_s:,.0f}",
@@ -121,7 +121,8 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
         each = asked.sequences // asked.group_size
         prompts = f"{each} prompts each" if g.is_even else f"{each - 1} or {each} prompts each"
         lines.append(
-            f"  generator  {plural(g.devices, 'device')}{f' {g.hardware.device.name}' if len(plan.generators) > 1 else ''}: "
+            f"  generator  {plural(plan.generator_devices if plan.hardware.is_cpu else g.devices, 'device')}"
+            f"{f' {g.hardware.device.name}' if plan.other_kinds else ''}: "
             f"{plural(g.replicas, 'replica')}, {prompts}, {plural(asked.slots, 'sequence')} at once, "
             f"{'partial rollouts' if asked.partial else 'whole batches'}"
         )

@@ -185,6 +185,11 @@ class Plan:
         return max(self.generators, key=lambda choice: choice.time_s)
 
     @property
+    def other_kinds(self) -> bool:
+        """Whether some replicas are on devices of another kind than the trainer's."""
+        return any(not g.hardware.is_cpu and g.hardware.device != self.hardware.device for g in self.generators)
+
+    @property
     def token_staleness(self) -> int:
         """Most versions any token may lag: the bound that the run enforces."""
         return self.max_staleness + self.generator.demand.max_segments - 1
@@ -666,7 +671,9 @@ def over_kinds(
             left = count - trainer.layout.devices
             parts = [(fast, left), *others] if left else others
             for partial in (False, True) if options.max_segments > 1 else (False,):
-                if found := _dealt(parts, work, options, partial=partial):
+                found = _dealt(parts, work, options, partial=partial)
+                # The fast kind alone is planned below.
+                if any(choice.hardware.device != fast.device for choice in found):
                     replicas = [(choice.replicas, choice.layout) for choice in found]
                     sync = weight_sync_s(linked, work.model, trainer_devices=trainer.layout.devices, replicas=replicas)
                     candidates.append((trainer, found, sync))

@@ -145,6 +145,20 @@ def test_several_kinds_get_a_recipe_of_replicas_whose_shares_are_their_prompts(t
     assert of_first == pytest.approx(round(of_first)) and "generator_1 on a100-sxm" in out.read_text()
 
 
+def test_replicas_of_another_kind_than_the_trainer_are_named_and_placed(tmp_path: Path) -> None:
+    work = Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=8, group_size=4)
+    alone = asynchronous(find_hardware("h100"), work, Options(max_segments=1), 2, 1)
+    other = dataclasses.replace(alone.generators[0], hardware=find_hardware("a100"))
+    mixed = dataclasses.replace(alone, generators=(other,))
+    rows = plans_text([alone, mixed], mixed, work, "2 x A + 2 x B").splitlines()
+    assert rows[6].startswith("asynchronous, staleness 1 (2 x h100-sxm) ")
+    assert rows[7].startswith("asynchronous, staleness 1* ")
+    assert any(row.startswith("  generator  1 device a100-sxm: ") for row in rows)
+    out = tmp_path / "kinds.toml"
+    write_recipe(out, mixed, work, model_path="SmolLM2-135M", oversubscription=1.0, config={}, title="")
+    assert "# Place the roles: hosts.on, trainer on h100-sxm, generator on a100-sxm;" in out.read_text()
+
+
 def test_turns_that_the_recipe_forbids_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own.toml"
     own.write_text('[generator.engine]\nname = "vllm"\n')

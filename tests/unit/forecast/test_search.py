@@ -235,6 +235,13 @@ def test_the_faster_kind_trains_and_prompts_follow_the_tokens_a_second() -> None
     assert together.step_s < alone.step_s and recommend(plans) is together
 
 
+def test_a_kind_that_gets_no_prompt_makes_no_plan_of_its_own() -> None:
+    """The only prompt goes to the kind that trains: what is left is the plan of that kind alone."""
+    work = Workload(model=find_model("SmolLM2-135M"), response=constant(64), prompts_per_step=1, group_size=4)
+    plans = over_kinds([(H100, 2), (find_hardware("a100"), 1)], work, Options(max_segments=1), [1])
+    assert [(plan.devices, plan.other_kinds) for plan in plans] == [(2, False)]
+
+
 def test_prompts_are_dealt_whole_in_the_ratio_of_rates() -> None:
     assert _shares(10, [3.0, 1.0]) == [8, 2]  # 7.5 and 2.5: of equal remainders, to the first
     assert _shares(7, [1.0, 1.0, 1.0]) == [3, 2, 2]
