@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,8 @@ def write_recipe(
         title: Of the plan, for its first line.
 
     Raises:
-        PlanError: llamarl does not run it, the other settings forbid turns, or the file cannot be written.
+        PlanError: llamarl does not run it, or refuses its settings, the other settings forbid turns, or the file cannot be
+            written.
     """
     if work.model.unsupported:
         raise PlanError(f"--recipe: llamarl train does not run this model: {work.model.unsupported}")
@@ -200,6 +202,10 @@ def write_recipe(
         header += f"\n{NEEDS_FOLDER.format(shape=model_path)}"
     whole = merge_tables(config, settings)
     text = _recipe_text(merge_tables(whole, _raised_limits(whole, work.prompt_tokens)), set(known_keys()), header)
+    try:
+        validate(tomllib.loads(text))
+    except ConfigError as error:
+        raise PlanError(f"--recipe: llamarl train would refuse this job: {error}") from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

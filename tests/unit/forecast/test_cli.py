@@ -159,6 +159,13 @@ def test_replicas_of_another_kind_than_the_trainer_are_named_and_placed(tmp_path
     assert "# Place the roles: hosts.on, trainer on h100-sxm, generator on a100-sxm;" in out.read_text()
 
 
+def test_a_job_that_train_refuses_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.toml"
+    assert plan(f"{SMALL.replace('size 4', 'size 1')} --hardware h100 --devices 2 --recipe {out}") == 2
+    told = capsys.readouterr().err
+    assert "llamarl train would refuse this job" in told and "generator.group_size is 1" in told and not out.exists()
+
+
 def test_turns_that_the_recipe_forbids_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own.toml"
     own.write_text('[generator.engine]\nname = "vllm"\n')
