@@ -34,6 +34,9 @@ def left_out(config: RunConfig) -> list[str]:
         "the reference executor": config.has_reference,
         "the reward model": config.reward_model.path,
         "the judge": config.judge.path,
+        "what LoRA saves, for every weight is counted as trained and handed over (lora.rank)": config.lora.rank > 0,
+        "passes over a batch after the first (trainer.epochs)": config.trainer.epochs > 1,
+        "what moves to host memory (trainer.offload_optimizer)": config.trainer.offload_optimizer,
         "the critic": config.algorithm.advantage in CRITIC_ADVANTAGES,
         "what prompts save that are computed once a group (trainer.share_prompts)": config.trainer.share_prompts
         is True,

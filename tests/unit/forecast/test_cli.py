@@ -166,6 +166,17 @@ def test_a_job_that_train_refuses_is_not_written(tmp_path: Path, capsys: pytest.
     assert "llamarl train would refuse this job" in told and "generator.group_size is 1" in told and not out.exists()
 
 
+def test_what_a_forecast_leaves_out_is_named() -> None:
+    config = load_config(RECIPE)
+    more = dataclasses.replace(
+        config,
+        lora=dataclasses.replace(config.lora, rank=8),
+        trainer=dataclasses.replace(config.trainer, epochs=2, offload_optimizer=True),
+    )
+    keys = [name.rpartition("(")[2].rstrip(")") for name in left_out(more) if name not in left_out(config)]
+    assert keys == ["lora.rank", "trainer.epochs", "trainer.offload_optimizer"]
+
+
 def test_turns_that_the_recipe_forbids_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own.toml"
     own.write_text('[generator.engine]\nname = "vllm"\n')
