@@ -95,7 +95,7 @@ class Workload:
             raise PlanError(
                 f"prompt ({self.prompt_tokens}) and longest response ({self.response.limit}) need {longest} tokens, "
                 f"{self.model.name} has a context of {self.model.max_context}: "
-                + (f"set limit={room} on the response length" if room > 0 else "shorten the prompt")
+                + (f"let responses have at most {room} (limit={room})" if room > 0 else "shorten the prompt")
             )
 
     @property
@@ -755,7 +755,10 @@ def _nothing_fits(hardware: Hardware, work: Workload, options: Options, devices:
     trainer = _least(lambda n: any(True for _ in trainer_choices(hardware, work, options, n)))
     if generator is None or trainer is None:
         role = "generator replica" if generator is None else "trainer's longest sequence"
-        return f"{head}, nor on any number up to {MOST_DEVICES}: its {role} does not; use shorter responses or larger devices"
+        cure = "use shorter responses or larger devices"
+        if generator is None and not work.model.cut_by_llamarl:
+            cure = "llamarl does not cut its layers over several (tp is 1), so each has to hold them all"
+        return f"{head}, nor on any number up to {MOST_DEVICES}: its {role} does not; {cure}"
     return (
         f"{head}: the trainer alone needs 16 bytes a parameter, sharded, on {trainer} or more devices, a generator replica "
         f"{generator}; {max(trainer, generator)} would do in turns, {max(trainer + generator, devices + 1)} with devices of "
