@@ -42,7 +42,7 @@ def seconds_text(value: float, *, estimated: bool = False) -> str:
     if value == 0:
         return "0"
     for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s"), (36000.0, 1 / 60, "min")):
-        if value < limit:
+        if value < 0.9995 * limit:  # what would be shown as the limit has the next unit
             return f"{mark}{value * scale:.3g} {unit}"
     return f"{mark}{value / 3600:.3g} h"
 

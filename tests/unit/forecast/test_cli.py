@@ -177,6 +177,11 @@ def test_what_a_forecast_leaves_out_is_named() -> None:
     assert keys == ["lora.rank", "trainer.epochs", "trainer.offload_optimizer"]
 
 
+def test_a_time_that_rounds_to_the_next_unit_is_told_in_it() -> None:
+    seconds = (9.994e-4, 9.997e-4, 0.9994, 0.9997, 59.96, 599.9)
+    assert [seconds_text(s) for s in seconds] == ["999 us", "1 ms", "999 ms", "1 s", "60 s", "10 min"]
+
+
 def test_turns_that_the_recipe_forbids_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = tmp_path / "own.toml"
     own.write_text('[generator.engine]\nname = "vllm"\n')
