@@ -143,8 +143,7 @@ def _details(plan: Plan, work: Workload, estimated: bool) -> list[str]:
         )
     if plan.devices > plan.used and not plan.hardware.is_cpu:
         lines.append(
-            f"  unused     {plan.devices - plan.used} of {plan.devices} devices: prompts are dealt whole, and no layout found gives the busiest "
-            f"of {plan.generator.replicas} replicas or {t.layout.data_ranks} data ranks less to do with them"
+            f"  unused     {plan.devices - plan.used} of {plan.devices} devices: prompts are dealt whole, and no layout found is faster with them"
         )
     return lines
 
