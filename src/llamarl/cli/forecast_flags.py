@@ -47,7 +47,9 @@ def add_job(parser: argparse.ArgumentParser) -> Any:
     """Add the flags of the work of a step that no key of a recipe says; returns the group, for a verb's own ones."""
     job = parser.add_argument_group("the job (overrides what a recipe or run says)")
     job.add_argument("--model", help="bundled shape (Llama-3.1-8B, Qwen3-30B-A3B, ...), HF folder, or config.json")
-    job.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (default: a run's; of a recipe 64, else 256)")
+    job.add_argument(
+        "--prompt-tokens", type=int, help="tokens of a prompt (default: a run's; of a recipe 64, else 256)"
+    )
     job.add_argument("--response-tokens", metavar="MEAN[:KIND[:k=v,...]]", help="see below (default 1024:lognormal)")
     return job
 
