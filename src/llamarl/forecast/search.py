@@ -452,11 +452,22 @@ def _trainers(hardware: Hardware, work: Workload, options: Options, most: int) -
     return found
 
 
+def _smaller_trainers(hardware: Hardware, work: Workload, options: Options, most: int) -> list[TrainerChoice]:
+    """On up to 1, 2, 4, ... of so many devices, fewest first: each faster than all those on fewer."""
+    choices = [one for count in _powers(most) for one in trainer_choices(hardware, work, options, count)]
+    found: list[TrainerChoice] = []
+    for choice in sorted(choices, key=lambda one: (one.layout.devices, _rank(one))):
+        if not found or choice.time.total_s < found[-1].time.total_s:
+            found.append(choice)
+    return found
+
+
 # -- the asynchronous system ------------------------------------------------------------------------------------------
 
 
 def split_candidates(hardware: Hardware, work: Workload, options: Options, devices: int) -> list[Candidate]:
-    """Each generator that leaves devices for a trainer, with the trainers worth having on what it leaves.
+    """Each generator that leaves devices for a trainer, with the trainers worth having on what it leaves: the fastest, and
+    the smaller ones that keep up.
 
     So every split is tried that could be the best: between two generators that differ in their
     largest share of a tick or in their layout, a device more only helps the trainer.
@@ -465,6 +476,7 @@ def split_candidates(hardware: Hardware, work: Workload, options: Options, devic
         return list(_core_candidates(hardware, work, options, devices, in_turns=False))
     modes = (False, True) if options.max_segments > 1 else (False,)
     on = lru_cache(maxsize=None)(lambda most: _trainers(hardware, work, options, most))
+    smaller = lru_cache(maxsize=None)(lambda most: _smaller_trainers(hardware, work, options, most))
     found: list[Candidate] = []
     for partial in modes:
         for generator in generator_choices(hardware, work, options, devices - 1, partial=partial):
@@ -472,6 +484,8 @@ def split_candidates(hardware: Hardware, work: Workload, options: Options, devic
             beside = hardware.device.devices_per_node - generator.devices  # versions stay on the node
             if 0 < beside < devices - generator.devices:
                 trainers += on(beside)
+            # of more devices each would wait for the generator
+            trainers += [one for one in smaller(devices - generator.devices) if one.time.total_s <= generator.time_s]
             for trainer in trainers:
                 replicas = [(generator.replicas, generator.layout)]
                 sync = weight_sync_s(hardware, work.model, trainer_devices=trainer.layout.devices, replicas=replicas)

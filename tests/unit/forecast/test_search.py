@@ -27,6 +27,7 @@ from llamarl.forecast.search import (
     search_all,
     split_candidates,
     synchronous,
+    trainer_choices,
     trainer_demand,
 )
 from llamarl.forecast.step_time import step_period
@@ -187,6 +188,19 @@ def _threads(*runs: Fit) -> list[tuple[int, int, int]]:
     """Of each plan on two cores: staleness, threads of the generator, threads of the trainer."""
     plans = _plans(*runs)
     return [(plan.max_staleness, plan.generator_devices, plan.trainer.threads) for plan in plans]
+
+
+@pytest.mark.parametrize("devices", [64, 256, 1024])
+def test_half_of_a_plans_trainer_would_not_keep_up(devices: int) -> None:
+    work = _work(prompts=128, mean=1000)
+    plan = asynchronous(H100, work, Options(), devices, 1)
+    (generator,) = plan.generators
+    half = []
+    for trainer in trainer_choices(H100, work, Options(), plan.trainer.layout.devices // 2):
+        replicas = [(generator.replicas, generator.layout)]
+        sync = weight_sync_s(H100, work.model, trainer_devices=trainer.layout.devices, replicas=replicas)
+        half.append((trainer, plan.generators, sync))
+    assert not half or asynchronous(H100, work, Options(), devices, 1, half).step_s > 1.0005 * plan.step_s
 
 
 def test_without_a_run_two_cores_are_split_by_guess() -> None:
