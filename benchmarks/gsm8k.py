@@ -83,10 +83,11 @@ def main() -> None:
             results["curves"][f"{arm}_seed_{seed}"] = rl(args, arm, seed, tuned, within_reach)
         if first:
             add("sft", tuned, args.n)
-            add("base", Path(args.model), args.n)
         for arm in arms:
             name = f"{arm}_seed_{seed}"
             add(name, args.runs / name / "model", args.n if first else max(1, args.n // 4))
+        if first:  # the base model last: its answers are the longest
+            add("base", Path(args.model), args.n)
     if args.trl_env:
         results["curves"]["trl_seed_0"], (model, n) = trl_arm(args, tuned, within_reach)
         add("trl_seed_0", model, n)
