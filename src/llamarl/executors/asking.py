@@ -12,6 +12,7 @@ whatever server it is pointed at.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -214,8 +215,11 @@ class ServerJudge:
             with urllib.request.urlopen(request, timeout=max(until_s - running_s(), 0.001)) as response:
                 return _read(response, until_s)
         except urllib.error.HTTPError as error:
-            said = self._clean(error.read(_MAX_DETAIL).decode(errors="replace"))
-            detail = f"{self._url} refused with status {error.code}: {said or error.reason}"
+            said = b""
+            with contextlib.suppress(OSError, http.client.HTTPException):  # a connection may break off here too
+                said = error.read1(_MAX_DETAIL)
+            shown = self._clean(said.decode(errors="replace")) or error.reason
+            detail = f"{self._url} refused with status {error.code}: {shown}"
             wait_s = _seconds(error.headers.get("Retry-After"))
             raise _NoReply(detail, may_pass=error.code in _PASSING_STATUSES, wait_s=wait_s) from None
         except (OSError, http.client.HTTPException) as error:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -190,6 +191,24 @@ def test_a_refusal_for_good_is_not_asked_again_and_the_key_is_told_to_nobody_els
     assert server.keys == ["Bearer s3cret"] and metrics["judge/num_requests"] == 1
     assert isinstance(response.outcome, Failure)
     assert "status 401: no such key: ***" in response.outcome.detail and "s3cret" not in response.outcome.detail
+
+
+@pytest.mark.parametrize("body", [b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 9\r\n\r\n"])
+def test_a_refusal_that_breaks_off_fails_the_sample_and_not_the_run(body: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def refuse() -> None:
+            for _ in range(2):
+                with listening.accept()[0] as connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"HTTP/1.1 503 Busy\r\n" + body)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+
+        threading.Thread(target=refuse, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        (response,), metrics = judge(executor(url=url, model="m", attempts=2), respond("four"))
+    assert isinstance(response.outcome, Failure) and response.outcome.kind == "judge"
+    assert metrics["judge/num_requests"] == 2
 
 
 @pytest.mark.parametrize(
