@@ -48,7 +48,7 @@ class JudgeExecutor(Stateless, BaseExecutor):
             self.judge = EngineJudge(self.settings, self.config.judge_engine, device=self.context.device)
             return
         variable = self.settings.api_key_env
-        key = os.environ.get(variable, "") if variable else ""
+        key = os.environ.get(variable, "").strip() if variable else ""  # files of secrets end in a newline
         if variable and not key:  # on another host: here the checks before the run have seen it
             raise ConfigError(
                 f"judge.api_key_env names {variable}, which is not set where this judge is: on a cluster it has the environment "

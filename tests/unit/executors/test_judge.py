@@ -193,6 +193,13 @@ def test_a_refusal_for_good_is_not_asked_again_and_the_key_is_told_to_nobody_els
     assert "status 401: no such key: ***" in response.outcome.detail and "s3cret" not in response.outcome.detail
 
 
+def test_the_newline_at_the_end_of_a_key_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret\n")
+    with serving(lambda number, body: completion("SCORE: 5")) as server:
+        judge(of_server(server, api_key_env="JUDGE_KEY"), respond("four"))
+    assert server.keys == ["Bearer s3cret"]
+
+
 @pytest.mark.parametrize("body", [b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: 9\r\n\r\n"])
 def test_a_refusal_that_breaks_off_fails_the_sample_and_not_the_run(body: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
