@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field, PositiveInt, validate_call
 
 from llamarl.data.items import TaskItem
@@ -45,31 +44,23 @@ class OwnRandomness:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = seed % 2**32
-        self._python: Any = random.Random(seed).getstate()
-        self._numpy: Any = None
-        self._others: tuple[Any, Any] | None = None
+        self._states: tuple[Any, Any] = (
+            random.Random(seed).getstate(),
+            np.random.RandomState(seed % 2**32).get_state(),
+        )
 
     def __enter__(self) -> None:
-        numpy = sys.modules.get("numpy")  # where it was not imported, nothing draws from it
-        self._others = (random.getstate(), numpy.random.get_state() if numpy else None)
-        random.setstate(self._python)
-        if numpy and self._numpy is not None:
-            numpy.random.set_state(self._numpy)
-        elif numpy:
-            numpy.random.seed(self._seed)
+        self._exchange()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._others is not None
-        numpy = sys.modules.get("numpy")
-        self._python = random.getstate()
-        random.setstate(self._others[0])
-        if numpy:
-            self._numpy = numpy.random.get_state()
-            if self._others[1] is not None:
-                numpy.random.set_state(self._others[1])
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """Give the global generators these states, and take theirs."""
+        others = (random.getstate(), np.random.get_state())
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        self._states = others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
