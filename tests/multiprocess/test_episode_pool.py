@@ -88,6 +88,18 @@ def test_an_episode_that_lost_its_worker_is_played_again(pool: EpisodePool, log:
     assert pool.worker_pids != [before]
 
 
+def test_an_episode_that_is_played_again_has_the_time_of_all_its_replies(pool: EpisodePool) -> None:
+    """Three tools of 1.5 s each are within 2 s one by one, and not together."""
+    replies, digests, limits = ("a", "b", "c"), tuple[str, ...](), []
+    for key in (0, 1):  # turn by turn, then as after a resume: no worker holds the episode
+        for number in (1, 2, 3) if key == 0 else (3,):
+            asked = ask(*replies[:number], key=key, digests=digests[: number - 1])
+            pool.ask(asked)
+            limits.append(pool._workers[0].deadline - pool._workers[0].started)
+            digests = (*digests[: number - 1], digest_of(step(pool.wait(asked))))
+    assert limits == pytest.approx([2.0, 2.0, 2.0, 6.0])
+
+
 def test_a_question_whose_worker_died_is_put_again(pool: EpisodePool, log: Path) -> None:
     log.write_text("")
     replaced = pool.num_replaced

@@ -44,8 +44,8 @@ class EpisodePool(WorkerPool):
     """Environments in worker processes.
 
     Args:
-        task_config: Which environment, and the pool's settings. ``pool.timeout_s`` is what one reset or
-            step may take, and of an episode that is played again all of them together.
+        task_config: Which environment, and the pool's settings. ``pool.timeout_s`` is what one reset or step may take;
+            an episode that is played again has as much for each of its replies.
 
     Raises:
         DataError: The environment cannot be imported; carries the worker's cause.
@@ -112,6 +112,9 @@ class EpisodePool(WorkerPool):
 
     def accepts(self, job: Job, answer: AnyAnswer) -> bool:
         return not isinstance(answer, tuple)
+
+    def limit_s(self, job: Job) -> float:
+        return self._config.timeout_s * (1 if job.home in self._homes else max(1, len(job.request.replies)))
 
     def is_over(self, answer: AnyAnswer) -> bool:
         return isinstance(answer, Failure) or (isinstance(answer, Step) and answer.done)

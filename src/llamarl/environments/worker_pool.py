@@ -108,6 +108,10 @@ class WorkerPool:
         """Whether the worker holds the job's home no more after this answer."""
         return False
 
+    def limit_s(self, job: Job) -> float:
+        """Seconds that a job may take."""
+        return self._config.timeout_s
+
     @property
     def worker_pids(self) -> list[int]:
         """Ids of the processes that run the user's code, for supervision and tests; those that
@@ -198,10 +202,11 @@ class WorkerPool:
                 self._replace(worker)
                 continue
             del self._queue[job.name]
+            limit_s = self.limit_s(job)
             if job.home is not None:
                 self._homes[job.home] = worker.number
             request = pack_request((job.number, job.request, self._released.pop(worker.number, [])))
-            worker.assign(job, request, self._config.timeout_s)
+            worker.assign(job, request, limit_s)
 
     def _next_for(self, number: int) -> Job | None:
         """The first job that this worker may take: one whose home it holds, or nobody does."""
