@@ -13,6 +13,7 @@ from waiting import wait_until
 
 from llamarl.cli.doctor import first_difference, record_twice
 from llamarl.data.items import TaskItem
+from llamarl.environments.adapters import agent as agent_module
 from llamarl.environments.adapters.agent import AgentFailed, AgentProgram
 from llamarl.environments.adapters.chat_requests import (
     BadRequest,
@@ -126,6 +127,13 @@ def nothing(base_url, api_key):
 def words(base_url, api_key):
     one_call(base_url, api_key)
     return "good"
+
+
+def tries_again(base_url, api_key, until):
+    try:
+        one_call(base_url, api_key)
+    except Refused:
+        until.wait(30)
 
 
 def hangs(base_url, api_key, ended):
@@ -273,6 +281,27 @@ def test_close_ends_the_open_request_and_the_program(agent: Callable[..., AgentP
     env.close()
     assert (tmp_path / "ended").exists()
     wait_until(lambda: threading.active_count() == before, what="the end of its threads")
+
+
+def test_programs_that_do_not_end_are_waited_for_once(
+    agent: Callable[..., AgentProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker closes what was cut within the time of its next job: 2 s for each of ten would be all of it."""
+    waited, join, until = [], threading.Thread.join, threading.Event()
+
+    def recorded(thread: threading.Thread, timeout: float | None = None) -> None:
+        waited.extend([timeout] if thread.name == "agent" else [])
+        join(thread, timeout)
+
+    monkeypatch.setattr(agent_module, "_END_S", 0.2)
+    monkeypatch.setattr(agent_module, "_left", [])
+    monkeypatch.setattr(threading.Thread, "join", recorded)
+    for _ in range(3):
+        program = agent("tries_again", until=until)
+        program.reset(ITEM, 7)
+        program.close()
+    until.set()
+    assert waited == pytest.approx([0.2, 0.01, 0.01])
 
 
 def test_two_requests_at_once_fail_the_sample(agent: Callable[..., AgentProgram]) -> None:

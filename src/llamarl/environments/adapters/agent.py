@@ -32,6 +32,8 @@ __all__ = ["AgentFailed", "AgentProgram"]
 
 _END_S = 2.0
 """For a program to end, once its episode has."""
+_left: list[threading.Thread] = []
+"""Of programs that had not ended by then."""
 _KEY = "task.environment"
 
 
@@ -115,9 +117,11 @@ class AgentProgram:
             return
         with self._own:
             server.close()
-            thread.join(_END_S)
+            _left[:] = filter(threading.Thread.is_alive, _left)
+            thread.join(_END_S / 20 if _left else _END_S)  # many that try again would hold up the worker's next episode
         if thread.is_alive():
-            print(f"the agent did not end within {_END_S:g} s of its episode's end, and is left alone", file=sys.stderr)
+            _left.append(thread)
+            print("the agent did not end with its episode, and is left alone", file=sys.stderr)
 
     def _next_after(self, act: Callable[[], None]) -> Called | Step:
         """What the program does next; where it is no request, the episode is over."""
