@@ -7,7 +7,6 @@ other: a value is built from exact built-in types, and an object that has no suc
 
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
@@ -15,7 +14,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
-__all__ = ["Gone", "Line", "decode", "encode", "unlimited_digits"]
+__all__ = ["Gone", "Line", "decode", "encode"]
 
 _MOST_BYTES = 16 << 20
 """Of a message."""
@@ -131,9 +130,3 @@ def decode(value: Any) -> Any:
         return _READS[kind](of)
     except (AttributeError, TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
         raise Gone(f"no value: {type(error).__name__}") from error
-
-
-def unlimited_digits() -> None:
-    """Let whole numbers of any size be shown; the box's time is the limit."""
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)

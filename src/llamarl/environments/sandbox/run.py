@@ -29,7 +29,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -361,7 +361,7 @@ def without_nested(paths: Iterable[str]) -> tuple[str, ...]:
 
 def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
     """What ``inside`` is told."""
-    limits, installation = program.limits, find_installation()
+    installation = find_installation()
     for name in program.files:
         if os.path.isabs(name) or ".." in name.split("/") or name == "main.py":
             raise ValueError(f"file {name!r} must have a relative name inside the box's folder, other than main.py")
@@ -379,13 +379,7 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
         "may_hide": program.may_hide,
         "uid": user,
         "others": _tasks_of(os.getuid()) if shared_count and user is None else 1,
-        "limits": {
-            "wall_s": limits.wall_s,
-            "memory_mb": limits.memory_mb,
-            "processes": limits.processes,
-            "disk_mb": limits.disk_mb,
-            "files": limits.files,
-        },
+        "limits": asdict(program.limits),
     }
     return json.dumps(job).encode()
 
