@@ -159,7 +159,6 @@ class CodeTask:
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         pool = None if isinstance(config, MixedTask) else config.pool  # a mixture's pool is of all its tasks
         self._options = CodeOptions.read(config.options, pool)
-        self._prepared = False
         self._items = TableItems(config, code_item, seed=seed)
 
     def prepare(self) -> None:
@@ -169,7 +168,6 @@ class CodeTask:
             DataError: None that the recipe allows.
         """
         _check_box(self._options.box)
-        self._prepared = True
 
     def num_items(self, split: Split) -> int | None:
         return self._items.num_items(split)
@@ -178,13 +176,11 @@ class CodeTask:
         return self._items.item(split, index)
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
-        """Run the program of the last turn.
+        """Run the program of the last turn, in a box that ``prepare`` has tried.
 
         Raises:
             BoxFailed: The box did not come up or broke; nothing is known of the program.
         """
-        if not self._prepared:
-            self.prepare()
         tests, entry_point = prompt.metadata["tests"], prompt.metadata.get("entry_point", "")
         program = last_program(turns[-1])
         if program is None:
