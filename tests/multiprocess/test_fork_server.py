@@ -143,6 +143,31 @@ def test_a_server_in_which_a_thread_runs_forks_nothing(
     run(test, ("starts_a_thread",))
 
 
+def test_a_server_to_which_the_system_gives_no_process_keeps_those_that_it_has_forked(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one_process.py").write_text(
+        "import os\nfork, server, left = os.fork, os.getpid(), [1]\n"
+        "def limited():\n"
+        "    if os.getpid() == server and not left:\n"
+        "        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    left.clear()\n"
+        "    return fork()\n"
+        "os.fork = limited\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def test(server: ForkServer) -> None:
+        rank = await fork(server)
+        pid = rank.rank_pid()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert await asyncio.wait_for(server.fork("rank", theirs.fileno(), 1, 2), WAIT_S) is None
+        assert not server._gone and alive(pid)
+
+    run(test, ("one_process",))
+
+
 def look_at_what_was_imported() -> None:
     import torch
 

@@ -106,7 +106,8 @@ class ForkServer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def fork(self, label: str, control: int, stdout: int, stderr: int) -> ForkedChild | None:
-        """A rank's process; None if the server cannot fork (a library's thread runs in it) or is gone.
+        """A rank's process; None if the server cannot fork (a library's thread runs in it, the system gives no process) or is
+        gone.
 
         Args:
             label: For who looks at ``ps``.
@@ -298,9 +299,13 @@ def serve(requests: socket.socket) -> None:
         label, descriptors, *_ = socket.recv_fds(requests, 4096, 3)
         if not label:
             os._exit(0)  # the guards are told by the kernel
-        if (threads := len(os.listdir("/proc/self/task"))) > 1:
-            requests.send(_ANSWER.pack(_REFUSED, threads, 0))
-        elif pid := os.fork():
+        try:
+            pid = os.fork() if len(os.listdir("/proc/self/task")) == 1 else -1
+        except OSError:  # as many processes as a pod or a user may have: what has been forked stays
+            pid = -1
+        if pid < 0:
+            requests.send(_ANSWER.pack(_REFUSED, 0, 0))
+        elif pid:
             guards.add(pid)
             requests.send(_ANSWER.pack(_STARTED, pid, 0))
         else:
