@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import secrets
 import socket
 import sys
@@ -48,6 +49,7 @@ _CHUNK_BYTES = 1 << 22
 _MOST_OPEN = 256
 _PASSING = (".partial", ".replaced", ".deleted", ".new", ".lock", ".incoming", "journal")
 """How names end that mean nothing on another machine."""
+_FINISHED = re.compile(rf"checkpoints/tick_(\d+)/{re.escape(MANIFEST)}")
 
 
 def plan_upload(
@@ -296,7 +298,8 @@ class Mirror:
 
     def _put_manifest(self, files: Iterable[FileRecord], objects: Mapping[str, str], before: Manifest | None) -> None:
         files = tuple(sorted(files, key=lambda record: record.path))
-        tick = max((_tick(Path(one.path).parent) for one in files if one.path.endswith(f"/{MANIFEST}")), default=-1)
+        finished = [found for one in files if (found := _FINISHED.fullmatch(one.path))]
+        tick = max((int(found[1]) for found in finished), default=-1)
         run = {"run_id": self._folder.run_id, "writer": self._me, "number": before.run["number"] + 1 if before else 0}
         moved = {path: name for path, name in objects.items() if name != f"files/{path}"}
         self._storage.put_manifest(Manifest(tick=tick, files=files, run=run | {"objects": moved}))

@@ -215,6 +215,18 @@ def test_old_checkpoints_leave_no_litter(tmp_path: Path, fault: Fault) -> None:
     assert {record.path for record in manifest.files} == set(run.contents())
 
 
+def test_a_manifest_of_somebody_elses_is_a_file_like_any_other(tmp_path: Path, fault: Fault) -> None:
+    run = Run(tmp_path / "run")
+    (run.path / "table").mkdir()
+    (run.path / "table" / "manifest.json").write_text("{}")
+    with mirrored(URL, run.identity, 20) as mirror:
+        run.save(3)
+        settle(mirror)
+    manifest = Storage(URL).manifest()
+    assert manifest is not None and manifest.tick == 3
+    assert objects()["files/table/manifest.json"] == b"{}"
+
+
 def test_every_single_moment_of_a_kill_leaves_a_mirror_that_is_whole(tmp_path: Path, fault: Fault) -> None:
     """Each call of the storage in turn is the last one that came through."""
     run = Run(tmp_path / "run")
