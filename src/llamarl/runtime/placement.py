@@ -466,7 +466,9 @@ def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
             found.append(f"{who}: there is no {device}, this machine has {_count(cuda_devices, 'CUDA device')}")
     if len(devices) not in (1, spec.num_ranks):
         found.append(f"{who}: {spec.num_ranks} ranks and {len(devices)} devices, expected one for all or one for each")
-    if len(devices) > 1 and len(set(devices)) < len(devices):
+    if len(devices) > 1 and not all(":" in device for device in devices):
+        found.append(f"{who}: a list names a GPU for each rank, such as cuda:0,cuda:1, got {spec.device}; name others once")
+    elif len(devices) > 1 and len(set(devices)) < len(devices):
         found.append(f"{who}: ranks of one executor cannot share a device, got {spec.device}")
     if devices == ["cuda"] and not cuda_devices:
         found.append(f"{who}: device cuda, but this machine has no CUDA device; set device cpu")
