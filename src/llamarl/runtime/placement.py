@@ -276,11 +276,14 @@ def all_gpus() -> list[Gpu]:
 
 
 def _ask_gpus(environment: Mapping[str, str]) -> list[Gpu]:
-    command = [sys.executable, "-c", _ASK]
+    command = [sys.executable, "-P", "-c", _ASK]
     try:
-        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_S, check=True)
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_MOST_S)
     except (subprocess.SubprocessError, OSError) as error:
         raise ConfigError(f"the GPUs here do not say what they are: {error}") from error
+    if asked.returncode:
+        said = (asked.stderr.strip() or f"status {asked.returncode}").splitlines()[-1]
+        raise ConfigError(f"the GPUs here do not say what they are: {said}")
     lines = [line.split(" ", 1) for line in asked.stdout.splitlines()]
     return [Gpu(kind, float(size)) for size, kind in lines]
 

@@ -7,8 +7,9 @@ import pytest
 
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime import placement as placement_module
 from llamarl.runtime.host_placement import Machine
-from llamarl.runtime.placement import ColocatedGroup, Placement, core_quota, place
+from llamarl.runtime.placement import ColocatedGroup, Placement, all_gpus, core_quota, place
 
 
 def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
@@ -133,6 +134,12 @@ def test_what_cannot_be_met_is_refused_with_the_fix(spec: ExecutorSpec, cuda_dev
     with pytest.raises(ConfigError) as caught:
         place([spec], [Machine("", 4, cuda_devices)])
     assert f"executor 'trainer': {message}" in str(caught.value) or message in str(caught.value)
+
+
+def test_what_a_driver_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_module, "_ASK", "raise RuntimeError('the driver is too old')")
+    with pytest.raises(ConfigError, match="do not say what they are: RuntimeError: the driver is too old$"):
+        all_gpus()
 
 
 IN_TURN = ColocatedGroup(sharing=("generator", "trainer"), members=("generator", "reward", "trainer"))
