@@ -93,8 +93,7 @@ class Segment:
         nonce = os.urandom(16)
         total = HEADER_BYTES + size
         try:
-            self._fd = _sealed_memfd(total)
-            self._map = mmap.mmap(self._fd, total)
+            self._fd, self._map = _sealed_memory(total)
         except OSError as error:
             raise ChannelError(
                 f"cannot allocate a shared segment of {total:,} bytes in process {os.getpid()}: {error}; free memory, "
@@ -194,15 +193,15 @@ def tensor_over(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
         return torch.from_numpy(buffer)
 
 
-def _sealed_memfd(total: int) -> int:
+def _sealed_memory(total: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, total)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return fd, mmap.mmap(fd, total)
     except OSError:
         os.close(fd)
         raise
-    return fd
 
 
 def _close_map(mapping: mmap.mmap) -> None:

@@ -1,9 +1,14 @@
 """Segments of another space, read over a socket: the bytes, who is let in, and what a dead or slow owner looks like."""
 
 import dataclasses
+import errno
+import gc
+import mmap
+import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 from pathlib import Path
 
@@ -62,6 +67,20 @@ def test_job_on_one_machine_listens_nowhere_and_its_handles_are_as_small_as_ever
     assert b"127.0.0.1" not in blob and len(blob) < 110
     with being_at(A):
         assert pickle.loads(pickle.dumps(made().handle)).space == "a"
+
+
+def test_memory_that_cannot_be_had_is_one_error_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    unraised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ChannelError, match="cannot allocate a shared segment of 4,106 bytes"):
+        Segment(10)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before and not unraised
 
 
 def test_segment_of_another_space_is_read_over_a_socket_as_its_owner_last_wrote_it() -> None:
