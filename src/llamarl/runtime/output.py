@@ -37,15 +37,11 @@ class OutputReader:
         """The write end of a new pipe whose lines are to start with ``[label]``, for a child's
         ``stdout`` or ``stderr``."""
         read, write = os.pipe()
-        self.read_from(read, label, stream)
-        return write
-
-    def read_from(self, fd: int, label: str, stream: str) -> None:
-        """Take ``fd`` over and read it to its end."""
         with self._lock:
-            self._buffers[fd] = b""
-            self._selector.register(fd, selectors.EVENT_READ, (label, stream))
+            self._buffers[read] = b""
+            self._selector.register(read, selectors.EVENT_READ, (label, stream))
         os.write(self._wake_w, b"x")
+        return write
 
     def close(self, timeout_s: float) -> None:
         """Read what is still in the pipes until every writer has gone, for at most ``timeout_s`` seconds."""
@@ -97,8 +93,10 @@ class OutputReader:
     def _emit(self, label: str, stream: str, data: bytes) -> None:
         if not data:
             return
-        text = "".join(f"[{label}] {line}\n" for line in data.decode(errors="replace").split("\n"))
         target = sys.stdout if stream == "stdout" else sys.stderr
+        encoding = getattr(target, "encoding", None) or "utf-8"
+        said = data.decode(errors="replace").encode(encoding, "replace").decode(encoding)  # as far as it has the letters
+        text = "".join(f"[{label}] {line}\n" for line in said.split("\n"))
         try:
             target.write(text)
             target.flush()

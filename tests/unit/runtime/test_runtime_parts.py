@@ -1,5 +1,6 @@
 """Names of runtimes, output of workers, deaths of processes, thread environment."""
 
+import io
 import os
 import resource
 import subprocess
@@ -61,6 +62,18 @@ def test_lines_keep_their_source_and_a_killed_writers_last_words_are_read(capsys
     out, err = capsys.readouterr()
     assert out == "[trainer] one\n[trainer] two\n"
     assert err == "[generator 1] last words\n"
+
+
+def test_a_console_that_lacks_a_letter_shows_the_line_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", newline="\n")
+    monkeypatch.setattr(sys, "stdout", shown)
+    reader = OutputReader()
+    pipe = reader.pipe("reward", "stdout")
+    os.write(pipe, "first\né → 1\n".encode())
+    os.close(pipe)
+    reader.close(timeout_s=2.0)
+    shown.seek(0)
+    assert shown.read() == "[reward] first\n[reward] é ? 1\n"
 
 
 def test_a_line_that_never_ends_is_shown_in_pieces_and_not_gathered(capsys: pytest.CaptureFixture[str]) -> None:
