@@ -432,7 +432,7 @@ class RunIdentity:
             return ""
         if (now.device, now.inode) == (self.device, self.inode) and not now.run_id:
             return "was emptied"
-        return "is another folder now" if not now.run_id else "holds another run now"
+        return "is another folder now" if now.run_id in ("", self.run_id) else "holds another run now"
 
     def check(self) -> None:
         """Call it before each write.

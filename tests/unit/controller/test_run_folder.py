@@ -175,13 +175,14 @@ def test_a_folder_that_is_moved_under_its_run_is_followed_to_its_last_checkpoint
 
 
 @pytest.mark.parametrize(
-    "how", ["removed", "removed and made anew", "started over", "emptied", "emptied and started over"]
+    "how", ["removed", "removed and made anew", "removed and copied back", "started over", "emptied", "emptied and started over"]
 )
 def test_a_folder_that_is_removed_or_started_over_under_its_run_is_noticed(tmp_path: Path, how: str) -> None:
     run_dir = tmp_path / "run"
     _run(run_dir)
     with held(run_dir) as folder:
         folder.begin()
+        shutil.copytree(run_dir, tmp_path / "copy")
         if how.startswith("removed") or how == "started over":
             shutil.rmtree(run_dir)
         else:
@@ -189,12 +190,15 @@ def test_a_folder_that_is_removed_or_started_over_under_its_run_is_noticed(tmp_p
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if how in ("removed and made anew", "started over"):
             run_dir.mkdir()
+        if how == "removed and copied back":
+            (tmp_path / "copy").rename(run_dir)
         if how.endswith("started over"):
             with held(run_dir) as another:
                 another.begin()
         words = {
             "removed": "is not there any more",
             "removed and made anew": "is another folder now",
+            "removed and copied back": "is another folder now",
             "emptied": "was emptied",
         }
         assert words.get(how, "holds another run now") in folder.lost()
