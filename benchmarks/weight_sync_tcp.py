@@ -140,7 +140,7 @@ def fan_out_source(pipe: Connection, to_sinks: list[Connection], nbytes: int, na
     pipe.send("ready")
     while (what := pipe.recv()) is not None:
         version += 1
-        handle = publishers[what].publish(version, {"w": weights})
+        handle = publishers[what].publish(WeightsPayload(version=version, tensors={"w": weights}))
         server = server_here()
         assert server is not None
         before, started = server.sent_bytes, time.monotonic()
@@ -174,9 +174,7 @@ def fan_out_sink(
         finished = time.monotonic()
         assert torch.equal(live["w"], expected)
         source.send(handle.version)
-        passed_over = (
-            sum(mirror.num_passed_over for mirror in relays.mirrors) if (relays := pullers[what].relays) else 0
-        )
+        passed_over = sum(mirror.num_passed_over for mirror in pullers[what].slots.mirrors)
         pipe.send({"finished": finished, "passed_over": passed_over})
     for puller in pullers.values():
         puller.close()
