@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds-135m", type=int, default=10, help="the same of the other, of 4 shards alone; 0: none")
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args()
-    pin(1, deterministic=True)
+    pin(1)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for shards in args.shards:

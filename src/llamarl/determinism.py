@@ -139,21 +139,20 @@ def environment(threads: int) -> Mapping[str, str]:
     }
 
 
-def pin(threads: int, *, deterministic: bool) -> None:
+def pin(threads: int) -> None:
     """Pin the calling thread's torch, if torch is loaded; a later import obeys :func:`environment`.
 
-    ``deterministic`` takes repeatable kernels where torch has them and warns where it has none (an operator without
-    one is named in the warning, the job goes on). Training demands more: see ``models/repeatable.py``.
+    Takes repeatable kernels where torch has them and warns where it has none (an operator without one is named in the
+    warning, the job goes on). Training demands more: see ``models/repeatable.py``.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return
     torch.set_num_threads(threads)
-    if deterministic:
-        # read when cuBLAS is first used: in time where nothing has computed on a GPU yet
-        os.environ.setdefault(_CUBLAS, _CUBLAS_WORKSPACES)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every torch.empty, adds no bits
+    # read when cuBLAS is first used: in time where nothing has computed on a GPU yet
+    os.environ.setdefault(_CUBLAS, _CUBLAS_WORKSPACES)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a write of every torch.empty, adds no bits
 
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

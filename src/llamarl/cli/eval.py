@@ -263,4 +263,4 @@ def _compute_as_in_a_run(threads: int) -> None:
         os.environ.update(environment(threads))
     import torch
 
-    pin(threads or torch.get_num_threads(), deterministic=True)
+    pin(threads or torch.get_num_threads())

@@ -84,13 +84,10 @@ class WorkerPlan:
     seed: int
     first_tick: int
     load_from: Path | None
-    pull_deadline_s: float = PULL_DEADLINE_S
-    """Longest wait for one payload."""
     collective_timeout_s: float = 600.0
     """Longest wait of one collective of the executor's process group, and of groups of some of its ranks; and for a state
     that is still being written."""
     channel_factory: str = CHANNEL_FACTORY
-    deterministic: bool = True
     rendezvous: str = ""
     """Where the ranks of an executor meet: an ``init_method`` of ``torch.distributed``; a lone rank needs none."""
     in_own_process: bool = False
@@ -240,9 +237,8 @@ def _outside_the_shell(trace: TracebackType | None) -> TracebackType | None:
 class TokenFeed:
     """Implements :class:`llamarl.executors.base.Feed` for one ``latest`` channel. ``put`` may come from any thread."""
 
-    def __init__(self, receiver: Receiver, deadline_s: float) -> None:
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._tokens: dict[int, tuple[Handle, ...]] = {}
 
@@ -262,7 +258,7 @@ class TokenFeed:
     def take(self, source_tick: int) -> Any:
         with self._lock:
             handles = self._tokens[source_tick]
-        return self._receiver.receive(handles, self._deadline_s)
+        return self._receiver.receive(handles, PULL_DEADLINE_S)
 
 
 class Worker:
@@ -287,7 +283,7 @@ class Worker:
 
     def pin(self) -> None:
         """Take this rank's thread count on the calling thread."""
-        pin(self._plan.spec.threads, deterministic=self._plan.deterministic)
+        pin(self._plan.spec.threads)
 
     def setup(self) -> RankSetup:
         """Make the executor and the channel ends, restore the state if asked, publish the initial tokens."""
@@ -378,7 +374,7 @@ class Worker:
                 inputs[name] = self._fill_feed(name, order)
                 continue
             with _Span(self._label("receive", name), spans):
-                inputs[name] = self._receivers[name].receive(handles, self._plan.pull_deadline_s)
+                inputs[name] = self._receivers[name].receive(handles, PULL_DEADLINE_S)
         if order.saves and (expect_saves := getattr(executor, "expect_saves", None)):  # the trainer's
             expect_saves(order.saves)
         try:
@@ -486,7 +482,7 @@ class Worker:
         if feed is not None:
             feed.put({news.source_tick: news.handles})
         elif fetch_ahead := getattr(receiver, "fetch_ahead", None):  # of weights
-            fetch_ahead(news.handles, self._plan.pull_deadline_s)
+            fetch_ahead(news.handles, PULL_DEADLINE_S)
 
     def _fill_feed(self, name: str, order: Order) -> TokenFeed:
         feed, first = self._feeds[name], order.tick - self._delays[name]
@@ -528,7 +524,7 @@ class Worker:
             if channel.sink == plan.spec.name:
                 receiver = self._receivers[channel.name] = factory.make_receiver(channel, **ends)
                 if channel.latest:
-                    self._feeds[channel.name] = TokenFeed(receiver, plan.pull_deadline_s)
+                    self._feeds[channel.name] = TokenFeed(receiver)
 
 
 class _Span:

@@ -82,6 +82,12 @@ class End:
         CALLS.append(f"close {self.name}")
 
 
+@pytest.fixture(autouse=True)
+def a_shell_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.runtime.worker.pin", lambda threads: None)
+    monkeypatch.setattr("llamarl.runtime.worker.PULL_DEADLINE_S", 9.0)
+
+
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     CALLS.clear()
@@ -103,9 +109,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
             seed=7,
             first_tick=5,
             load_from=Path("checkpoint"),
-            pull_deadline_s=9.0,
             channel_factory="fake_channels",
-            deterministic=False,
         )
     )
 
@@ -391,7 +395,7 @@ def test_a_latest_channel_gives_the_executor_a_feed_that_hears_news_from_another
     )
     executors = [ExecutorSpec(name="me", factory=f"{__name__}:Listener"), ExecutorSpec(name="other", factory="x:y")]
     (made,) = plan(executors, [weights])["me"]
-    worker = Worker(replace(made, pull_deadline_s=9.0, deterministic=False))
+    worker = Worker(made)
     worker.tell(News(executor="me", channel="weights", source_tick=0, handles=("too early",)))
     worker.setup()
     order = Order(executor="me", tick=5, inputs={"weights": ("h3",)}, later={"weights": {4: ("h4",)}})
