@@ -85,7 +85,6 @@ class Placement:
 
     executors: tuple[ExecutorSpec, ...]
     cores: int
-    cuda_devices: int
     colocated: ColocatedGroup | None = None
     hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Executor -> the machine of each of its ranks; empty: all are on this one."""
@@ -164,7 +163,7 @@ class Placement:
                 here = devices[0] if len(devices) == 1 else ",".join(devices[rank] for rank in own)
                 executors.append(replace(spec, num_ranks=len(own), device=here))
         group = self.colocated.among(executors) if self.colocated is not None else None
-        return Placement(tuple(executors), self.cores_of[name], self.cuda_devices, group)
+        return Placement(tuple(executors), self.cores_of[name], group)
 
 
 def available_cores() -> int:
@@ -208,14 +207,11 @@ def core_quota(own: str, root: Path) -> float:
 
 
 def available_cuda_devices() -> int:
-    """CUDA devices that torch sees; 0 without torch. Starts no CUDA context, and imports torch only
-    where there may be one."""
+    """CUDA devices that torch sees. Starts no CUDA context, and imports torch only where there may be one."""
     if not may_have_gpus():
         return 0
-    try:
-        import torch
-    except ImportError:
-        return 0
+    import torch
+
     return torch.cuda.device_count()
 
 
@@ -332,7 +328,6 @@ def place(
     return Placement(
         tuple(_whole(spec, where[spec.name], settled) for spec in executors),
         sum(machines[host].cores for host in used),
-        sum(machines[host].cuda_devices for host in used),
         colocated,
         hosts={name: tuple(machines[host].name for host in ranks) for name, ranks in where.items()} if named else {},
         cores_of={machines[host].name: machines[host].cores for host in used} if named else {},
