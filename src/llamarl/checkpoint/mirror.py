@@ -365,7 +365,7 @@ class Mirror:
         held: dict[str, BinaryIO] = {}
         for folder in self._checkpoints():  # first, so that no row up to one of them is missed
             manifest = Manifest.from_bytes(read_bytes(folder / MANIFEST, max_bytes=None))
-            own = _record(MANIFEST, folder / MANIFEST)
+            own = FileRecord.of(MANIFEST, folder / MANIFEST)
             for one in (*manifest.files, own):
                 path = f"checkpoints/{folder.name}/{one.path}"
                 local[path] = dataclasses.replace(one, path=path)
@@ -378,17 +378,12 @@ class Mirror:
                 facts = file.stat()
                 seen = facts.st_size, facts.st_mtime_ns, facts.st_ino
                 if path not in self._seen or self._seen[path][0] != seen:
-                    self._seen[path] = seen, _record(path, file)
+                    self._seen[path] = seen, FileRecord.of(path, file)
                 local[path] = self._seen[path][1]
         return local, held
 
     def _checkpoints(self) -> tuple[Path, ...]:
         return CheckpointStore(self._folder.path / "checkpoints").list()
-
-
-def _record(path: str, file: Path) -> FileRecord:
-    num_bytes, checksum = checksum_file(file)
-    return FileRecord(path=path, num_bytes=num_bytes, xxh3_128=checksum)
 
 
 def _tick(checkpoint: Path) -> int:

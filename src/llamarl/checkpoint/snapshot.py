@@ -52,6 +52,12 @@ class FileRecord:
     num_bytes: int
     xxh3_128: str
 
+    @classmethod
+    def of(cls, path: str, file: Path) -> FileRecord:
+        """What ``file`` holds now, under the name ``path``."""
+        num_bytes, checksum = checksum_file(file)
+        return cls(path=path, num_bytes=num_bytes, xxh3_128=checksum)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:

@@ -55,8 +55,7 @@ def record_files(root: Path, paths: Iterable[Path]) -> tuple[FileRecord, ...]:
     for path in sorted(set(paths)):
         relative = path.relative_to(root)
         sync_path(path)
-        num_bytes, checksum = checksum_file(path)
-        records.append(FileRecord(path=relative.as_posix(), num_bytes=num_bytes, xxh3_128=checksum))
+        records.append(FileRecord.of(relative.as_posix(), path))
         folders.update(root / parent for parent in relative.parents)
     for folder in sorted(folders, reverse=True):
         sync_folder(folder)

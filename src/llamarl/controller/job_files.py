@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.checkpoint.shared_folder import FolderQuestion, answer, ask, judge, withdraw
-from llamarl.checkpoint.snapshot import MANIFEST, Manifest
+from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest
 from llamarl.checkpoint.storage import being_written
 from llamarl.config import RunConfig, to_plain, validate
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.files.content import Content, content_of, paths_in, provide, same_there, with_paths
 from llamarl.files.file_client import FileClient
-from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, on_all_hosts, records_of
+from llamarl.files.host_folders import CHECKPOINTS, FarFolder, HostFolders, on_all_hosts
 from llamarl.observability.events import REPLAY_FILE
 from llamarl.reading import read_bytes
 from llamarl.runtime.worker import RankReport, WorkerPlan
@@ -122,7 +122,7 @@ class JobFiles:
             handle = host.open_run()
             folder = FarFolder(host.client, handle, host.folder)
             found = [path for name in _READ_BY_RANKS for path in _files_at(self._run_dir / name)]
-            read = records_of(self._run_dir, [path.relative_to(self._run_dir).as_posix() for path in found])
+            read = [FileRecord.of(path.relative_to(self._run_dir).as_posix(), path) for path in found]
             self.far.send_to(folder, read, self._run_dir)
             self._folders[number] = folder
         self._hosts[number] = host

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.checkpoint.snapshot import FileRecord, checksum_file
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.written import files_below
 from llamarl.errors import FileError
 from llamarl.files.file_client import FileClient
@@ -51,8 +51,8 @@ def content_of(path: Path) -> Content:
     """
     path = Path(os.path.abspath(path))
     if path.is_file():
-        return Content(path, (_record("", path),))
-    return Content(path, tuple(_record(file.relative_to(path).as_posix(), file) for file in _files_of(path)))
+        return Content(path, (FileRecord.of("", path),))
+    return Content(path, tuple(FileRecord.of(file.relative_to(path).as_posix(), file) for file in _files_of(path)))
 
 
 def same_there(client: FileClient, path: Path) -> bool:
@@ -65,11 +65,6 @@ def same_there(client: FileClient, path: Path) -> bool:
 
 def _files_of(folder: Path) -> list[Path]:
     return [file for file in files_below(folder) if file.is_file() and "__pycache__" not in file.parts]
-
-
-def _record(name: str, path: Path) -> FileRecord:
-    num_bytes, checksum = checksum_file(path)
-    return FileRecord(path=name, num_bytes=num_bytes, xxh3_128=checksum)
 
 
 def paths_in(plain: Any) -> list[str]:
@@ -117,8 +112,7 @@ def provide(client: FileClient, content: Content, open_run: Callable[[], str]) -
     run = open_run()
     named = content.files
     if content.is_file:
-        only = content.files[0]
-        named = (FileRecord(path=content.path.name, num_bytes=only.num_bytes, xxh3_128=only.xxh3_128),)
+        named = (replace(content.files[0], path=content.path.name),)
     root = content.path.parent if content.is_file else content.path
     for record in client.lacks(named):
         client.send(root / record.path, record, run, as_object=True)

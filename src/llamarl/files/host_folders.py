@@ -15,17 +15,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llamarl.checkpoint.snapshot import FileRecord, checksum_file
+from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.checkpoint.written import writer_name
 from llamarl.errors import CheckpointError, TransferError
 from llamarl.files.file_client import FileClient
 from llamarl.files.host_files import FarFile
 from llamarl.files.safe_folder import SafeFolder
 
-__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "on_all_hosts", "records_of", "where_to_put"]
+__all__ = ["FarFolder", "HostFolders", "files_for_ranks", "is_transient", "on_all_hosts", "where_to_put"]
 
 CHECKPOINTS = "checkpoints"
 _OURS = (CHECKPOINTS, ".run_id", ".incoming", ".lock")
@@ -79,7 +79,7 @@ class HostFolders:
         """Put files of the run's folder into that of a host, before any rank there reads them.
 
         Args:
-            files: SafeFolder ``root``.
+            files: Below ``root``.
             root: In the run's folder, or it.
 
         Raises:
@@ -299,14 +299,5 @@ def is_transient(path: str) -> bool:
     return any(part.endswith(".partial") for part in path.split("/"))
 
 
-def records_of(root: Path, paths: Sequence[str]) -> list[FileRecord]:
-    """Size and checksum of files as they are now."""
-    found = []
-    for path in paths:
-        num_bytes, checksum = checksum_file(root / path)
-        found.append(FileRecord(path=path, num_bytes=num_bytes, xxh3_128=checksum))
-    return found
-
-
 def _at(record: FileRecord, path: str) -> FileRecord:
-    return FileRecord(path=path, num_bytes=record.num_bytes, xxh3_128=record.xxh3_128)
+    return replace(record, path=path)
