@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_file
 from llamarl.errors import TransferError
 from llamarl.files.incoming_file import PIECE_BYTES, IncomingFile
@@ -273,10 +275,7 @@ def _in_own_hub_cache(path: str) -> list[Path]:
     at = next((i for i, part in enumerate(parts[:-1]) if parts[i + 1] == "snapshots" and "--" in part), None)
     if at is None:
         return []
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "huggingface"
-    )
-    return [Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"), *parts[at:])]
+    return [Path(constants.HF_HUB_CACHE, *parts[at:])]
 
 
 def _object_name(record: FileRecord) -> str:

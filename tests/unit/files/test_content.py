@@ -91,7 +91,7 @@ def test_a_host_that_has_the_snapshot_in_its_own_cache_is_sent_nothing(
     own = tmp_path / "its" / "hub" / below
     own.parent.mkdir(parents=True)
     model.rename(own)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "its" / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "its" / "hub"))
     content = content_of(own)
     client = host.client()
     assert client.holds(tmp_path / "the controllers" / below, content.files) == own
