@@ -27,6 +27,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes, checksum_file
+from llamarl.checkpoint.written import look_at
 from llamarl.errors import TransferError
 from llamarl.files.incoming_file import PIECE_BYTES, IncomingFile
 from llamarl.files.safe_folder import SafeFolder
@@ -178,16 +179,10 @@ class HostFiles:
         return next((str(place) for place in places if self._lie_at(place, files)), "")
 
     def _lie_at(self, root: Path, files: Sequence[FileRecord]) -> bool:
-        for record in files:
-            file = root / record.path if record.path else root
-            try:
-                if not file.is_file() or file.stat().st_size != record.num_bytes:
-                    return False
-                if checksum_file(file)[1] != record.xxh3_128:
-                    return False
-            except OSError:
-                return False
-        return bool(files)
+        try:
+            return bool(files) and not any(look_at(root, record) for record in files)
+        except OSError:
+            return False
 
     def same(self, path: str, seen: Sequence[tuple[str, int, int]]) -> bool:
         """Whether files of the same sizes and times of writing, to the nanosecond, lie here: then

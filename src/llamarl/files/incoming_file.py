@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 from pathlib import Path
 from types import TracebackType
 
@@ -37,7 +38,7 @@ class IncomingFile:
     def __init__(self, folder: Path, record: FileRecord | None) -> None:
         self._record = record
         folder.mkdir(parents=True, exist_ok=True)
-        if record is not None and record.num_bytes > _free_bytes(folder):
+        if record is not None and record.num_bytes > shutil.disk_usage(folder).free:
             raise _no_space(folder, record.num_bytes)
         self._path = folder / f"new-{secrets.token_hex(8)}"
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -92,14 +93,8 @@ class IncomingFile:
         self._path.unlink(missing_ok=True)
 
 
-def _free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write there."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
 def _no_space(folder: Path, needed: int) -> TransferError:
     return TransferError(
-        f"no space left in {folder}: {needed / 1e6:.1f} MB more are needed, {_free_bytes(folder) / 1e6:.1f} MB are free; free "
-        "some and resume the run"
+        f"no space left in {folder}: {needed / 1e6:.1f} MB more are needed, {shutil.disk_usage(folder).free / 1e6:.1f} MB "
+        "are free; free some and resume the run"
     )
