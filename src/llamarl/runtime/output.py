@@ -95,7 +95,7 @@ class OutputReader:
             return
         target = sys.stdout if stream == "stdout" else sys.stderr
         encoding = getattr(target, "encoding", None) or "utf-8"
-        said = data.decode(errors="replace").encode(encoding, "replace").decode(encoding)  # as far as it has the letters
+        said = data.decode(errors="replace").encode(encoding, "replace").decode(encoding)  # what it has letters for
         text = "".join(f"[{label}] {line}\n" for line in said.split("\n"))
         try:
             target.write(text)

@@ -465,7 +465,7 @@ def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
     if len(devices) not in (1, spec.num_ranks):
         found.append(f"{who}: {spec.num_ranks} ranks and {len(devices)} devices, expected one for all or one for each")
     if len(devices) > 1 and not all(":" in device for device in devices):
-        found.append(f"{who}: a list names a GPU for each rank, such as cuda:0,cuda:1, got {spec.device}; name others once")
+        found.append(f"{who}: a list names a GPU for each rank (cuda:0,cuda:1), got {spec.device}; name others once")
     elif len(devices) > 1 and len(set(devices)) < len(devices):
         found.append(f"{who}: ranks of one executor cannot share a device, got {spec.device}")
     if devices == ["cuda"] and not cuda_devices:

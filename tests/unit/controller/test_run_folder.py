@@ -175,7 +175,15 @@ def test_a_folder_that_is_moved_under_its_run_is_followed_to_its_last_checkpoint
 
 
 @pytest.mark.parametrize(
-    "how", ["removed", "removed and made anew", "removed and copied back", "started over", "emptied", "emptied and started over"]
+    "how",
+    [
+        "removed",
+        "removed and made anew",
+        "removed and copied back",
+        "started over",
+        "emptied",
+        "emptied and started over",
+    ],
 )
 def test_a_folder_that_is_removed_or_started_over_under_its_run_is_noticed(tmp_path: Path, how: str) -> None:
     run_dir = tmp_path / "run"
