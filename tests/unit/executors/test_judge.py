@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,20 @@ def test_a_refusal_that_breaks_off_fails_the_sample_and_not_the_run(body: bytes)
         (response,), metrics = judge(executor(url=url, model="m", attempts=2), respond("four"))
     assert isinstance(response.outcome, Failure) and response.outcome.kind == "judge"
     assert metrics["judge/num_requests"] == 2
+
+
+def test_a_refusal_whose_words_never_come_fails_its_sample_and_not_the_run() -> None:
+    def refuse() -> socket.socket:
+        connection, _ = server.accept()
+        connection.sendall(b"HTTP/1.1 400 Odd\r\nContent-Length: 9\r\n\r\n")
+        return connection  # open, and silent
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+        refused = thread.submit(refuse)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        (response,), _ = judge(executor(url=url, model="wise", attempts=1, deadline_s=0.3), respond("four"))
+        refused.result().close()
+    assert isinstance(response.outcome, Failure) and response.outcome.detail.endswith("refused with status 400: Odd")
 
 
 @pytest.mark.parametrize(
