@@ -153,6 +153,13 @@ class _NoReply(Exception):
         self.may_pass, self.wait_s, self.timed_out = may_pass, wait_s, timed_out
 
 
+class _StaysThere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key would go along, and a question becomes a GET."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
 class ServerJudge:
     """A model behind a URL."""
 
@@ -164,6 +171,7 @@ class ServerJudge:
         self._config = config
         self._url = f"{config.url.rstrip('/')}/chat/completions"
         self._key = api_key
+        self._open = urllib.request.build_opener(_StaysThere).open
 
     def ask(self, questions: Sequence[Question], *, until_s: float) -> list[Verdict]:
         """Verdicts in order.
@@ -212,7 +220,7 @@ class ServerJudge:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url, data=json.dumps(body).encode(), headers=headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=max(until_s - running_s(), 0.001)) as response:
+            with self._open(request, timeout=max(until_s - running_s(), 0.001)) as response:
                 return _read(response, until_s)
         except urllib.error.HTTPError as error:
             said = b""
@@ -220,6 +228,8 @@ class ServerJudge:
                 said = error.read1(_MAX_DETAIL)
             shown = self._clean(said.decode(errors="replace")) or error.reason
             detail = f"{self._url} refused with status {error.code}: {shown}"
+            if place := error.headers.get("Location"):
+                detail = f"{self._url} points to {self._clean(place)}: name that server in judge.url"
             wait_s = _seconds(error.headers.get("Retry-After"))
             raise _NoReply(detail, may_pass=error.code in _PASSING_STATUSES, wait_s=wait_s) from None
         except (OSError, http.client.HTTPException) as error:

@@ -67,10 +67,16 @@ class Server:
                         server._now -= 1
                 data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(status)
+                if status // 100 == 3:
+                    self.send_header("Location", reply)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 with contextlib.suppress(BrokenPipeError):  # a client whose time was up
                     self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                server.keys.append(self.headers["Authorization"])
+                self.send_error(405)
 
             def log_message(self, *_: Any) -> None:
                 """Says nothing."""
@@ -217,6 +223,17 @@ def test_a_refusal_that_breaks_off_fails_the_sample_and_not_the_run(body: bytes)
         (response,), metrics = judge(executor(url=url, model="m", attempts=2), respond("four"))
     assert isinstance(response.outcome, Failure) and response.outcome.kind == "judge"
     assert metrics["judge/num_requests"] == 2
+
+
+def test_a_server_that_points_elsewhere_is_told_of_and_the_key_goes_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    with serving(lambda number, body: completion("SCORE: 7")) as other:
+        with serving(lambda number, body: (302, other.url)) as server:
+            (response,), _ = judge(of_server(server, api_key_env="JUDGE_KEY"), respond("four"))
+    assert not other.keys and isinstance(response.outcome, Failure)
+    assert response.outcome.detail.endswith(f"points to {other.url}: name that server in judge.url")
 
 
 def test_a_refusal_whose_words_never_come_fails_its_sample_and_not_the_run() -> None:
