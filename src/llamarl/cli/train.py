@@ -242,7 +242,7 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     from llamarl.config import load_config, read_settings
     from llamarl.controller.begun import refuse_code_of_a_run
     from llamarl.controller.preflight import find_missing
-    from llamarl.controller.prepare import plan_run, start_fork_servers
+    from llamarl.controller.prepare import start_fork_servers
     from llamarl.errors import ConfigError
 
     for other, name in ((args.recipe, f"the recipe {args.recipe}"), (args.resume, "--resume")):
@@ -255,10 +255,10 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
     config = load_config(source / "config.toml", words, [find_missing])
     if not args.dry_run:
         start_fork_servers(config)
-    from llamarl.controller.replay import replay_run
+    from llamarl.controller.replay import plan_replay, replay_run
 
     if args.dry_run:
-        print(plan_run(config, every_key=args.every_key))
+        print(plan_replay(config, source, every_key=args.every_key))
     else:
         replay_run(config, source)
     return 0

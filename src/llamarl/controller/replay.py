@@ -11,7 +11,7 @@ from typing import Any
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.begun_settings import differences
 from llamarl.controller.fork import FORKED_FROM
-from llamarl.controller.prepare import absolute_dir, prepare
+from llamarl.controller.prepare import Prepared, absolute_dir, plan_run, prepare
 from llamarl.controller.run import start
 from llamarl.controller.run_folder import CONFIG_FILE
 from llamarl.controller.settle import refuse_other_models
@@ -22,7 +22,12 @@ from llamarl.observability.keys import is_timing_key
 from llamarl.observability.metrics import read_metrics
 from llamarl.plural import plural
 
-__all__ = ["check_replay", "compare_runs", "replay_run"]
+__all__ = ["check_replay", "compare_runs", "plan_replay", "replay_run"]
+
+
+def plan_replay(config: RunConfig, source: Path, *, every_key: bool = True) -> str:
+    """What ``replay_run`` would run, as text (``plan_run``); changes nothing, and refuses what that would."""
+    return plan_run(config, every_key=every_key, prepared_by=lambda asked: _checked(asked, source))
 
 
 def replay_run(config: RunConfig, source: Path) -> None:
@@ -35,30 +40,30 @@ def replay_run(config: RunConfig, source: Path) -> None:
         ConfigError: The configuration would give other bits, or the new folder holds a run.
         EventLogError: The log of ``source`` is missing, torn or too short.
     """
-    if (source / FORKED_FROM).exists():
-        raise ConfigError(
-            f"--replay: {source} goes on from a checkpoint of another run ({FORKED_FROM}), so it cannot be repeated from tick 0"
-        )
-    original = load_config(source / CONFIG_FILE)
-    if original.schedule.weights != "latest":
+    prepared, by_log = _checked(config, source), config.schedule.weights == "latest"
+    if not by_log:
         print(
             f"{source} made no decisions that need a log (schedule.weights = 'exact'): running it again",
             file=sys.stderr,
         )
-        prepared = prepare(config)
-        refuse_other_models(prepared.local, source)
-        start(prepared, repeats=source)
-        print(compare_runs(source, absolute_dir(prepared.config)))
-        return
-    settings = to_plain(original), to_plain(config)
+    start(prepared, repeats=source, by_log=by_log)
+    print(compare_runs(source, absolute_dir(prepared.config)))
+
+
+def _checked(config: RunConfig, source: Path) -> Prepared:
+    """The replay as it would run. Makes nothing."""
+    if (source / FORKED_FROM).exists():
+        raise ConfigError(
+            f"--replay: {source} goes on from a checkpoint of another run ({FORKED_FROM}), so it cannot be repeated from tick 0"
+        )
+    settings = to_plain(load_config(source / CONFIG_FILE)), to_plain(config)
     if not config.hosts.wanted:  # else the hosts say what they are when they are asked
         check_replay(source, *settings, config.run.num_ticks)
     prepared = prepare(config)
     if prepared.hosts is not None:
         check_replay(source, *settings, config.run.num_ticks, prepared.facts)
     refuse_other_models(prepared.local, source)
-    start(prepared, repeats=source, by_log=True)
-    print(compare_runs(source, absolute_dir(prepared.config)))
+    return prepared
 
 
 def compare_runs(source: Path, again: Path) -> str:
@@ -92,7 +97,7 @@ def check_replay(
     num_ticks: int,
     platform: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse a replay that could not give the bits of ``source``.
+    """Refuse a replay that could not give the bits of ``source``. Of one without a log nobody knows the platform.
 
     Args:
         original: The configuration that ``source`` saved, as plain values.
@@ -104,9 +109,10 @@ def check_replay(
         EventLogError: The log is missing, torn, or does not reach ``num_ticks``.
     """
     found = [str(difference) for difference in differences(original, current, begun_in(source / CONFIG_FILE))]
-    log = source / EVENTS_FILE
-    read_events(log, num_ticks=num_ticks)
-    found += platform_differences(event_platform(log), platform)
+    if original["schedule"]["weights"] == "latest":
+        log = source / EVENTS_FILE
+        read_events(log, num_ticks=num_ticks)
+        found += platform_differences(event_platform(log), platform)
     if found:
         raise ConfigError(
             f"--replay: {source} cannot be repeated bit for bit under other settings:\n"

@@ -291,6 +291,16 @@ def test_a_replay_refuses_what_a_resume_refuses(tmp_path: Path, capsys: pytest.C
     assert "is code inside the run's folder" in capsys.readouterr().err
 
 
+def test_a_replay_that_would_give_other_bits_is_refused_as_is_its_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npath = "bundled:tiny"\n[task]\nname = "steps"\n')
+    monkeypatch.setattr("llamarl.controller.prepare.start_fork_servers", lambda config: None)
+    for words in ([], ["--dry-run"]):
+        assert main(["train", "--replay", str(tmp_path), "--run.num_ticks", "1", "--optimizer.lr", "1.0", *words]) == 2
+        assert "\n  - optimizer.lr: it has 1e-06, this run 1.0\nOnly keys that" in capsys.readouterr().err
+
+
 CODE = {
     "task.name", "task.environment", "task.reward", "task.rewards.*.function",
     "task.mixture.*.name", "task.mixture.*.environment", "task.mixture.*.reward", "task.mixture.*.rewards.*.function",
