@@ -293,8 +293,8 @@ def _evaluation(config: RunConfig, questions: Questions) -> str:
 
 def _memory(config: RunConfig, parameters: float) -> str:
     trainer, generator = config.trainer, config.generator
-    ranks = trainer.fsdp * trainer.tp * trainer.pp
-    state = 4 * parameters if config.lora.rank else (8 + config.optimizer.moment_bytes) * parameters
+    ranks, frozen = trainer.num_ranks, 2 if trainer.dtype == "bfloat16" else 4
+    state = frozen * parameters if config.lora.rank else (8 + config.optimizer.moment_bytes) * parameters
     of_trainer = f"trainer {format_bytes(state / ranks)} of weights, gradients and moments a rank, and activations"
     if config.lora.rank:
         of_trainer = f"trainer {format_bytes(state / ranks)} of frozen weights a rank, adapters and activations"

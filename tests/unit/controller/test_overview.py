@@ -37,6 +37,21 @@ def test_the_lines_of_the_shipped_recipe() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--trainer.cp", "2"], "trainer 4.47 MB of weights, gradients and moments a rank, and activations"),
+        (
+            ["--lora.rank", "4", "--trainer.dtype", "bfloat16"],
+            "trainer 1.12 MB of frozen weights a rank, adapters and activations",
+        ),
+    ],
+)
+def test_memory_counts_ranks_that_share_a_sequence_and_the_width_of_frozen_weights(words: list[str], line: str) -> None:
+    """559,168 parameters: 16 bytes each over two ranks; 2 bytes each."""
+    assert lines_of(*words)["memory"].startswith(line)
+
+
 def test_a_rate_that_never_falls_is_not_said_to_fall() -> None:
     assert lines_of("--run.num_ticks", "3")["learning rate"] == "0.0002, cosine, after 5 ticks of warm-up"
 
