@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.flags import OutputFile
-from llamarl.errors import ConfigError, Mistake, ModelError
+from llamarl.errors import ConfigError, LlamaRLError, Mistake, ModelError
 
 if TYPE_CHECKING:
     from llamarl.models.exported import NamedModel
@@ -231,14 +231,14 @@ def _before(named: NamedModel, config: Any) -> dict[str, Any]:
     from llamarl.observability.metrics import read_metrics
 
     try:
-        then = load_config(named.run / "config.toml")
-    except ConfigError:  # of another version, which may have asked anything: no reason to lose what was sampled
+        then, rows = load_config(named.run / "config.toml"), read_metrics(named.run)
+    except LlamaRLError:  # of another version, or without its metrics: no reason to lose what was sampled
         return {}
     if (then.evaluation.num_prompts, then.evaluation.samples_per_prompt, then.evaluation.temperature, then.task) != (
         config.evaluation.num_prompts, config.evaluation.samples_per_prompt, config.evaluation.temperature, config.task
     ):  # fmt: skip
         return {}
-    first = next((row for row in read_metrics(named.run) if row.get("eval/policy_version") == 0), {})
+    first = next((row for row in rows if row.get("eval/policy_version") == 0), {})
     return {"accuracy_before": first["eval/accuracy"]} if first.get("eval/accuracy") is not None else {}
 
 

@@ -78,6 +78,11 @@ def test_what_is_no_number_is_null_in_the_json_of_an_evaluation(
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == scores | {"accuracy_error": None}
 
 
+def test_a_run_without_its_metrics_has_no_accuracy_before_and_costs_no_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    assert eval_verb._before(SimpleNamespace(run=tmp_path), validate({})) == {}  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("key", "expected"), [("", {"accuracy_before": 0.25}), ("of_another_version = 1", {})])
 def test_a_run_of_another_version_has_no_accuracy_before_and_costs_no_evaluation(
     key: str, expected: dict[str, float], tmp_path: Path
