@@ -55,9 +55,11 @@ def run(args: argparse.Namespace) -> int:
     from llamarl.checkpoint.storage import saving
     from llamarl.trainer.checkpoint_export import export_checkpoint
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir()
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be made ({error.strerror}): choose another folder") from error
     try:
         with saving(out, "the model"):
             facts = export_checkpoint(checkpoint.path, config, partial, export_dtype=args.dtype, adapter=args.adapter)

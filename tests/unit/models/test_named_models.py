@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.api.llm import open_policy
+from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.cli.main import main
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.exported import ExportFacts, NamedModel, find_model, write_export
@@ -131,3 +132,12 @@ def test_wrong_flags_of_export_are_told_and_leave_nothing(
     assert main(["export", *(word.format(**places) for word in words)]) in (1, 2)
     assert line.format(**places) in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_for_an_export_that_cannot_be_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = write_run(tmp_path / "run"), tmp_path / "run" / "config.toml" / "policy"
+    monkeypatch.setattr(CheckpointStore, "load", lambda store, tick: None)
+    assert main(["export", str(run), "--out", str(out)]) == 2
+    assert f"--out {out}: cannot be made (Not a directory): choose another folder" in capsys.readouterr().err
