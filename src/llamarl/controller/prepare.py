@@ -41,7 +41,7 @@ from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_object, user_path
-from llamarl.roles import present_roles
+from llamarl.roles import ROLES, present_roles
 from llamarl.runtime.fork_server import shared_modules, start_early
 from llamarl.runtime.placement import Placement, gpus_here, here, may_have_gpus, place
 
@@ -285,8 +285,8 @@ def _check_gpus_of_vllm(config: RunConfig, executors: Sequence[ExecutorSpec]) ->
             if other := users.get(behind) or taken.get(behind):
                 raise ConfigError.at(
                     "generator.engine.options",
-                    f"tensor_parallel_size is {count}, so vLLM of {name!r} on {device} takes {behind} too, where {other!r} is: give "
-                    "each a device by number (generator.device, trainer.device, ...) with as many free ones behind it",
+                    f"tensor_parallel_size is {count}, so vLLM of {name!r} on {device} takes {behind} too, where {other!r} is: put "
+                    f"it by number ({ROLES[name].section}.device = 'cuda:N') where as many behind it are free",
                 )
             taken[behind] = name
 
