@@ -14,6 +14,7 @@ from namespace_hosts import why_not
 from ray_hosts import why_no_ray
 from ssh_hosts import PROGRAMS, SshHosts, ssh_hosts
 
+from llamarl.cli import cluster
 from llamarl.cli.cluster import description_of_cluster
 from llamarl.cli.main import main
 
@@ -88,6 +89,25 @@ def test_a_mistake_is_told_before_anything_is_started(
     assert main(["cluster", *words]) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_description_that_was_changed_is_kept_and_one_of_another_kind_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "_TOKEN", tmp_path / "token")
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0))
+    (tmp_path / "token").touch()
+    assert main(["cluster", "up", "localhost"]) == main(["cluster", "up", "localhost"]) == 0
+    changed = "# mine\n" + Path("cluster.yaml").read_text()
+    Path("cluster.yaml").write_text(changed.replace('"max_workers": 0', '"max_workers": 1'))
+    assert main(["cluster", "up", "localhost"]) == 2
+    assert Path("cluster.yaml").read_text().startswith("# mine")
+    Path("cluster.yaml").write_text("provider: {type: aws}  # of a cloud\n")
+    assert main(["cluster", "down"]) == 2
+    told = capsys.readouterr().err
+    assert "cluster.yaml is there already and describes other machines, or was changed" in told
+    assert "cluster.yaml describes no machines that ssh reaches, as llamarl cluster up does: KeyError('auth')" in told
 
 
 def test_without_ray_it_says_what_to_install(

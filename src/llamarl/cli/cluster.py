@@ -102,6 +102,8 @@ def _name_of_head(head: str) -> tuple[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    import yaml
+
     from llamarl.errors import ConfigError
 
     own = Path(sys.executable).parent
@@ -112,7 +114,12 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "down":
         if not file.exists():
             raise ConfigError(f"no file {file}: llamarl cluster up wrote it where it was called; name it by --file")
-        return _end(json.loads(file.read_text()))
+        try:
+            return _end(yaml.safe_load(file.read_text(encoding="utf-8")))
+        except (yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{file} describes no machines that ssh reaches, as llamarl cluster up does: {error!r}"
+            ) from error
     hosts = [name.strip() for name in (args.hosts or "").split(",") if name.strip()]
     if not hosts:
         raise ConfigError("which machines? llamarl cluster up a,b,c, the head first")
@@ -132,6 +139,11 @@ def run(args: argparse.Namespace) -> int:
     token.chmod(0o600)  # Ray leaves it to be read by every user of the machine
     bin_dir = args.bin or str(own)
     wanted = description_of_cluster(hosts, user=args.user or getpass.getuser(), key=args.key, bin_dir=bin_dir)
+    if file.exists() and yaml.safe_load(file.read_text(encoding="utf-8")) != wanted:
+        raise ConfigError(
+            f"{file} is there already and describes other machines, or was changed: start these by ray up {file}, "
+            "or have another one written by --file"
+        )
     file.write_text(json.dumps(wanted, indent=2) + "\n")  # JSON is YAML
     done = subprocess.run([str(own / "ray"), "up", "--yes", "--no-config-cache", str(file)], env=environment)
     if done.returncode == 0:

@@ -221,9 +221,13 @@ def test_a_vllm_over_gpus_takes_none_on_which_another_is_placed(
     if not behind:
         prepare._check_gpus_of_vllm(validate(plain), _specs(**devices))
         return
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size is 2.*takes {behind} too, where '{other}' is") as refused:
+    with pytest.raises(
+        ConfigError, match=f"tensor_parallel_size is 2.*takes {behind} too, where '{other}' is"
+    ) as refused:
         prepare._check_gpus_of_vllm(validate(plain), _specs(**devices))
-    assert str(refused.value).endswith("put it by number (generator.device = 'cuda:N') where as many behind it are free")
+    assert str(refused.value).endswith(
+        "put it by number (generator.device = 'cuda:N') where as many behind it are free"
+    )
 
 
 def test_a_dry_run_on_gpus_settles_and_shows_what_they_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
