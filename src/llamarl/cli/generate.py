@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="to compute in (default: the run's, else float32)",
+        help="to compute in (default: the run's, else as a run would)",
     )
     parser.add_argument("--quantization", choices=("none", "int8", "fp8"), help="default: the run's, else none")
     parser.add_argument(
