@@ -13,15 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from llamarl.settings.executors import TASK_PART
 from llamarl.types import Failure, Group, Response, Score
 
-if TYPE_CHECKING:
-    from llamarl.config import RunConfig
-
-__all__ = ["add_verdicts", "asks_models_alone", "to_judge", "with_score", "zero_rewards"]
+__all__ = ["add_verdicts", "to_judge", "with_score", "zero_rewards"]
 
 
 def to_judge(response: Response) -> bool:
@@ -84,8 +80,3 @@ def add_verdicts(groups: Sequence[Group], *, weight: float) -> list[Group]:
 
 def _changed(groups: Sequence[Group], change: Callable[[Response], Response]) -> list[Group]:
     return [dataclasses.replace(group, responses=tuple(map(change, group.responses))) for group in groups]
-
-
-def asks_models_alone(config: RunConfig) -> bool:
-    """Whether the task has no say in a reward."""
-    return config.reward.weight == 0

@@ -28,7 +28,7 @@ from llamarl.data.curriculum import Outcome, bands, outcomes_of
 from llamarl.environments.pool import RewardPool
 from llamarl.executors.base import BaseExecutor, ExecutorContext, StepResult
 from llamarl.executors.dynamic_sampling import DynamicSampler
-from llamarl.executors.judging import add_verdicts, asks_models_alone, zero_rewards
+from llamarl.executors.judging import add_verdicts, zero_rewards
 from llamarl.observability.findings import Causes, few_causes, remedy, too_many_failed
 from llamarl.observability.ledger import failed_tokens
 from llamarl.observability.rollouts import write_rollouts
@@ -68,7 +68,7 @@ class RewardExecutor(BaseExecutor):
             )
 
     def setup(self) -> None:
-        if not asks_models_alone(self.config):
+        if self.config.reward.weight:
             self.pool = RewardPool(self.config.task, seed=self.config.run.seed)
         if self.context.run_dir is not None and self.name in ROLES:  # a further one judges what the first has kept
             self._folder = RunIdentity.of(self.context.run_dir)
@@ -109,9 +109,8 @@ class RewardExecutor(BaseExecutor):
 
     def _judged(self, groups: Sequence[Group], *, limit_s: float) -> list[Group]:
         """The task's reward and what models before it said, added up (``executors/judging.py``)."""
-        alone = asks_models_alone(self.config)
-        own = zero_rewards(groups) if alone else self.pool.score(groups, limit_s=limit_s)
-        return add_verdicts(own, weight=self.config.reward.weight)
+        weight = self.config.reward.weight
+        return add_verdicts(self.pool.score(groups, limit_s=limit_s) if weight else zero_rewards(groups), weight=weight)
 
     def _watch_failures(self, share: float, failures: Mapping[str, int], tick: int) -> None:
         """Ask for the end of a run whose samples fail for too long."""
