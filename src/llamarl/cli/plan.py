@@ -88,11 +88,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = recommend(plans)
     if args.recipe:
         _write(args.recipe, chosen, question, options)
-    unrunnable = work.model.unsupported or None
     kinds = " + ".join(f"{devices} x {hardware.device.title}" for hardware, devices in question.pools)
     print(plans_text(plans, chosen, work, kinds if len(question.pools) > 1 else ""))
-    if unrunnable:
-        print(f"  not yet    llamarl train does not run this model: {unrunnable}")
+    if work.model.unsupported:
+        print(f"  not yet    llamarl train does not run this model: {work.model.unsupported}")
     for line in question.notes:
         print(f"  note       {line}")
     if args.recipe:

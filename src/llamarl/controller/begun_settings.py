@@ -9,7 +9,7 @@ Whether a key changes bits stands where the key is defined (``llamarl.strict.Eff
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,14 +132,14 @@ def explain(found: Sequence[Difference], platform: Sequence[str], run_dir: Path,
     lines += [f"  - {line}" for line in (*map(str, found), *platform)]
     keys = [difference.key for difference in found]
     if found:
-        lines.append(f"To go on as before, leave out {_listed(f'--{key}' for key in keys)}.")
+        lines.append(f"To go on as before, leave out {', '.join(f'--{key}' for key in keys)}.")
     if found and set(keys) <= RESHARDABLE:
         lines.append("With --checkpoint.reshard true the trainer goes on in the new layout, to rounding.")
     bound = [difference.key for difference in found if difference.effect is Effect.IN_STATE]
     if bound:
         begin = f", with {policy} to begin where this one ended" if policy else ""
         lines.append(
-            f"The states in a checkpoint depend on {_listed(bound)}: for another value start a new run{begin}."
+            f"The states in a checkpoint depend on {', '.join(bound)}: for another value start a new run{begin}."
         )
     elif found and policy:
         words = [word for d in found for word in (f"--{d.key}", _word(d.asked))]
@@ -148,10 +148,6 @@ def explain(found: Sequence[Difference], platform: Sequence[str], run_dir: Path,
     if platform:
         lines.append("With --checkpoint.other_platform true the run goes on here, to rounding.")
     return "\n".join(lines)
-
-
-def _listed(words: Collection[str] | Any) -> str:
-    return ", ".join(words)
 
 
 def _word(value: Any) -> str:

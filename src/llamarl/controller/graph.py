@@ -21,7 +21,7 @@ import platform
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
@@ -288,7 +288,7 @@ def choose_transports(
             elif config.schedule.colocated and transport_kind(name).on_device:
                 name, reason = "shared_memory", f"the {source.name}'s weights wait in host memory"
             channel = replace(channel, transport=name)
-            versions = versions_held(channel.capacity, num_ticks, _carries(config, channel))
+            versions = versions_held(channel.capacity, num_ticks, partial(carries_version, config, channel.sink))
             edges.append(
                 WeightEdge(
                     channel=channel.name,
@@ -316,11 +316,6 @@ def _check(config: RunConfig, *, several_hosts: str) -> None:
             "schedule.colocated keeps the weights in host memory between the ticks, but schedule.transport is "
             f"{name!r}, which would hold another copy on the device: set it to 'auto'"
         )
-
-
-def _carries(config: RunConfig, channel: ChannelSpec) -> Callable[[int], bool]:
-    """Whether the token that the source makes at a tick carries a version."""
-    return lambda tick: carries_version(config, channel.sink, tick)
 
 
 def versions_held(capacity: int, num_ticks: int, sends: Callable[[int], bool]) -> int:

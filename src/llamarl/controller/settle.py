@@ -278,13 +278,9 @@ def _with_models(config: RunConfig, rename: _Rename, *, weights: bool) -> RunCon
     return config
 
 
-def frozen_paths(config: RunConfig) -> dict[str, str]:
-    """Key of the recipe -> path, of every model that never learns; of these is the policy's, where adapters learn in its
+def frozen_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key of the recipe and path, of every model that never learns; of these is the policy's, where adapters learn in its
     place or a reference begins with it."""
-    return dict(_frozen(config))
-
-
-def _frozen(config: RunConfig) -> Iterator[tuple[str, str]]:
     for role in present_roles(config):
         if role.model and not role.model.trained and role.model.named_itself(config):
             yield role.model.key, role.model.path(config)
@@ -358,7 +354,7 @@ def changed_files(config: RunConfig, run_dir: Path) -> dict[str, str]:
 
 
 def _facts(config: RunConfig) -> dict[str, dict[str, str]]:
-    folders = {key: resolve_model_path(path, key=key) for key, path in frozen_paths(config).items()}
+    folders = {key: resolve_model_path(path, key=key) for key, path in frozen_paths(config)}
     here = {folder for folder in folders.values() if any(folder.glob("*.safetensors"))}  # not those yet to be fetched
     sums = {folder: model_checksum(folder) for folder in here}
     found = {key: (folder, sums[folder]) for key, folder in folders.items() if folder in here}

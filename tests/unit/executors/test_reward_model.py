@@ -362,7 +362,7 @@ def test_names_and_weights_that_do_not_go_together_are_refused(plain: Path) -> N
 def test_the_policys_files_are_proved_where_they_are_read_again_at_a_resume(
     settings: dict[str, Any], keys: set[str]
 ) -> None:
-    assert set(frozen_paths(validate(settings))) == keys
+    assert {key for key, _ in frozen_paths(validate(settings))} == keys
 
 
 def test_the_bytes_of_frozen_models_are_written_down_and_proved(tmp_path: Path) -> None:
@@ -371,7 +371,10 @@ def test_the_bytes_of_frozen_models_are_written_down_and_proved(tmp_path: Path) 
     second = {"factory": "llamarl.executors.reward_model:RewardModelExecutor", "reads": ["rated"], "writes": ["more"],
               "settings": {"reward_model": {"path": str(model), "name": "second"}}}  # fmt: skip
     config = recipe(model, executors={"second": second, "reward": {"reads": ["more"]}})
-    assert set(frozen_paths(config)) == {"reward_model.path", "executors.second.settings.reward_model.path"}
+    assert {key for key, _ in frozen_paths(config)} == {
+        "reward_model.path",
+        "executors.second.settings.reward_model.path",
+    }
     record_models(config, run)
     refuse_other_models(config, run)
     assert {len(facts["xxh3_128"]) for facts in json.loads((run / MODELS_FILE).read_text()).values()} == {32}
