@@ -231,7 +231,8 @@ def _data(config: RunConfig, questions: Questions) -> str:
 
 
 def _times(count: float) -> str:
-    return f"{count:,.0f} times" if count >= 10 else f"{count:.2g} times"
+    shown = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+    return f"{shown} time{'' if shown == '1' else 's'}"
 
 
 def _prompt(questions: Questions) -> str:

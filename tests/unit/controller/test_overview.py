@@ -67,6 +67,7 @@ def test_questions_are_counted_and_so_is_how_often_they_are_seen() -> None:
     found = lines_of(questions=few)
     assert found["task"] == "steps, 400 questions, seen 4 times in this run; 44 held out"
     assert found["evaluation"].startswith("every 10 ticks, and before the first: 44 held-out prompts x 1 response")
+    assert "seen 1 time in this run" in lines_of("--run.num_ticks", "25", questions=few)["task"]
     assert len(found["first prompt"]) < 300 and found["first prompt"].startswith("500 tokens: 'xxx")
 
 
