@@ -57,6 +57,9 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
             checkpoint = store.load()
             had = checkpoint.run.get("config", {})
             _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
+            passed = checkpoint.tick + 1 >= prepared.config.run.num_ticks
+            if passed and not incomplete_products(run_dir, prepared.config, checkpoint.path):
+                return _is_complete(run_dir, checkpoint)
         return describe_plan(prepared, every_key=every_key)
     finally:
         if prepared.hosts is not None:
@@ -110,12 +113,14 @@ def resume_run(config: RunConfig) -> None:
                     f"writes {', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any "
                     f"checkpoint by llamarl export"
                 )
-            print(
-                f"{run_dir} is complete at {plural(checkpoint.tick + 1, 'tick')}; raise --run.num_ticks to prolong it"
-            )
+            print(_is_complete(run_dir, checkpoint))
             return
         store.clean(after_tick=checkpoint.tick)
         _continue_run(prepared, folder, mirror, after_tick=checkpoint.tick, load_from=checkpoint.path, moved=moved)
+
+
+def _is_complete(run_dir: Path, checkpoint: Checkpoint) -> str:
+    return f"{run_dir} is complete at {plural(checkpoint.tick + 1, 'tick')}; raise --run.num_ticks to prolong it"
 
 
 def _continue_run(

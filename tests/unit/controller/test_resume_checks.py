@@ -159,6 +159,9 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
         resume.resume_run(asked)
         told = capsys.readouterr()
         assert "model: it is missing; it is written again from" in told.err and "is complete at 5 ticks" in told.out
+        assert (
+            "# what would run" not in (told_before := resume.plan_resume(asked)) and "is complete at 5" in told_before
+        )
         resume.resume_run(asked)
         assert "written again" not in capsys.readouterr().err
         (run_dir / "model" / "config.json").write_text("[]")
