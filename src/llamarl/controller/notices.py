@@ -44,11 +44,10 @@ def checkpoint_bytes(config: RunConfig) -> float:
     if config.lora.rank:
         trained = float(config.lora.num_parameters(parameters))
     handed_over = trained if config.lora.rank and config.lora.hand_over == "adapter" else whole
-    width = 4 if config.trainer.dtype != "bfloat16" or config.lora.rank else 2
     moved = [math.prod(shape) for name, shape in parameters.items() if config.optimizer.is_matrix(name, len(shape))]
     matrices = trained if config.lora.rank else float(sum(moved))
     total = _MASTER_AND_MOMENTS * trained - (TWO_MOMENTS - config.optimizer.moment_bytes) * matrices
-    total += width * config.schedule.max_staleness * handed_over
+    total += 4 * config.schedule.max_staleness * handed_over  # float32 whatever it is computed in
     for role in present_roles(config):
         if role.model is not None and role.model.trained and role.name != "trainer":
             total += _MASTER_AND_MOMENTS * _count(parameter_shapes(role.model.path(config)))

@@ -3,6 +3,8 @@
 import math
 from pathlib import Path
 
+import pytest
+
 from llamarl.config import load_config
 from llamarl.controller.notices import (
     checkpoint_bytes,
@@ -67,8 +69,10 @@ def test_the_plan_says_when_how_many_and_how_much() -> None:
     assert checkpoint_plan(last, 1e9).startswith("at the end; ")
 
 
-def test_a_checkpoint_of_float32_weights_takes_sixteen_bytes_a_parameter_at_staleness_one() -> None:
-    words = ["--trainer.dtype", "float32", "--schedule.max_staleness"]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_takes_sixteen_bytes_a_parameter_at_staleness_one(dtype: str) -> None:
+    """Masters, two moments, and the version on the weights edge: all float32."""
+    words = ["--trainer.dtype", dtype, "--schedule.max_staleness"]
     one, none = load_config(None, [*words, "1"]), load_config(None, [*words, "0"])
     parameters = checkpoint_bytes(none) / 12
     assert parameters == int(parameters) > 100_000
