@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replay",
         metavar="RUN_DIR",
-        help="repeat this run bit for bit from its configuration and event log, into RUN_DIR-replay or --run.dir",
+        help="repeat this run bit for bit from its configuration and event log, into RUN_DIR-replay or --run.dir; status 1 where bits differ",
     )
     parser.add_argument(
         "--cluster",
@@ -259,6 +259,5 @@ def _replay(args: argparse.Namespace, overrides: list[str], hosts: list[str]) ->
 
     if args.dry_run:
         print(plan_replay(config, source, every_key=args.every_key))
-    else:
-        replay_run(config, source)
-    return 0
+        return 0
+    return 0 if replay_run(config, source) else 1

@@ -30,8 +30,8 @@ def plan_replay(config: RunConfig, source: Path, *, every_key: bool = True) -> s
     return plan_run(config, every_key=every_key, prepared_by=lambda asked: _checked(asked, source))
 
 
-def replay_run(config: RunConfig, source: Path) -> None:
-    """Repeat the run in ``source`` bit for bit in a new folder, ``config.run.dir``.
+def replay_run(config: RunConfig, source: Path) -> bool:
+    """Repeat the run in ``source`` in a new folder, ``config.run.dir``, and say whether it has the same bits.
 
     Args:
         config: What ``source`` saved, with overrides that change no bit.
@@ -47,7 +47,9 @@ def replay_run(config: RunConfig, source: Path) -> None:
             file=sys.stderr,
         )
     start(prepared, repeats=source, by_log=by_log)
-    print(compare_runs(source, absolute_dir(prepared.config)))
+    equal, words = compare_runs(source, absolute_dir(prepared.config))
+    print(words)
+    return equal
 
 
 def _checked(config: RunConfig, source: Path) -> Prepared:
@@ -66,9 +68,12 @@ def _checked(config: RunConfig, source: Path) -> Prepared:
     return prepared
 
 
-def compare_runs(source: Path, again: Path) -> str:
-    """Whether two runs have the same bits, in a line: rows of their metrics but for times, memory and evaluations, and the weights
-    of their policies where both have come to the same end."""
+def compare_runs(source: Path, again: Path) -> tuple[bool, str]:
+    """Find whether two runs have the same bits, and say it in a line.
+
+    Compared are the rows of their metrics, but for times, memory and evaluations, and the weights of their policies
+    where both have come to the same end.
+    """
     here, there = (
         {int(row["step"]): row for row in read_metrics(run) if row["step"] is not None} for run in (again, source)
     )
@@ -76,18 +81,18 @@ def compare_runs(source: Path, again: Path) -> str:
         for key in sorted(here[tick].keys() | there[tick].keys()):
             timed = is_timing_key(key) or key.startswith(("eval/", "memory/"))
             if not timed and (one := here[tick].get(key)) != (other := there[tick].get(key)):
-                return f"OTHER BITS than {source}, from tick {tick} on: {key} is {one}, there {other}"
+                return False, f"OTHER BITS than {source}, from tick {tick} on: {key} is {one}, there {other}"
     if not here.keys() & there.keys():
-        return f"no tick of {source} was repeated: nothing is known of its bits"
+        return False, f"no tick of {source} was repeated: nothing is known of its bits"
     equal = f"equal bits: {plural(len(here.keys() & there.keys()), 'row')} but for times"
     own = sorted(path.name for path in (again / "model").glob("*.safetensors"))
     if here.keys() != there.keys() or not own or not all((source / "model" / name).is_file() for name in own):
-        return f"{equal} as in {source}"
+        return True, f"{equal} as in {source}"
     if wrong := [
         name for name in own if not filecmp.cmp(again / "model" / name, source / "model" / name, shallow=False)
     ]:
-        return f"OTHER BITS than {source}: the rows are equal, model/{wrong[0]} differs"
-    return f"{equal}, and the policy's weights, as in {source}"
+        return False, f"OTHER BITS than {source}: the rows are equal, model/{wrong[0]} differs"
+    return True, f"{equal}, and the policy's weights, as in {source}"
 
 
 def check_replay(
