@@ -26,7 +26,7 @@ from llamarl.settings.environments import RewardPoolConfig, TaskConfig
 from llamarl.types import Failure, Group, Score
 
 JUDGE = '''
-import json, multiprocessing, os, re, resource, signal, subprocess, sys, time
+import json, multiprocessing, os, re, resource, signal, subprocess, sys, threading, time
 
 def detach(note):
     """A process in a session of its own, forked twice, deaf to every signal that can be ignored."""
@@ -130,6 +130,12 @@ def judge(prompt, response, answer):
         return float(rest in os.environ)
     if word == "hoard":
         return float(len(bytearray(int(rest) << 20)))
+    if word == "threads":  # that live at once
+        end, threads = threading.Event(), [threading.Thread(target=lambda: end.wait()) for _ in range(int(rest))]
+        for thread in threads:
+            thread.start()
+        end.set()
+        return float(len(threads))
     if word == "detach":
         detach(rest)
         return 1.0
@@ -384,6 +390,11 @@ def test_a_sample_beyond_the_memory_limit_is_failed_with_its_cause_and_the_next_
     assert (small, after) == (Score(value=float(100 << 20)), Score(value=2.0))
     assert _failure(large).kind == "exception"
     assert "MemoryError: (task.pool.memory_limit_mb = 600)" in _failure(large).detail
+
+
+def test_the_stacks_of_threads_leave_room_under_the_memory_limit(tmp_path: Path) -> None:
+    with RewardPool(_config(tmp_path, "judge", memory_limit_mb=600)) as pool:
+        assert _judge(pool, "threads 150") == [Score(value=150.0)]  # of 8 MiB each, 75 would be too many
 
 
 @pytest.mark.parametrize(("word", "told"), [("surrogate", r"ValueError: \ud800"), ("unprintable", "Unprintable: (its")])

@@ -17,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -128,6 +129,7 @@ def _limit_memory(limit_mb: int) -> None:
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        threading.stack_size(2 << 20)  # a stack counts whole, and an agent's episode has three
 
 
 def _first_lines(error: BaseException, memory_limit_mb: int) -> str:
