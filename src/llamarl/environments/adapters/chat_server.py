@@ -15,6 +15,7 @@ import hmac
 import json
 import queue
 import secrets
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class ChatServer:
         self._last: _Waiting | None = None
         self._closed = False
         self._http = _Http(self)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True, name="chat server")
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="chat server")
         self._thread.start()
 
     @property
@@ -117,9 +118,13 @@ class ChatServer:
             waiting, self._open, self._closed = self._open, None, True
         if waiting is not None:
             waiting.is_over.set()
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which waits for a connection
         self._thread.join(10)
+        self._http.server_close()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            self._http.handle_request()
 
     def put(self, body: object, *, again: bool) -> _Waiting:
         """Take a request.
