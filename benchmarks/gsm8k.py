@@ -76,17 +76,15 @@ def main() -> None:
     within_reach = choose(args, tuned)
     results: dict[str, Any] = {"questions": len(within_reach.read_text().splitlines()), "scores": {}, "curves": {}}
     add = Judge(args, results)
+    add("sft", tuned, args.n)
     for seed in args.seeds:
         first = seed == args.seeds[0]
-        arms = [arm for arm in ARMS if first or arm != ONCE]
-        for arm in arms:
-            results["curves"][f"{arm}_seed_{seed}"] = rl(args, arm, seed, tuned, within_reach)
-        if first:
-            add("sft", tuned, args.n)
-        for arm in arms:
-            name = f"{arm}_seed_{seed}"
-            add(name, args.runs / name / "model", args.n if first else max(1, args.n // 4))
-        if first:  # the base model last: its answers are the longest
+        for arm in ARMS:
+            if first or arm != ONCE:
+                name = f"{arm}_seed_{seed}"
+                results["curves"][name] = rl(args, arm, seed, tuned, within_reach)
+                add(name, args.runs / name / "model", args.n if first else max(1, args.n // 4))
+        if first:  # the base model late: its answers are the longest
             add("base", Path(args.model), args.n)
     if args.trl_env:
         results["curves"]["trl_seed_0"], (model, n) = trl_arm(args, tuned, within_reach)
