@@ -656,8 +656,9 @@ def meant_key(word: str, mark: str = "") -> str:
     Args:
         mark: What stands before a key there: ``--`` on the command line.
     """
-    homes = [f"{mark}{known}" for known in known_keys() if known.endswith(f".{word}")]
-    return f"did you mean {' or '.join(homes[:3])}?" if homes else our_name(word)[1]
+    named = [f"{word}.{last}" for last in ("path", "name")]  # of a section, what is meant by its name alone
+    homes = [key for key in known_keys() if key in named] or [key for key in known_keys() if key.endswith(f".{word}")]
+    return f"did you mean {' or '.join(mark + key for key in homes[:3])}?" if homes else our_name(word)[1]
 
 
 def key_effects() -> dict[str, Effect]:

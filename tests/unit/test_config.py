@@ -263,6 +263,17 @@ def test_a_flag_without_its_section_is_pointed_to_the_keys_of_that_name() -> Non
         load_config(None, ["--max_steps", "3"])
 
 
+def test_a_section_as_a_flag_is_pointed_to_what_names_its_thing() -> None:
+    """Not to a key of another section that ends in that word (judge.model), and its value is no second mistake."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["--model", "org/name", "--task", "gsm8k", "--reward", "f.py:g"])
+    assert str(caught.value).splitlines() == [
+        "unexpected argument '--model': did you mean --model.path?",
+        "unexpected argument '--task': did you mean --task.name?",
+        "unexpected argument '--reward': did you mean --task.reward?",
+    ]
+
+
 def test_the_name_of_the_recipe_stands_in_for_its_placeholder(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('run = { dir = "here/{name}/x" }')
     assert load_config(tmp_path / "mine.toml").run.dir == "here/mine/x"
