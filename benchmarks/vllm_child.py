@@ -71,6 +71,7 @@ def main() -> None:
     from workloads import long_tail_requests, sequences_of, short_requests, task_tail_sequences
 
     from llamarl.engine.vllm import VllmEngine, import_vllm
+    from llamarl.models.loading import load_model_config
     from llamarl.settings.engine import EngineConfig
 
     model, dtype, clock_name, prompts, drafts = sys.argv[1:]
@@ -86,7 +87,7 @@ def main() -> None:
         guess = {"method": "ngram", "num_speculative_tokens": int(drafts), "prompt_lookup_max": 4}
         vllm.LLM = lambda **settings: plain(**settings, speculative_config=guess)
     engine = VllmEngine(model, config, eos_token_ids=())
-    vocabulary = engine.vocabulary
+    vocabulary = load_model_config(model).vocab_size
     facts["vllm"] = vllm.__version__
     workloads = {
         "short": lambda: sequences_of(short_requests(vocabulary)),

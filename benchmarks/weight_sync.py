@@ -197,7 +197,7 @@ def one_sink(pipe: Connection, from_source: Connection, model: str) -> None:
             started, handle = from_source.recv()
             before, cpu = reset_peak(), time.process_time()
             if what == "mapped":
-                mapped = puller.open([handle], WAIT_S).map_tensors(WAIT_S)
+                mapped = puller.open([handle], WAIT_S).map_tensors()
                 assert mapped is not None
                 served = mapped
             else:
