@@ -244,7 +244,7 @@ class Reader(Generic[T]):
                     else:
                         meant, words = self.nearest(found.key)
                         _list(Mistake(found.key, f": unknown key; {words}"), listed, wrong)
-                        wrong |= {known for known in self.keys if meant and _within(known, meant)}
+                        wrong |= {meant} if meant else set()
                 wrong |= {prefix + key for key in faulty - {""}}  # from now on stand-ins
                 if not any([_drop(raw, key) for key in sorted(faulty)]):
                     return cls()
@@ -259,7 +259,7 @@ class Reader(Generic[T]):
                 return self._section(section, value, f"{key}.", listed, wrong)
             such = f"{key}.{_names(section)[0]}"
             _list(Mistake(key, f": expected a section with keys such as {such}, got {_shown(value)}"), listed, wrong)
-            wrong.update({key, *(known for known in self.keys if _within(known, key))})
+            wrong.add(key)
             return section()
 
         values = dict(raw)
@@ -312,7 +312,7 @@ def walk_fields(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _list(mistake: Mistake, listed: list[Mistake], wrong: set[str]) -> bool:
     """List a mistake unless it may follow from one before it; whether it was listed."""
     keys = {mistake.key, *mistake.others} - {""}
-    if any(_within(known, key) for known in wrong for key in keys):
+    if any(_within(known, key) or _within(key, known) for known in wrong for key in keys):
         return False
     listed.append(mistake)
     if len(keys) == 1:  # of several keys that do not go together, any may be the wrong one

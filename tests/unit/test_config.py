@@ -103,6 +103,7 @@ def test_mistakes_of_every_kind_and_section_are_listed_together() -> None:
         ({"generator": {"max_segmnts": 2, "oversubscription": 1.5}}, "generator.max_segmnts: unknown key"),
         ({"generator": {"max_segments": 0, "oversubscription": 1.5}}, "generator.max_segments must be >= 1"),
         ({"task": {"name": 3, "data": "x.jsonl"}}, "task.name: expected text"),
+        ({"task": {"rewards": ["mine.py:right"]}}, "task.rewards.0: expected a section with keys such as"),
         (
             {"schedule": {"prompts_per_step": True}, "trainer": {"minibatches": 17}},
             "schedule.prompts_per_step: expected",
