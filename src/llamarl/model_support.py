@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "NOT_COMPUTED", "USES", "Family", "Use", "is_known", "text_part", "why_unsupported"]
+__all__ = ["FAMILIES", "NOT_COMPUTED", "USES", "Use", "is_known", "text_part", "why_unsupported"]
 
 Use = Literal[
     "generate",
@@ -59,14 +58,6 @@ _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 """Switches of norms over heads that older families have beside their tensor-parallel plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture, named by the ``model_type`` of its ``config.json``."""
-
-    lacks: Mapping[Use, str] = field(default_factory=dict)
-    """What it cannot be used for -> why."""
-
-
 _NO_EXPERTS: Mapping[Use, str] = {"router_replay": "it has no experts"}
 _NO_VALUE_FORM: Mapping[Use, str] = {"critic": "transformers has no form of it with a value head named 'score'"}
 _NO_SCORE_FORM: Mapping[Use, str] = {
@@ -87,58 +78,51 @@ _SPARSE: Mapping[Use, str] = {
     "fp8": "its experts are no linear layers, which alone are quantized",
 }
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(lacks=_NO_EXPERTS),
-    "qwen2": Family(lacks=_NO_EXPERTS),
-    "qwen3": Family(lacks=_NO_EXPERTS),
-    "mistral": Family(lacks=_NO_EXPERTS),
-    "gemma2": Family(lacks={**_NO_EXPERTS}),
-    "gemma3_text": Family(lacks={**_NO_EXPERTS, **_NO_VALUE_FORM}),
-    "phi3": Family(lacks={**_NO_EXPERTS, **_PACKED_PLAN}),
-    "gemma": Family(lacks=_DENSE),
-    "granite": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
-    "smollm3": Family(lacks=_DENSE),
-    "olmo2": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
-    "olmo3": Family(lacks={**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN}),
-    "glm4": Family(lacks={**_DENSE, **_PACKED_PLAN}),
-    "starcoder2": Family(lacks=_DENSE),
-    "stablelm": Family(lacks={**_DENSE, **_NO_PLAN, **_NO_STAGES}),
-    "phi": Family(lacks=_DENSE),
-    "cohere": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
-    "cohere2": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
-    "nemotron": Family(lacks={**_DENSE, **_NO_STAGES}),
-    "exaone4": Family(lacks=_DENSE),
-    "ernie4_5": Family(lacks={**_DENSE, **_NO_SCORE_FORM}),
-    "gpt_neox": Family(
-        lacks={**_DENSE, **_NO_VALUE_FORM},
-    ),
-    "gpt2": Family(
-        lacks={
-            **_DENSE,
-            **_NO_VALUE_FORM,
-            **_NO_PLAN,
-            **_NO_STAGES,
-            "int8": "its layers are convolutions in name, and only linear layers are quantized",
-            "fp8": "its layers are convolutions in name, and only linear layers are quantized",
-            "lora": "it has no linear layer inside: its own are convolutions in name",
-        },
-    ),
-    "opt": Family(
-        lacks={**_DENSE, **_NO_VALUE_FORM, **_NO_PLAN, **_NO_STAGES},
-    ),
-    "qwen3_moe": Family(lacks=_SPARSE),
-    "olmoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN, **_NO_STAGES}),
-    "mixtral": Family(lacks=_SPARSE),
-    "deepseek_v3": Family(
-        lacks={
-            **_SPARSE,
-            **_WHOLE_ATTENTION,
-            "pipeline": "the biases of its routers are not brought together from stages",
-        },
-    ),
-    "granitemoe": Family(lacks={**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION, **_NO_STAGES}),
+FAMILIES: Mapping[str, Mapping[Use, str]] = {
+    "llama": _NO_EXPERTS,
+    "qwen2": _NO_EXPERTS,
+    "qwen3": _NO_EXPERTS,
+    "mistral": _NO_EXPERTS,
+    "gemma2": _NO_EXPERTS,
+    "gemma3_text": {**_NO_EXPERTS, **_NO_VALUE_FORM},
+    "phi3": {**_NO_EXPERTS, **_PACKED_PLAN},
+    "gemma": _DENSE,
+    "granite": {**_DENSE, **_NO_SCORE_FORM},
+    "smollm3": _DENSE,
+    "olmo2": {**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN},
+    "olmo3": {**_DENSE, **_NO_VALUE_FORM, **_PACKED_PLAN},
+    "glm4": {**_DENSE, **_PACKED_PLAN},
+    "starcoder2": _DENSE,
+    "stablelm": {**_DENSE, **_NO_PLAN, **_NO_STAGES},
+    "phi": _DENSE,
+    "cohere": {**_DENSE, **_NO_SCORE_FORM},
+    "cohere2": {**_DENSE, **_NO_SCORE_FORM},
+    "nemotron": {**_DENSE, **_NO_STAGES},
+    "exaone4": _DENSE,
+    "ernie4_5": {**_DENSE, **_NO_SCORE_FORM},
+    "gpt_neox": {**_DENSE, **_NO_VALUE_FORM},
+    "gpt2": {
+        **_DENSE,
+        **_NO_VALUE_FORM,
+        **_NO_PLAN,
+        **_NO_STAGES,
+        "int8": "its layers are convolutions in name, and only linear layers are quantized",
+        "fp8": "its layers are convolutions in name, and only linear layers are quantized",
+        "lora": "it has no linear layer inside: its own are convolutions in name",
+    },
+    "opt": {**_DENSE, **_NO_VALUE_FORM, **_NO_PLAN, **_NO_STAGES},
+    "qwen3_moe": _SPARSE,
+    "olmoe": {**_SPARSE, **_NO_SCORE_FORM, **_PACKED_PLAN, **_NO_STAGES},
+    "mixtral": _SPARSE,
+    "deepseek_v3": {
+        **_SPARSE,
+        **_WHOLE_ATTENTION,
+        "pipeline": "the biases of its routers are not brought together from stages",
+    },
+    "granitemoe": {**_SPARSE, **_NO_SCORE_FORM, **_WHOLE_ATTENTION, **_NO_STAGES},
 }
-"""``model_type`` -> family. Their tokens and gradients are tested against the library's own forward."""
+"""``model_type`` -> what that family cannot be used for, and why. Their tokens and gradients are tested
+against the library's own forward."""
 
 _STATE = "its recurrent or convolution layers carry a state from token to token, which the engine does not keep"
 _SINKS = "its attention has sinks, which are not computed here"
@@ -155,9 +139,7 @@ NOT_COMPUTED: Mapping[str, str] = {
 """``model_type`` -> why the check before a run refuses it: said early, of families that people ask for."""
 
 _WITHOUT_KNOWLEDGE: tuple[Use, ...] = ("generate", "train", "replicate", "lora")
-_UNKNOWN = Family(
-    lacks={use: "it is known of the families in docs/models.md alone" for use in USES if use not in _WITHOUT_KNOWLEDGE},
-)
+_UNKNOWN = {use: "it is known of the families in docs/models.md alone" for use in USES if use not in _WITHOUT_KNOWLEDGE}
 """Any other architecture. Whether it runs at all, the check before a run finds."""
 
 
@@ -178,7 +160,7 @@ def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:
         return f"config.json names no model_type, got {kind!r}" if kind else "config.json names no model_type"
     if kind in NOT_COMPUTED:
         return f"architecture {kind!r} is not supported: {NOT_COMPUTED[kind]}"
-    family = FAMILIES.get(kind, _UNKNOWN)
+    lacks = FAMILIES.get(kind, _UNKNOWN)
     quantized = whole.get("quantization_config") or config.get("quantization_config")
     if use != "vllm" and isinstance(quantized, Mapping) and quantized:
         return (
@@ -192,8 +174,8 @@ def why_unsupported(config: Mapping[str, Any], use: Use) -> str | None:
             f"{kind} with rotary embedding 'longrope' is not supported: transformers chooses its short or long factors by the "
             "longest sequence of a call, so log-probs would depend on what shares the batch"
         )
-    if use in family.lacks:
-        return f"architecture {kind!r} does not support {USES[use]}: {family.lacks[use]}"
+    if use in lacks:
+        return f"architecture {kind!r} does not support {USES[use]}: {lacks[use]}"
     if use == "tensor_parallel" and (key := next((k for k in _HEAD_NORMS if config.get(k)), None)):
         return f"architecture {kind!r} with {key} does not support {USES[use]}: its plan does not speak of these norms"
     if use == "vllm" and kind == "qwen2" and config.get("use_sliding_window"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from llamarl.model_support import FAMILIES
 
 CASES = [f"{family}:fsdp" for family in FAMILIES]
-CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel" not in family.lacks]
+CASES += [f"{name}:tp" for name, family in FAMILIES.items() if "tensor_parallel" not in family]
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ ASKED: dict[Use, Any] = {
 def test_every_family_has_a_tiny_model_and_every_use_a_name() -> None:
     assert set(TINY) == set(FAMILIES)
     assert set(USES) == set(get_args(Use))
-    assert all(use in USES for family in FAMILIES.values() for use in family.lacks)
+    assert all(use in USES for family in FAMILIES.values() for use in family)
 
 
 DONE_ELSEWHERE = {"generate", "train", "replicate", "fp8", "vllm"}
@@ -195,7 +195,7 @@ DONE_ELSEWHERE = {"generate", "train", "replicate", "fp8", "vllm"}
 def test_a_family_does_what_the_table_says_and_nothing_else(folders: Path, family: str, use: Use) -> None:
     folder = folders / family
     reason = why_unsupported(read_model_config(folder), use)
-    assert (reason is None) == (use not in FAMILIES[family].lacks)
+    assert (reason is None) == (use not in FAMILIES[family])
     if reason is None:
         done(use, folder, family)
     else:
@@ -379,13 +379,13 @@ def family_table() -> str:
     """What the page says of each family, from the table that everyone asks and the tests above prove."""
     rows = [f"| `model_type` | for example | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
     for kind, family in FAMILIES.items():
-        marks = ["-" if use in family.lacks else "yes" for use in COLUMNS.values()]
+        marks = ["-" if use in family else "yes" for use in COLUMNS.values()]
         rows.append(f"| `{kind}` | {EXAMPLES[kind]} | {' | '.join(marks)} |")
     return "\n".join(rows) + "\n"
 
 
 def test_the_page_has_the_table() -> None:
-    assert all(("int8" in family.lacks) == ("fp8" in family.lacks) for family in FAMILIES.values())
+    assert all(("int8" in family) == ("fp8" in family) for family in FAMILIES.values())
     assert family_table() in PAGE.read_text(), f"write it anew: PYTHONPATH=tests python {Path(__file__).name}"
 
 
