@@ -39,6 +39,7 @@ __all__ = [
     "is_import_path",
     "list_mistakes",
     "mistakes_of",
+    "named",
     "refuse",
     "walk_fields",
     "why_no_name",
@@ -132,6 +133,17 @@ def why_no_name(name: str, built_in: Collection[str], example: str) -> str:
         f"{name!r} is unknown; {meant}It is one of {', '.join(built_in)}, or your own as package.module:name or "
         f"path/to/file.py:name, such as {example}"
     )
+
+
+def named(built_in: Collection[str], example: str) -> AfterValidator:
+    """Make a field's own check: a name that is neither built in nor an import path is refused, as ``why_no_name`` says."""
+
+    def check(name: str) -> str:
+        if why := why_no_name(name, built_in, example):
+            raise ValueError(why)
+        return name
+
+    return AfterValidator(check)
 
 
 def bounds(metadata: Iterable[Any], kind: object = float) -> str:

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from llamarl.errors import Mistake
-from llamarl.strict import STRICT, is_import_path, refuse, why_no_name
+from llamarl.strict import STRICT, holding, is_import_path, named, refuse
 
 __all__ = [
     "ADVANTAGE_NAMES",
@@ -102,26 +94,19 @@ def spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**preset.constants, **preset.means, **values} if preset else dict(values)
 
 
-def _known(names: tuple[str, ...], example: str) -> AfterValidator:
-    def check(name: str) -> str:
-        if why := why_no_name(name, names, example):
-            raise ValueError(why)
-        return name
-
-    return AfterValidator(check)
-
-
-def _positive(rho: float | str) -> float | str:
-    if rho != "none" and not float(rho) > 0:
-        raise ValueError(f"must be > 0 or 'none' (no clip), got {rho}; the paper uses 2 to 10")
-    return rho
+_Rho = Annotated[
+    float | Literal["none"],
+    holding(
+        lambda rho: rho == "none" or rho > 0, "must be > 0, 2 to 10 as the paper suggests, or 'none', which never clips"
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmConfig:
     """The loss, the advantage estimator and how per-token terms are averaged."""
 
-    name: Annotated[str, _known((*LOSSES, *PRESETS), "my_name.py:function")] = "aipo"
+    name: Annotated[str, named((*LOSSES, *PRESETS), "my_name.py:function")] = "aipo"
     """Loss: aipo, reinforce, ppo, decoupled_ppo, truncated_is, cispo, gspo,
     sequence_is, dppo, sft, grpo, dapo, or your own as package.module:function or path/to/file.py:function
     (docs/algorithms/README.md). docs/algorithms/ has a page each. ``aipo`` weighs each token by
@@ -135,7 +120,7 @@ class AlgorithmConfig:
     (docs/algorithms/ppo.md). ``sft`` is cross-entropy on completions that the data holds: a job
     without generator and reward (docs/sft.md)."""
 
-    rho: Annotated[float | Literal["none"], AfterValidator(_positive)] = 4.0
+    rho: _Rho = 4.0
     """Clip on the weight pi / mu of ``aipo``, ``truncated_is``, ``sequence_is`` and ``dppo``, > 0; the
     paper suggests 2 to 10. ``none`` never clips: unbiased, of unbounded variance. It is then capped
     only at e^20 (some 5e8), so that a float holds it; capped tokens count in
@@ -166,7 +151,7 @@ class AlgorithmConfig:
     """Share of each response's tokens that train, those at which the policy's entropy is highest;
     0.2 is the usual one (arXiv:2506.01939). The divisor stays that of all tokens."""
 
-    advantage: Annotated[str, _known(ADVANTAGE_NAMES, "my_advantage.py:function")] = "group_mean"
+    advantage: Annotated[str, named(ADVANTAGE_NAMES, "my_advantage.py:function")] = "group_mean"
     """Advantage of a response: group_mean, leave_one_out, group_std, batch_std,
     group_mean_batch_std, max_rl, gdpo, reward, distillation, gae, turn_gae, or your own function of one group's
     rewards, as package.module:function or path/to/file.py:function. ``group_mean`` subtracts its

@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.strict import STRICT, is_import_path, refuse, why_no_name
+from llamarl.strict import STRICT, is_import_path, named, refuse
 
 __all__ = ["CPU_CACHE_BYTES", "ENGINES", "LEAST_TEMPERATURE", "EngineConfig", "EngineKind"]
 
@@ -71,17 +71,11 @@ ENGINES: Mapping[str, EngineKind] = {
 _OWN = EngineKind()
 
 
-def _name(name: str) -> str:
-    if why := why_no_name(name, ENGINES, "my_engine.py:Engine"):
-        raise ValueError(why)
-    return name
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:
     """Memory, batch and precision of one generation engine."""
 
-    name: Annotated[str, AfterValidator(_name)] = "native"
+    name: Annotated[str, named(ENGINES, "my_engine.py:Engine")] = "native"
     """"native" is llamarl's own engine; "vllm" uses the installed vLLM behind the same interface:
     fast on GPUs, but its bits depend on the batch, so runs with it do not repeat bit for bit.
     block_size, attention and cuda_graphs are the native one's. Or an engine of your own as

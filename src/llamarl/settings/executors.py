@@ -352,12 +352,6 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
-def _rubric(text: str) -> str:
-    if "{response}" not in text:
-        raise ValueError("must hold {response}, where what is judged is put")
-    return text
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class JudgeConfig:
     """The executor that asks a language model what it thinks of each response; a ``path`` or a ``url`` asks for it."""
@@ -384,7 +378,9 @@ class JudgeConfig:
     weight: float = 1.0
     """What its score, between 0 and 1, is multiplied by in the reward."""
 
-    rubric: Annotated[str, AfterValidator(_rubric)] = _RUBRIC
+    rubric: Annotated[
+        str, holding(lambda text: "{response}" in text, "must hold {response}, where what is judged is put")
+    ] = _RUBRIC
     """What it is asked. {question}, {response} and {answer}, the reference, are put in; nothing else is changed."""
 
     score_pattern: Annotated[str, AfterValidator(_pattern)] = r"(?im)^\W*SCORE\W*?(-?\d+(?:\.\d+)?)\W*$"

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, is_import_path, refuse, why_no_name
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, is_import_path, named, refuse, why_no_name
 
 __all__ = [
     "CLUSTERS",
@@ -36,12 +36,6 @@ TRANSPORTS = {
 """``schedule.transport`` -> import path of what carries versions of the weights."""
 
 
-def _transport(name: str) -> str:
-    if why := why_no_name(name, ("auto", *TRANSPORTS), "my_transport.py:Name"):
-        raise ValueError(why)
-    return name
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
     prompts_per_step: Annotated[PositiveInt, IN_STATE] = 16
@@ -62,7 +56,7 @@ class ScheduleConfig:
     Needs max_staleness 0, where they never work at the same time; the bits are those of the same
     run without it. With ``threads`` 0 each gets all cores that are left."""
 
-    transport: Annotated[str, AfterValidator(_transport), NO_BITS] = "auto"
+    transport: Annotated[str, named(("auto", *TRANSPORTS), "my_transport.py:Name"), NO_BITS] = "auto"
     """What carries weight versions. "auto" chooses by where the ranks are and says so at the start:
     "cuda_ipc" between GPUs of one host in processes of their own, "tcp" between hosts, else
     "shared_memory". Or your own as package.module:Name or path/to/file.py:Name, a

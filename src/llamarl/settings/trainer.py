@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from llamarl.errors import Mistake
-from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, refuse, why_no_name
+from llamarl.strict import IN_STATE, NO_BITS, STRICT, ListOf, named, refuse
 
 __all__ = [
     "MICROBATCH_TOKENS",
@@ -199,18 +199,12 @@ OPTIMIZERS: Mapping[str, tuple[str, int]] = {
 keeps of each weight of a matrix in a layer. One more is a line here."""
 
 
-def _optimizer(name: str) -> str:
-    if why := why_no_name(name, OPTIMIZERS, "my_optimizer.py:make"):
-        raise ValueError(why)
-    return name
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """The optimizer and its learning rate. The rate is a function of the tick alone, so skips and resumes keep it exact; all
     optimizer steps of a tick have the same."""
 
-    name: Annotated[str, AfterValidator(_optimizer), IN_STATE] = "adamw"
+    name: Annotated[str, named(OPTIMIZERS, "my_optimizer.py:make"), IN_STATE] = "adamw"
     """"adamw", or "muon": matrices inside the layers move along their orthogonalized momentum
     (``torch.optim.Muon``, momentum 0.95), everything else by AdamW. Its steps are scaled to the size
     of AdamW's, so ``lr`` and ``weight_decay`` mean the same; it keeps one number a matrix's weight
