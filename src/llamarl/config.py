@@ -248,7 +248,7 @@ class RunConfig:
             return self
         others = {other: dataclasses.replace(one, settings={}) for other, one in self.executors.items()}
         plain = to_plain(dataclasses.replace(self, executors=others))
-        preset = PRESETS.get(own.settings.get("algorithm", {}).get("name"))
+        preset = PRESETS.get(str(own.settings.get("algorithm", {}).get("name")))
         for key in preset.means if preset else ():  # what the name stands for, not what the recipe's own stood for
             del plain["algorithm"][key]
         return validate(merge_tables(plain, own.settings))

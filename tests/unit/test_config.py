@@ -131,6 +131,8 @@ def test_what_a_mistake_looks_at_is_data_whatever_its_words_say() -> None:
         ({"executors": {"a": {"factory": "x"}, "b": {"ranks": "2"}}, "run": {"seed": -1}}, ["a.factory", "b.ranks:"]),
         ({"executors": {"a": 5}}, ["a:"]),
         ({"executors": {"a": {"reads": ["b c"], "writes": [3]}}}, ["a.reads", "a.writes[0]:"]),
+        ({"executors": {"a": {"settings": {"algorithm": "sft"}}}}, ["a.settings:"]),
+        ({"executors": {"a": {"factory": "a:B", "settings": {"algorithm": {"name": ["sft"]}}}}}, ["a.settings:"]),
     ],
 )
 def test_every_key_of_an_own_executor_is_named_whole(raw: dict[str, Any], keys: list[str]) -> None:

@@ -476,6 +476,10 @@ class ExecutorConfig:
     def _mistakes(self) -> Iterator[Mistake]:
         if others := sorted(set(self.delays) - set(self.reads)):
             yield Mistake("delays", f"must name channels of reads ({', '.join(self.reads)}), got {others}", ("reads",))
+        for section, values in self.settings.items():
+            if not isinstance(values, dict) and section != "task":  # which may be a list of them
+                text = f": {section} is a section: write {section}.KEY = VALUE, got {section} = {values!r:.60}"
+                yield Mistake("settings", text)
         if "executors" in self.settings:
             yield Mistake(
                 "settings",
