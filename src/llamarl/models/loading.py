@@ -96,13 +96,14 @@ def _check_known(folder: Path) -> None:
         )
 
 
-def decoder_arguments(path: str | Path) -> dict[str, Any]:
-    """What ``from_pretrained`` must be told to take the text decoder alone out of a folder; nothing
-    where it is alone there."""
+def decoder_arguments(path: str | Path, **settings: Any) -> dict[str, Any]:
+    """What ``from_pretrained`` must be told to take the text decoder alone out of a folder, with ``settings`` in its
+    configuration; these alone where it is alone there."""
     folder = resolve_model_path(path)
     if text_part(values := read_object(folder / "config.json")) is values:
-        return {}
+        return settings
     config = load_model_config(folder)
+    config.update(settings)  # of a configuration that it is given, ``from_pretrained`` takes none apart
     with torch.device("meta"):
         body = AutoModel.from_config(config, trust_remote_code=False)
     alone = next(name for name, _ in body.named_parameters())

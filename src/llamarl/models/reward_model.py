@@ -85,8 +85,7 @@ def load_reward_model(
                 folder,
                 dtype=dtype,
                 attention=attention,
-                num_labels=1,
-                **decoder_arguments(folder),
+                **decoder_arguments(folder, num_labels=1),
             )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError.at(key, f": cannot load {folder} as a sequence-classification model: {error}") from error

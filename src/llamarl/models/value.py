@@ -39,8 +39,7 @@ def load_value_model(path: str | Path, *, device: torch.device | str = "cpu", at
                 folder,
                 dtype=torch.float32,
                 attention=attention,
-                num_labels=1,
-                **decoder_arguments(folder),
+                **decoder_arguments(folder, num_labels=1),
             )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"critic.path: cannot load {folder} with a value head: {error}") from error

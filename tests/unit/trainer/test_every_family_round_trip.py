@@ -8,12 +8,23 @@ from engine_runs import run
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, tiny_config
 from training_fixtures import export, make_groups
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sequence import SamplingParams, Sequence
+from llamarl.models.attention import PACKED_ATTENTION
 from llamarl.models.loading import load_model, load_model_config
+from llamarl.models.reward_model import load_reward_model
 from llamarl.models.small_copy import small_model
+from llamarl.models.value import load_value_model
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.engine import EngineConfig
 from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
@@ -98,3 +109,25 @@ def test_the_text_part_of_a_model_in_several_parts_is_trained_and_written_alone(
     assert type(written).__name__ == "Gemma3ForCausalLM" and not report["missing_keys"]
     for name, parameter in written.named_parameters():
         assert torch.equal(parameter, trainer.parameters_for_sync()[name]), name
+
+
+def test_a_critic_begins_with_the_text_part_of_a_model_in_several_parts(tmp_path: Path) -> None:
+    text = {"model_type": "llama", **TEXT}
+    vision = {"model_type": "clip_vision_model", **VISION}
+    whole = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=96))
+    whole.save_pretrained(tmp_path)
+    critic = load_value_model(tmp_path, attention=PACKED_ATTENTION)
+    assert critic.get_parameter("score.weight").tolist() == [[0.0] * 32]
+    embedding = critic.get_parameter("model.embed_tokens.weight")
+    torch.testing.assert_close(embedding, whole.get_input_embeddings().weight)
+
+
+@torch.no_grad()
+def test_a_reward_model_in_several_parts_scores_a_text_as_it_does_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, num_labels=1)
+    whole = Gemma3ForSequenceClassification(config).eval()
+    whole.save_pretrained(tmp_path)
+    alone = load_reward_model(tmp_path, dtype=torch.float32, device="cpu", attention="sdpa", key="reward_model.path")
+    tokens = torch.arange(3, 19)[None]
+    torch.testing.assert_close(alone(input_ids=tokens).logits, whole(input_ids=tokens).logits)
