@@ -331,6 +331,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
+            tokenizer.clean_up_tokenization_spaces = False  # Llama 3's folders ask for "x != y" to be read as "x!= y"
             read: set[int] = set(tokenizer("1", add_special_tokens=False)["input_ids"])
             tokenizer("1")  # a setting of a wrong kind ends where it is first used
             if not read - {tokenizer.unk_token_id} and not _has_vocabulary(folder):  # transformers makes an empty one

@@ -229,3 +229,12 @@ def test_a_folder_without_a_vocabulary_is_refused_where_transformers_makes_an_em
         load_tokenizer(tmp_path)
     shutil.copy(resolve_model_path("bundled:tiny") / "tokenizer.json", tmp_path)
     assert load_tokenizer(tmp_path)("1")["input_ids"]
+
+
+def test_what_was_written_is_read_with_its_spaces_whatever_the_folder_asks_for(tmp_path: Path) -> None:
+    shutil.copytree(resolve_model_path("bundled:tiny"), tmp_path, dirs_exist_ok=True)
+    words = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(words.replace('"#": 4', '"!": 4'))
+    change(tmp_path / "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer("x != y")["input_ids"]) == "x != y"
