@@ -28,6 +28,7 @@ _LAYERS = 4  # at least, where the model has as many: patterns that no list spel
 _MAX_LAYERS = 16
 _WINDOW = 7
 _WIDTH = 48
+_CHOSEN = 2  # keys, or blocks of them, among which sparse attention chooses
 _EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 _MAX_ELEMENTS = 30_000_000
 _LOGIT_STD = 1.5
@@ -35,7 +36,8 @@ _SCALINGS = 3  # with a soft cap, or one matrix for both ends, one does not hit 
 
 _WIDTHS = re.compile(r"(^|_)(intermediate_size|intermediate_dim|ffn_hidden_size)(_|$)|^(ffn_dim|n_inner|d_ff)$")
 _AT_MOST = {
-    re.compile(r"^(sliding_window|attention_chunk_size|attention_window_size|window_size)$"): _WINDOW,
+    re.compile(r"^(sliding_window|attention_chunk_size|attention_window_size|window_size|index_block_size)$"): _WINDOW,
+    re.compile(r"^index_topk(_blocks)?$"): _CHOSEN,
     re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts)$"): _EXPERTS,
     re.compile(r"^(num_experts_per_tok|moe_top_?k|moe_k|top_k_experts|num_experts_per_token)$"): _EXPERTS_PER_TOKEN,
 }

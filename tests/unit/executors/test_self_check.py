@@ -79,6 +79,13 @@ def test_a_state_that_is_not_kept_is_found() -> None:
     assert {"decode", "mixed", "packed"} <= ways_found(config)
 
 
+@pytest.mark.skipif("minimax_m3_vl_text" not in CONFIG_MAPPING, reason="this transformers does not know it")
+def test_attention_that_leaves_out_keys_of_long_texts_alone_is_found() -> None:
+    layers = ["full_attention", "minimax_m3_sparse"]  # blocks of 128 keys, of which a query sees 16
+    config = CONFIG_MAPPING["minimax_m3_vl_text"](layer_types=layers, num_hidden_layers=2)
+    assert {"decode", "packed", "gradient"} <= ways_found(config)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
