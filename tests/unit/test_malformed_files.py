@@ -36,7 +36,7 @@ from llamarl.forecast.hardware import this_machine
 from llamarl.forecast.model import find_model
 from llamarl.import_path import check
 from llamarl.models.adapters import read_adapter_folder
-from llamarl.models.loading import context_length, load_model, load_tokenizer
+from llamarl.models.loading import context_length, load_model, load_model_config, load_tokenizer
 from llamarl.models.sharded_loading import where_stored
 from llamarl.models.sizes import check_tensor_parallel_size
 from llamarl.observability.events import EventLog, TickEvent, event_platform, read_events
@@ -176,7 +176,7 @@ def adapter_folder(folder: Path) -> Path:
 
 
 def look_at_model(file: Path) -> None:
-    for part in (context_length, find_model, lambda folder: check_tensor_parallel_size(folder, 2)):
+    for part in (context_length, find_model, lambda folder: check_tensor_parallel_size(load_model_config(folder), 2)):
         with contextlib.suppress(LlamaRLError):
             part(file.parent)
 

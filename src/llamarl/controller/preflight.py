@@ -153,11 +153,13 @@ def _sizes_of(role: Role, config: RunConfig, name: str) -> dict[str, int]:
 
 
 def _check_tensor_parallel(role: Role, config: RunConfig, folder: Path | str) -> None:
+    from llamarl.models.loading import load_model_config
+
     for key, tp in _sizes_of(role, config, "tp").items():
         if reason := why_unsupported(read_model_config(folder), "tensor_parallel"):
             instead = f"{role.section}.{role.sizes[0]}"
             raise ConfigError(f"{key} = {tp}: {reason}; set {key} to 1 and raise {instead} instead")
-        check_tensor_parallel_size(folder, tp, key=key)
+        check_tensor_parallel_size(load_model_config(folder), tp, key=key)
 
 
 def _check_pipeline(role: Role, config: RunConfig, folder: Path | str) -> None:

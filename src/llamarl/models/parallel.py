@@ -47,8 +47,8 @@ from llamarl.errors import ModelError
 from llamarl.model_support import why_unsupported
 from llamarl.models.collectives import CopyToRanks, SharedInput, SumOverRanks
 from llamarl.models.expert_parallel import cut_experts, exchange
-from llamarl.models.experts import expert_layers, num_experts
-from llamarl.models.sizes import KEY_VALUE_LAYERS, fitting_sizes, part_of_rank, whole_experts
+from llamarl.models.experts import expert_layers
+from llamarl.models.sizes import KEY_VALUE_LAYERS, check_tensor_parallel_size, part_of_rank
 from llamarl.models.vocabulary import cut_vocabulary
 
 __all__ = [
@@ -362,17 +362,8 @@ def _check_size(model: PreTrainedModel, tp: int, key: str) -> int:
     if reason := why_unsupported(model.config.to_dict(), "tensor_parallel"):
         raise ModelError(f"{key} = {tp}: {reason}; set {key} to 1")
     text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
-    experts = expert_layers(model)
-    sizes = whole_experts(
-        fitting_sizes(heads, kv_heads, text.intermediate_size), num_experts(experts[0]) if experts else 0
-    )
-    if tp not in sizes:
-        raise ModelError(
-            f"{key} = {tp} does not divide {type(model).__name__}; sizes that fit: {', '.join(map(str, sizes))}"
-        )
-    return kv_heads
+    check_tensor_parallel_size(text, tp, key=key)
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
 def _spread_experts(model: PreTrainedModel, layout: ParallelLayout) -> dict[str, Cut]:

@@ -1,4 +1,4 @@
-"""Which tensor-parallel sizes fit a model folder, and how layers divide into pipeline stages. No
+"""Which tensor-parallel sizes fit a model, and how layers divide into pipeline stages. No
 torch, so that a wrong size is refused before any process starts.
 
 query heads, MLP width     cut over all ranks, evenly
@@ -9,12 +9,12 @@ key-value heads            cut over all ranks; where these are more, ``tp / head
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamarl.errors import ModelError
-from llamarl.models.folders import resolve_model_path
-from llamarl.reading import read_object
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = [
     "KEY_VALUE_LAYERS",
@@ -108,33 +108,24 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
     return found
 
 
-def check_tensor_parallel_size(path: str | Path, tp: int, *, key: str = "trainer.tp") -> None:
-    """Compare a configured size with the folder's ``config.json``.
+def check_tensor_parallel_size(config: PretrainedConfig, tp: int, *, key: str = "trainer.tp") -> None:
+    """Compare a configured size with a decoder.
 
     Args:
+        config: As transformers reads it: a ``config.json`` may leave out what is as in the first model of its family.
         key: The configuration key to name in the error.
 
     Raises:
         ModelError: The size does not divide the model; names the sizes that would.
     """
-    file = resolve_model_path(path) / "config.json"
-    try:
-        config = read_object(file)
-        config = config.get("text_config") or config
-        heads, intermediate = int(config["num_attention_heads"]), int(config["intermediate_size"])
-        key_value_heads = int(config.get("num_key_value_heads") or heads)
-        experts = experts_of(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ModelError(
-            f"model.path: {file} does not say the model's heads and intermediate size: {error!r}"
-        ) from error
-    sizes = whole_experts(fitting_sizes(heads, key_value_heads, intermediate), experts)
+    heads, intermediate = config.num_attention_heads, config.intermediate_size
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = whole_experts(fitting_sizes(heads, key_value_heads, intermediate), experts_of(config.to_dict()))
     if tp not in sizes:
         raise ModelError(
             f"{key} = {tp} does not divide this model's {heads} heads and intermediate size {intermediate}, or neither"
             f" divides its {key_value_heads} key-value heads nor is a multiple of them; sizes that fit:"
             f" {', '.join(map(str, sizes))}"
         )
-    vocabulary = config.get("vocab_size")
-    if isinstance(vocabulary, int) and (reason := why_vocabulary_not_cut(vocabulary, tp)):
+    if reason := why_vocabulary_not_cut(config.vocab_size, tp):
         raise ModelError(f"{key} = {tp}: {reason}")

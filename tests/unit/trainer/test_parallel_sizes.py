@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 from training_fixtures import write_model
+from transformers import LlamaConfig
 
 from llamarl.config import validate
+from llamarl.controller.preflight import _check_tensor_parallel
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.loading import load_model
 from llamarl.models.parallel import (
@@ -26,6 +28,7 @@ from llamarl.models.sizes import (
     why_experts_not_spread,
     why_vocabulary_not_cut,
 )
+from llamarl.roles import ROLES
 
 
 def test_sizes_divide_heads_and_intermediate_size_and_go_evenly_with_key_value_heads() -> None:
@@ -36,15 +39,14 @@ def test_sizes_divide_heads_and_intermediate_size_and_go_evenly_with_key_value_h
     assert fitting_sizes(16, 1, 64) == [1, 2, 4, 8, 16]
 
 
-def test_a_vocabulary_that_leaves_a_rank_without_a_token_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_that_leaves_a_rank_without_a_token_is_refused() -> None:
     assert [why_vocabulary_not_cut(size, 4) is None for size in (4, 5, 6, 7, 8, 9, 10)] == [
         True, False, False, True, True, False, True,
     ]  # fmt: skip
-    config = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 16, "vocab_size": 9}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_tensor_parallel_size(tmp_path, 2)
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=8, intermediate_size=16, vocab_size=9)
+    check_tensor_parallel_size(config, 2)
     with pytest.raises(ModelError, match="trainer.tp = 4: a vocabulary of 9 leaves some of 4"):
-        check_tensor_parallel_size(tmp_path, 4)
+        check_tensor_parallel_size(config, 4)
 
 
 def test_neighbouring_ranks_hold_the_same_part_where_there_are_fewer_parts() -> None:
@@ -56,17 +58,19 @@ def test_neighbouring_ranks_hold_the_same_part_where_there_are_fewer_parts() -> 
     )
 
 
-def test_a_wrong_size_is_refused_with_those_that_fit(tmp_path: Path) -> None:
-    config = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_tensor_parallel_size(tmp_path, 3)
+def test_a_wrong_size_is_refused_with_those_that_fit() -> None:
+    config = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
+    check_tensor_parallel_size(config, 3)
     with pytest.raises(ModelError, match=r"trainer.tp = 2 does not divide.* 9 heads.*sizes that fit: 1, 3"):
-        check_tensor_parallel_size(tmp_path, 2)
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
-    check_tensor_parallel_size(tmp_path, 3)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="does not say"):
-        check_tensor_parallel_size(tmp_path, 2)
+        check_tensor_parallel_size(config, 2)
+
+
+def test_heads_that_a_config_json_leaves_out_are_those_of_its_family(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))  # of the 4B model
+    _check_tensor_parallel(ROLES["generator"], validate({"generator": {"tp": 8}}), tmp_path)
+    with pytest.raises(ModelError, match=r"generator.tp = 3 does not divide.* 8 heads.*sizes that fit: 1, 2, 4, 8"):
+        _check_tensor_parallel(ROLES["generator"], validate({"generator": {"tp": 3}}), tmp_path)
 
 
 def test_a_model_refuses_a_size_that_does_not_divide_it(tmp_path: Path) -> None:
