@@ -58,7 +58,6 @@ class _Renderer:
             bufsize=0,
             process_group=0,  # a terminal's Ctrl-C is for the run, which may still need it
         )
-        self._unread = b""
         self._send({"template": template, "path": sys.path})
 
     def render(self, variables: Mapping[str, Any]) -> dict[str, str]:
