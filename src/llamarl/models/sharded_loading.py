@@ -178,12 +178,12 @@ def read_parts(
     path: str | Path,
     parameters: Mapping[str, nn.Parameter],
     shards: Mapping[str, ParameterShard],
-    parts: Mapping[str, list[StoredPart]] | None = None,
+    parts: Mapping[str, list[StoredPart]],
 ) -> None:
     """Fill this rank's part of every parameter from the folder, reading only those slices.
 
     Args:
-        parts: As ``where_stored`` gives it, those without any begin at 0; None: each under its own name.
+        parts: As ``where_stored`` gives it; those without any begin at 0.
 
     Raises:
         ModelError: A tensor has another shape than the architecture says.
@@ -192,11 +192,10 @@ def read_parts(
     with _open_folder(files) as open_stored:
         for name, parameter in parameters.items():
             shard = shards[name]
-            whole = StoredPart(name, tuple((0, size) for size in shard.shape))
             local = local_tensor(parameter)
-            if parts is not None and not parts[name]:
+            if not parts[name]:
                 local.zero_()
-            for part in [whole] if parts is None else parts[name]:
+            for part in parts[name]:
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.box, shard.box, strict=True)]
                 if any(start >= stop for start, stop in shared):
                     continue

@@ -152,9 +152,10 @@ def test_a_folder_with_other_names_or_shapes_is_noticed(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = torch.ones(7)
     save_file(tensors, folder / "model.safetensors")
     give_storage(model, torch.device("cpu"))
-    parameters = dict(model.named_parameters())
+    parameters, parts = dict(model.named_parameters()), where_stored(folder, model)
+    assert parts is not None
     with pytest.raises(ModelError, match=r"model.norm.weight has shape \(7,\), expected \(32,\)"):
-        read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"))
+        read_parts(folder, parameters, parameter_shards(parameters, {}, ONE_RANK, "float32"), parts)
     save_file({f"other.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
     assert where_stored(folder, model) is None
 
