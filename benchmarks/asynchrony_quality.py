@@ -97,9 +97,9 @@ def main() -> None:
             for arm, settings in arms.items():
                 curves[study][arm].append(run(Path(args.runs), args.recipe, arm, settings, seed, fixed))
     final = {study: {arm: [last(c) for c in seeds] for arm, seeds in arms.items()} for study, arms in curves.items()}
-    for study, arms in final.items():
+    for study, accuracies in final.items():
         print(f"\n{study}")
-        for arm, values in arms.items():
+        for arm, values in accuracies.items():
             print(f"  {arm:<28} {statistics.mean(values):.3f}  ({', '.join(f'{v:.3f}' for v in values)})")
     claims = []
     if "asynchrony" in final:

@@ -95,7 +95,7 @@ def write_files(runs: Path) -> Path:
     seen: set[str] = set()
 
     def ledgers(count: int, least: int, most: int) -> list[str]:
-        lines = []
+        lines: list[str] = []
         while len(lines) < count:
             digits = [draw.randrange(10) for _ in range(draw.randint(least, most))]
             if (question := write_ledger(digits)) not in seen:

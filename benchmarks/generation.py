@@ -86,7 +86,7 @@ def run_transformers(model: PreTrainedModel, requests: Sequence[Request], batch:
         width, longest = max(len(p) for p, _ in part), max(n for _, n in part)
         ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in part], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in part], device=device)
-        model.generate(
+        model.generate(  # type: ignore[operator]
             ids,
             attention_mask=mask,
             do_sample=True,
@@ -297,12 +297,11 @@ def main() -> None:
         parser.error(f"unknown engine in {names}")
 
     def config(name: str) -> EngineConfig:
-        dtype = "bfloat16" if name in ("bf16", "fp8") else "float32"
         return EngineConfig(
             kv_cache_bytes=2 << 30,
             block_size=arguments.block_size,
             cuda_graphs=arguments.cuda_graphs,
-            dtype=dtype,
+            dtype="bfloat16" if name in ("bf16", "fp8") else "float32",
         )
 
     engines = {
@@ -439,11 +438,11 @@ def main() -> None:
                 print(f"{workload}: all matrix products as served allow {every:.0f} tokens/s in fp32")
     if "groups" in workloads and "fp32" in engines:
         engine, draw = engines["fp32"], random.Random(3)
-        prompts: list[Request] = [([draw.randrange(3, vocabulary) for _ in range(512)], 16) for _ in range(4)]
+        asked: list[Request] = [([draw.randrange(3, vocabulary) for _ in range(512)], 16) for _ in range(4)]
         engine.stats()
-        grouped, _ = run_native(engine, sequences_of(prompts, group=8))
+        grouped, _ = run_native(engine, sequences_of(asked, group=8))
         stats = engine.stats()
-        single, _ = run_native(engine, sequences_of(prompts))
+        single, _ = run_native(engine, sequences_of(asked))
         results["groups"] = {"seconds_8_each": grouped, "seconds_1_each": single, **stats}
         claims.append(
             claim("groups of 8: prompt tokens computed", stats["prompt_tokens_computed"], 2048, at_least=False)

@@ -41,7 +41,7 @@ from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Prompt, Response, Score
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096, "tie_word_embeddings": False, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
@@ -113,7 +113,7 @@ class LiveBytes(TorchDispatchMode):
             see(storage)
             return found
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # FSDP2 frees what it gathered so
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # FSDP2 frees what it gathered so
         super().__enter__()
         return self
 
@@ -179,7 +179,7 @@ def numel(tensors: Sequence[Tensor | None]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def choose_evenly(router: torch.nn.Module, args: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def choose_evenly(router: Any, args: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Other experts in place of those that a router chose: each token's at random, the same in both passes. A random model's routers
     send nearly all tokens of some layers to one rank; the forecast takes them to choose evenly."""
     *others, index = found
@@ -210,7 +210,7 @@ def measure_rank(folder: str, layout: TrainerLayout, sequences: int, response: i
     masters = list(trainer.weights.tensors.values())
     moments = [value for entry in state.values() for value in entry.values() if value.ndim]
     buffers = [b for b in trainer.policy.buffers()]
-    found = {"parameters": numel(masters), "optimizer": numel(moments)}
+    found: dict[str, float] = {"parameters": numel(masters), "optimizer": numel(moments)}
     gradients = []
     trainer.before_update = lambda: gradients.append(numel([t.grad for t in masters]))
     counted = LiveBytes([*masters, *moments, *buffers])

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,8 @@ def generate_steps(folder: Path, device: torch.device, rows: int, context: int, 
     took = {}
     for new in (2, 2, 2 + steps):
         took[new] = _seconds(
-            lambda new=new: model.generate(
+            partial(
+                model.generate,  # type: ignore[arg-type]
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
             ),
             device,
@@ -335,7 +337,7 @@ def hand_over(
             sent_s, handle = _answer(ours)
             found = end.receive((handle,), _MOST_S)
             assert found is not None
-            loaded_s = _seconds(lambda found=found: found.load_into(live, deadline_s=_MOST_S), device)
+            loaded_s = _seconds(partial(found.load_into, live, deadline_s=_MOST_S), device)
             row = {"version": version, "bytes": size, "publish_s": sent_s, "load_s": loaded_s}
             yield row | {"gb_per_s": size / (sent_s + loaded_s) / 1e9, "bound_s": 2 * size / bounds["copy_bytes_per_s"]}
         ours.send(None)

@@ -144,6 +144,7 @@ def run_once(run: Path, command: list[str]) -> None:
 def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(6, 3.5))
     of_staleness: dict[str, list[list[float]]] = {}
@@ -155,7 +156,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axes.plot(one, color=line.get_color(), lw=0.7, alpha=0.5)
     before, after = results["published"]
     axes.axhline(after, color="grey", ls="--", lw=1, label=f"published after 20 steps (before SFT: {before})")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward of the step's samples")
     axes.legend(fontsize=7, loc="lower right")

@@ -84,7 +84,7 @@ def of_durations(
         prompts_per_step=1,
         group_size=1,
         lengths=constant(1),
-        generator=FixedCost(generator_s),
+        generator=FixedCost(generator_s),  # type: ignore[arg-type]  # it has all that is asked of one
         trainer=TrainerCost(tick_s=trainer_s),
         reward_s=reward_s,
         weights_latency_s=sync_s,

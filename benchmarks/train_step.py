@@ -230,8 +230,8 @@ def _advantage(group: Group, response: Response) -> float:
 def useful_flops(folder: Path, groups: list[Group]) -> float:
     """Multiplications and additions that the gradient needs: no padding, no recomputation, prompts once a group."""
     config = LlamaConfig.from_pretrained(folder)
-    width, layers, head = config.hidden_size, config.num_hidden_layers, config.head_dim
-    attention = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    width, layers, head = config.hidden_size, config.num_hidden_layers, config.head_dim or 0
+    attention = 2 * config.num_attention_heads + 2 * (config.num_key_value_heads or 0)
     per_token = 2 * layers * width * (attention * head + 3 * config.intermediate_size)
     total = 0.0
     for group in groups:

@@ -81,7 +81,7 @@ def main() -> None:
     facts: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": dtype}
     # vLLM binds its threads to cores by itself; the number stays the parent's
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    vllm = import_vllm()
+    vllm: Any = import_vllm()
     if int(drafts):
         plain = vllm.LLM
         guess = {"method": "ngram", "num_speculative_tokens": int(drafts), "prompt_lookup_max": 4}

@@ -54,7 +54,7 @@ def source(pipe: Connection, to_sink: Connection, model: str, namespace: str, ne
     handle = publisher.publish(WeightsPayload(version=0, tensors=tensors, layout=layout))
     slot = publisher._slots[0]
     assert slot is not None
-    memory = memoryview(slot.buffer.data.numpy())[:nbytes]
+    memory = slot.buffer.data.numpy().data[:nbytes]
     version = 0
     pipe.send("ready")
     while (what := pipe.recv()) is not None:
@@ -109,7 +109,7 @@ def sink(pipe: Connection, from_source: Connection, model: str, namespace: str, 
         assert from_source.poll(WAIT_S)
         if what == "raw":
             where = from_source.recv()
-            view = memoryview(pool.view(torch.uint8).numpy())
+            view = pool.view(torch.uint8).numpy().data
             with socket.create_connection(where) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 started, cpu = time.monotonic(), time.process_time()

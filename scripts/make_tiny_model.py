@@ -120,7 +120,7 @@ def make_model() -> LlamaForCausalLM:
 
 def make_sparse_model() -> Qwen3MoeForCausalLM:
     """About a million parameters, half of which compute a token."""
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]
         vocab_size=len(ALPHABET),
         hidden_size=128,
         intermediate_size=352,  # of layers without experts, of which there are none
@@ -196,7 +196,7 @@ def sample(
     tokenizer.padding_side = "left"
     inputs = tokenizer(list(questions), return_tensors="pt", padding=True)
     torch.manual_seed(seed)
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=96,
@@ -206,7 +206,7 @@ def sample(
         top_p=None,
     )
     responses = output[:, inputs["input_ids"].shape[1] :]
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in responses]
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in responses]
 
 
 def accuracy(

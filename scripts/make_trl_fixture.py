@@ -78,7 +78,7 @@ def trl_loss(given: dict[str, torch.Tensor], settings: dict[str, Any]) -> dict[s
     mask = given["mask"]
     capped = settings.get("use_vllm", False)
     by_mode = "mode" in settings
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (policy, given["entropy"], None),
         aux_loss_enabled=False,
         top_entropy_quantile=settings.get("top_entropy_quantile", 1.0),
