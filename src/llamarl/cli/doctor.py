@@ -324,8 +324,9 @@ def _cores() -> str:
 
 
 def _memory() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{total / 2**30:.1f} GiB"
+    from llamarl.runtime.placement import available_memory
+
+    return f"{available_memory() / 2**30:.1f} GiB"
 
 
 def _torch() -> str:

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="log-normal sigma of each tick's time (default: as measured, else 0)",
     )
     vary.add_argument("--mtbf-hours", type=float, help="mean time between failures of one device; the job restarts")
-    vary.add_argument("--restart-s", type=float, default=300.0, help="from a failure to the next tick (default 300)")
-    vary.add_argument("--checkpoint-every", type=int, default=20, help="ticks between checkpoints (default 20)")
+    vary.add_argument("--restart-s", type=float, help="from a failure to the next tick (default 300)")
+    vary.add_argument("--checkpoint-every", type=int, help="ticks between checkpoints (default 20)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,10 +105,12 @@ def _varied(scenario: Scenario, args: argparse.Namespace) -> Scenario:
         "variation": Variation(generator_jitter=jitters[0], trainer_jitter=jitters[1]),
         "num_ticks": scenario.num_ticks if args.ticks is None else args.ticks,
     }
+    of_failures = {"restart_s": args.restart_s, "checkpoint_every": args.checkpoint_every}
+    given = {name: value for name, value in of_failures.items() if value is not None}
     if args.mtbf_hours is not None:
-        changes["failures"] = Failures(
-            device_mtbf_hours=args.mtbf_hours, restart_s=args.restart_s, checkpoint_every=args.checkpoint_every
-        )
+        changes["failures"] = Failures(device_mtbf_hours=args.mtbf_hours, **given)
+    elif given:
+        raise PlanError("--restart-s and --checkpoint-every tell of failures: give --mtbf-hours too")
     return dataclasses.replace(scenario, **changes)
 
 

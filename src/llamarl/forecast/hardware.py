@@ -9,7 +9,6 @@ nobody measured. A finished run of this machine puts four constants in their pla
 from __future__ import annotations
 
 import difflib
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import PlanError
-from llamarl.runtime.placement import available_cores
+from llamarl.runtime.placement import available_cores, available_memory
 
 __all__ = [
     "BYTES_PER_WEIGHT",
@@ -215,10 +214,9 @@ def this_machine() -> Hardware:
     """This machine's cores as devices, one core each; rates are guesses until a run is fitted."""
     table = _table()
     cores = available_cores()
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     found: dict[str, Any] = {
         "title": f"this machine ({cores} CPU cores, one core a device)",
-        "memory_bytes": memory / cores,
+        "memory_bytes": available_memory() / cores,
     }
     device = Device(**table["core"], name="this-machine", devices_per_node=cores, **found)
     return Hardware(device=device, efficiency=Efficiency(**{**table["efficiency"], **table["efficiency_of_a_core"]}))

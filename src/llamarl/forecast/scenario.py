@@ -112,7 +112,7 @@ class Failures:
 
     device_mtbf_hours: float
     """Mean time between failures of one device."""
-    restart_s: float
+    restart_s: float = 300.0
     """From the death to the first tick after it."""
     checkpoint_every: int = 20
     """Ticks between checkpoints. Writing one takes no time here."""

@@ -21,13 +21,15 @@ settled, can be placed with that host's ranks.
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import math
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
@@ -46,10 +48,12 @@ __all__ = [
     "all_gpus",
     "available_cores",
     "available_cuda_devices",
+    "available_memory",
     "core_quota",
     "gpus_here",
     "here",
     "may_have_gpus",
+    "memory_limit",
     "place",
     "share_of",
     "stand_in",
@@ -168,11 +172,12 @@ class Placement:
 
 def available_cores() -> int:
     """Count the cores that this process may use: those it may run on, or what a container's limit leaves of their time."""
-    try:
-        own = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:
-        own = ""
-    return int(max(1, min(len(os.sched_getaffinity(0)), core_quota(own, Path("/sys/fs/cgroup")))))
+    return int(max(1, min(len(os.sched_getaffinity(0)), core_quota(_own_groups(), _GROUPS))))
+
+
+def available_memory() -> float:
+    """Count the bytes of memory that this process may use: the machine's, or what a container's limit leaves of them."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit(_own_groups(), _GROUPS))
 
 
 def core_quota(own: str, root: Path) -> float:
@@ -185,25 +190,49 @@ def core_quota(own: str, root: Path) -> float:
     Returns:
         Cores, 2.5 for instance; inf without a limit.
     """
-    least = float("inf")
+
+    def of_group(group: Path, first: bool) -> float:
+        if not first:
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+        return int(quota) / int(period) if quota != "max" and int(quota) > 0 else math.inf
+
+    return _least(own, root, "cpu", of_group)
+
+
+def memory_limit(own: str, root: Path) -> float:
+    """Read how many bytes of memory the control groups of a process leave it; ``core_quota`` says of which, and of what from."""
+
+    def of_group(group: Path, first: bool) -> float:
+        return float(
+            (group / ("memory.limit_in_bytes" if first else "memory.max")).read_text("ascii").replace("max", "inf")
+        )
+
+    return _least(own, root, "memory", of_group)
+
+
+def _least(own: str, root: Path, controller: str, of_group: Callable[[Path, bool], float]) -> float:
+    """The least limit of a process's group and all above it, in both versions; inf: none is found."""
+    found = [math.inf]
     for number, controllers, path in (line.split(":", 2) for line in own.splitlines() if line.count(":") >= 2):
-        if number != "0" and "cpu" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
-        mount = root if number == "0" else root / "cpu"
+        mount = root if number == "0" else root / controller
         below = PurePosixPath(path.lstrip("/"))
         for group in (mount / below, *(mount / parent for parent in below.parents)):
-            try:
-                if number == "0":
-                    quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
-                else:
-                    quota, period = (
-                        (group / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
-                    )
-                if quota != "max" and int(quota) > 0:
-                    least = min(least, int(quota) / int(period))
-            except (OSError, ValueError, ZeroDivisionError):
-                continue
-    return least
+            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+                found.append(of_group(group, number != "0"))
+    return min(found)
+
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def _own_groups() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    return ""
 
 
 def available_cuda_devices() -> int:

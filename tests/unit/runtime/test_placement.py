@@ -9,7 +9,7 @@ from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import placement as placement_module
 from llamarl.runtime.host_placement import Machine
-from llamarl.runtime.placement import ColocatedGroup, Placement, all_gpus, core_quota, place
+from llamarl.runtime.placement import ColocatedGroup, Placement, all_gpus, core_quota, memory_limit, place
 
 
 def executor(name: str, *, num_ranks: int = 1, threads: int = 0, device: str = "auto") -> ExecutorSpec:
@@ -210,3 +210,16 @@ def test_the_time_of_cores_that_control_groups_leave(tmp_path: Path) -> None:
     first = "4:memory:/docker\n3:cpu,cpuacct:{}\n0::/\n"
     assert core_quota(first.format("/"), tmp_path) == float("inf")
     assert core_quota(first.format("/docker"), tmp_path) == 1.5
+
+
+def test_the_memory_that_control_groups_leave(tmp_path: Path) -> None:
+    def limit(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert memory_limit("0::/pods\n", tmp_path) == float("inf")
+    limit("pods/memory.max", "8589934592\n")
+    limit("pods/one/memory.max", "max\n")
+    assert memory_limit("0::/pods/one\n", tmp_path) == 8 * 2**30
+    limit("memory/docker/memory.limit_in_bytes", "1073741824\n")
+    assert memory_limit("4:memory:/docker\n3:cpu,cpuacct:/\n0::/pods\n", tmp_path) == 2**30
