@@ -44,14 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def settings(model: str, data: str, *, num_rows: int, epochs: float, batch: int) -> Mapping[str, Any]:
-    """Keys of the recipe that the verb stands for.
-
-    Args:
-        num_rows: Training rows.
-    """
+def settings(model: str, data: str, *, num_ticks: int, batch: int) -> Mapping[str, Any]:
+    """Keys of the recipe that the verb stands for."""
     run = (Path(data).expanduser() / ROLLOUTS_FOLDER).is_dir()
-    num_ticks = max(1, math.ceil(epochs * num_rows / batch))
     return {
         "run.dir": "runs/sft",
         "run.num_ticks": num_ticks,
@@ -69,7 +64,7 @@ def settings(model: str, data: str, *, num_rows: int, epochs: float, batch: int)
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.cli.train import launch
-    from llamarl.config import load_config
+    from llamarl.config import Check, RunConfig, load_config
     from llamarl.controller.preflight import find_missing
     from llamarl.errors import ConfigError
     from llamarl.executors.demonstrations import num_training_rows
@@ -78,11 +73,14 @@ def run(args: argparse.Namespace) -> int:
         if not given > 0:
             raise ConfigError(f"{name} must be above 0, got {given:g}")
 
-    def load(num_rows: int) -> Any:
-        given = settings(args.model, args.data, num_rows=num_rows, epochs=args.epochs, batch=args.batch)
+    def load(num_ticks: int, *checks: Check) -> RunConfig:
+        given = settings(args.model, args.data, num_ticks=num_ticks, batch=args.batch)
         words = [f"--{key}={json.dumps(value)}" for key, value in given.items()]
-        return load_config(None, [*words, *args.overrides], [find_missing])
+        return load_config(None, [*words, *args.overrides], checks)
 
-    first = load(1)
-    launch(load(num_training_rows(first) or 1), dry_run=args.dry_run, every_key=args.every_key)
+    first = load(1, find_missing)
+    rows = (first.run.epochs or args.epochs) * (num_training_rows(first) or 1)
+    num_ticks = max(1, math.ceil(rows / first.schedule.prompts_per_step))
+    config = load(load(num_ticks).run.num_ticks)  # the second time by --run.num_ticks, if that was given
+    launch(config, dry_run=args.dry_run, every_key=args.every_key)
     return 0
