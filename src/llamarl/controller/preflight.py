@@ -25,6 +25,7 @@ from llamarl.import_path import check
 from llamarl.model_support import Use, text_part, why_unsupported
 from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
+from llamarl.observability.rollouts import ROLLOUTS_FOLDER, rollouts_in
 from llamarl.reading import read_object, user_path
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
@@ -397,8 +398,9 @@ def _check_temperature_of_rollouts(config: RunConfig) -> None:
     Raises:
         ConfigError: Samples of another temperature are to be weighed by them.
     """
-    recipe = Path(user_path(config.task.rollouts, "task.rollouts")) / CONFIG_FILE
-    if not recipe.is_file():
+    place = rollouts_in(user_path(config.task.rollouts, "task.rollouts")).absolute()
+    recipe = place.parent / CONFIG_FILE
+    if place.name != ROLLOUTS_FOLDER or not recipe.is_file():
         return
     recorded = read_settings(recipe).get("generator", {}).get("sampling", {}).get("temperature", 1.0)
     asked = config.generator.sampling.temperature

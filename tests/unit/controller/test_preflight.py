@@ -11,6 +11,7 @@ import pytest
 
 from llamarl.config import RunConfig, validate
 from llamarl.controller.preflight import (
+    _check_temperature_of_rollouts,
     check_engine,
     check_parallel_sizes,
     check_prompts,
@@ -317,3 +318,26 @@ def test_each_environment_of_a_mixture_must_begin_an_episode(tmp_path: Path) -> 
     config = validate({"task": tasks, "evaluation": {"every": 0}})
     with pytest.raises(DataError, match="did not begin an episode: .*no board"):
         check_prompts(config, FOLDER)
+
+
+@pytest.mark.parametrize("named", ["run", "run/rollouts", "."])
+def test_rollouts_of_another_temperature_are_refused_however_their_folder_is_named(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text("[generator.sampling]\ntemperature = 0.5\n")
+    monkeypatch.chdir(tmp_path / "run" / "rollouts" if named == "." else tmp_path)
+    for temperature in (0.5, 1.0):
+        sampling = {"sampling": {"temperature": temperature}}
+        config = validate({"task": {"rollouts": named}, "generator": sampling})
+        if temperature == 0.5:
+            _check_temperature_of_rollouts(config)
+            continue
+        with pytest.raises(ConfigError, match=r"temperature is 1, but .* was sampled at 0\.5"):
+            _check_temperature_of_rollouts(config)
+
+
+def test_rollouts_in_a_folder_of_another_name_belong_to_no_run_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "config.toml").write_text("[generator.sampling]\ntemperature = 0.5\n")
+    _check_temperature_of_rollouts(validate({"task": {"rollouts": str(tmp_path / "kept")}}))
