@@ -35,6 +35,7 @@ __all__ = [
     "Tokenizer",
     "apply_template",
     "holds_unknown",
+    "plain_tokens",
     "render_prompt",
     "shuffled",
     "splitmix",
@@ -166,7 +167,7 @@ def render_prompt(
             )
         text = f"{config.system_prompt}\n\n{question}" if config.system_prompt else question
         text += config.response_prefix
-        tokens = _plain_tokens(tokenizer, text)
+        tokens = plain_tokens(tokenizer, text)
     if tokens.size == 0:
         raise DataError(
             f"question {item.question!r} gives a prompt without a token; an empty prompt cannot be continued"
@@ -174,7 +175,7 @@ def render_prompt(
     return text, tokens
 
 
-def _plain_tokens(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int32]:
+def plain_tokens(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.int32]:
     """With what the tokenizer adds before a text, once where it stands there already; what some add behind would end the
     prompt that the policy is to go on with, [P]."""
     begin: Any = getattr(tokenizer, "bos_token", None)

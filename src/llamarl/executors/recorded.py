@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.data.items import Split, split_questions
-from llamarl.data.prompts import Tokenizer, shuffled
+from llamarl.data.prompts import Tokenizer, plain_tokens, shuffled
 from llamarl.errors import DataError
 from llamarl.observability.rollouts import Rollout, read_rollouts
 from llamarl.types import DEMONSTRATIONS, EVAL_INDEX_OFFSET, Group, Prompt, Response, Score
@@ -184,8 +184,8 @@ def _check_tokenizer(run: str, samples: Sequence[Rollout], tokenizer: Tokenizer)
     """Raises DataError unless the prompts' words become the tokens that were recorded."""
     for sample in samples:
         wanted = sample.prompt_tokens.tolist()
-        made = (tokenizer(sample.prompt, add_special_tokens=special)["input_ids"] for special in (False, True))
-        if all(list(tokens) != wanted for tokens in made):
+        by_template = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        if list(by_template) != wanted and plain_tokens(tokenizer, sample.prompt).tolist() != wanted:
             shown = sample.prompt[:_SHOWN]
             raise DataError.at(
                 "task.rollouts",

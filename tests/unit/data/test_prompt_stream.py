@@ -10,7 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from llamarl.data.items import Split, TaskItem
-from llamarl.data.prompts import Opened, PromptStream, _plain_tokens, with_answer
+from llamarl.data.prompts import Opened, PromptStream, plain_tokens, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
@@ -236,7 +236,7 @@ def test_plain_text_begins_with_one_token_of_the_beginning_and_is_not_ended() ->
         ("<bos>1+", [bos, *own]),
         ("", [bos]),
     ):
-        assert _plain_tokens(tokenizer, text).tolist() == expected, text
+        assert plain_tokens(tokenizer, text).tolist() == expected, text
 
 
 def test_prompts_that_have_been_through_a_template_are_told(caplog: pytest.LogCaptureFixture) -> None:

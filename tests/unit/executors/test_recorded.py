@@ -16,13 +16,15 @@ def characters(text: str, **options: Any) -> dict[str, list[int]]:
     return {"input_ids": list(text.encode())}
 
 
-def stream(folder: Path, samples: list[tuple[int, str, Any]], *, shuffle: bool = False) -> RecordedStream:
+def sample(index: int, prompt: str, reward: Any, **changes: Any) -> dict[str, Any]:
     common = dict(sample_index=0, task="", response="x", answer=None, reward_parts={}, failure=None, metadata={})
     common |= dict(finish_reason="stop", tokens=[1], behavior_logprobs=[-1.0], policy_versions=[0], loss_mask=[1])
-    rows = [
-        common | dict(prompt_index=index, prompt=prompt, prompt_tokens=list(prompt.encode()), reward=reward)
-        for index, prompt, reward in samples
-    ]
+    own = dict(prompt_index=index, prompt=prompt, prompt_tokens=list(prompt.encode()), reward=reward)
+    return common | own | changes
+
+
+def stream(folder: Path, samples: list[tuple[int, str, Any]], *, shuffle: bool = False) -> RecordedStream:
+    rows = [sample(index, prompt, reward) for index, prompt, reward in samples]
     (folder / "tick_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return RecordedStream(
         str(folder), characters, seed=3, imitate=False, least_reward=1, eval_fraction=0, shuffle=shuffle
@@ -55,3 +57,15 @@ def test_an_epochs_order_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
     found = stream(tmp_path, [(index, str(index), 1) for index in range(5)], shuffle=True)
     shown = [int(found.demonstration(index).prompt.text) for index in range(10)]
     assert shown == [*shuffled(5, 3, 0), *shuffled(5, 3, 1)] and asked == [0, 1]
+
+
+def test_a_tokenizer_that_ends_every_text_reads_the_prompts_that_it_has_written(tmp_path: Path) -> None:
+    class Ending:
+        eos_token, eos_token_id = "<end>", 7
+
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [1, *text.encode(), 7] if add_special_tokens else list(text.encode())}
+
+    (tmp_path / "tick_000000.jsonl").write_text(json.dumps(sample(0, "ab", 1.0, prompt_tokens=[1, 97, 98])) + "\n")
+    found = RecordedStream(str(tmp_path), Ending(), seed=3, imitate=False, least_reward=1, eval_fraction=0)
+    assert found.demonstration(0).prompt.tokens.tolist() == [1, 97, 98]
