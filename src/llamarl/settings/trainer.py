@@ -209,7 +209,7 @@ class OptimizerConfig:
     (``torch.optim.Muon``, momentum 0.95), everything else by AdamW. Its steps are scaled to the size
     of AdamW's, so ``lr`` and ``weight_decay`` mean the same; it keeps one number a matrix's weight
     in place of two. Ranks of a mesh gather matrices in turn. Or one of your own as
-    package.module:function or file.py:function (docs/trainer.md)."""
+    package.module:function or file.py:function (docs/optimizers.md)."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
