@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.run import Run
     from llamarl.checkpoint.storage import CheckpointStore
-    from llamarl.controller.settle import fetch_weights, local
+    from llamarl.models.folders import local_model_path
 
     given = Run(args.run_dir)
     run_dir, config, out = given.dir, given.config, Path(args.out).expanduser()
@@ -49,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.adapter and args.dtype not in (None, "float32"):
         raise ConfigError(f"--dtype {args.dtype}: adapters are written in float32, as they were trained; leave it out")
     _refuse_to_replace(out)
-    fetch_weights(config)
-    config = local(config)
+    path = local_model_path(config.model.path, code=config.model.trust_remote_code)  # nothing else of the job is read
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
     checkpoint = CheckpointStore(run_dir / "checkpoints").load(args.tick)
     from llamarl.checkpoint.storage import saving
     from llamarl.trainer.checkpoint_export import export_checkpoint

@@ -141,3 +141,14 @@ def test_a_folder_for_an_export_that_cannot_be_made_is_told(
     monkeypatch.setattr(CheckpointStore, "load", lambda store, tick: None)
     assert main(["export", str(run), "--out", str(out)]) == 2
     assert f"--out {out}: cannot be made (Not a directory): choose another folder" in capsys.readouterr().err
+
+
+def test_an_export_reads_neither_the_data_nor_the_other_models_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = '[task]\nname = "math"\ndata = "gone.jsonl"\n[reference]\nenabled = true\npath = "gone/teacher"\n'
+    run = write_run(tmp_path / "run", recipe)
+    asked: list[int | None] = []
+    monkeypatch.setattr(CheckpointStore, "load", lambda store, tick: asked.append(tick))
+    assert main(["export", str(run), "--out", str(run / "config.toml" / "no")]) == 2
+    assert asked == [None] and "cannot be made (Not a directory)" in capsys.readouterr().err
