@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("run_dir", metavar="RUN", help="run folder")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist, or be empty")
-    parser.add_argument("--tick", type=int, help="checkpoint to take, as its folder is numbered (default: the newest)")
+    parser.add_argument(
+        "--tick",
+        type=int,
+        help="checkpoint to take, as its folder is numbered (default: the newest, or with evaluation.patience that of the "
+        "lowest held-out loss)",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -41,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.run import Run
     from llamarl.checkpoint.storage import CheckpointStore
+    from llamarl.controller.products import tick_of_products
     from llamarl.models.folders import local_model_path
 
     given = Run(args.run_dir)
@@ -52,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     _refuse_to_replace(out)
     path = local_model_path(config.model.path, code=config.model.trust_remote_code)  # nothing else of the job is read
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
-    checkpoint = CheckpointStore(run_dir / "checkpoints").load(args.tick)
+    store = CheckpointStore(run_dir / "checkpoints")
+    checkpoint = store.load(args.tick)
+    if args.tick is None and config.evaluation.patience:
+        checkpoint = store.load(tick_of_products(run_dir, config, checkpoint.tick))
     from llamarl.checkpoint.storage import saving
     from llamarl.trainer.checkpoint_export import export_checkpoint
 

@@ -17,12 +17,24 @@ from pathlib import Path
 from llamarl.checkpoint.storage import saving
 from llamarl.checkpoint.written import sync_folder
 from llamarl.config import RunConfig
+from llamarl.controller.early_end import EarlyEnd
 from llamarl.controller.run_folder import RunFolder
 from llamarl.import_path import resolve
 from llamarl.models.exported import why_incomplete
+from llamarl.observability.metrics import read_metrics
 from llamarl.roles import Product, Role, present_roles
 
-__all__ = ["incomplete_products", "write_products"]
+__all__ = ["incomplete_products", "tick_of_products", "write_products"]
+
+
+def tick_of_products(run_dir: Path, config: RunConfig, newest: int) -> int:
+    """The tick of whose checkpoint they are: ``newest``, or with ``evaluation.patience`` that of the lowest held-out
+    loss up to it."""
+    if not config.evaluation.patience:
+        return newest
+    early_end = EarlyEnd(config.evaluation, num_ticks=config.run.num_ticks, ahead=0)
+    early_end.note_rows(row for row in read_metrics(run_dir) if int(row["step"] or 0) <= newest)
+    return newest if early_end.best is None else early_end.best
 
 
 def incomplete_products(run_dir: Path, config: RunConfig, checkpoint: Path | None = None) -> Mapping[str, str]:

@@ -14,7 +14,6 @@ from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.storage import Checkpoint, CheckpointStore
 from llamarl.config import RunConfig, begun_in, load_config, to_plain
 from llamarl.controller.begun_settings import RESHARDABLE, differences, explain
-from llamarl.controller.early_end import EarlyEnd
 from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
@@ -25,13 +24,12 @@ from llamarl.controller.prepare import (
     describe_plan,
     prepare,
 )
-from llamarl.controller.products import incomplete_products, write_products
+from llamarl.controller.products import incomplete_products, tick_of_products, write_products
 from llamarl.controller.run import execute, mirror_of, num_rows, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held
 from llamarl.controller.settle import fetch_weights, fix_end_of_decay, refuse_other_models
 from llamarl.determinism import platform_differences
 from llamarl.errors import ConfigError
-from llamarl.observability.metrics import METRICS_FILE, read_metrics
 from llamarl.plural import plural
 
 __all__ = ["plan_resume", "resume_run"]
@@ -102,7 +100,8 @@ def resume_run(config: RunConfig) -> None:
         moved = _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
         if checkpoint.tick + 1 == prepared.config.run.num_ticks:
             incomplete = incomplete_products(run_dir, prepared.config, checkpoint.path)
-            source = _product_source(run_dir, prepared.config, store, checkpoint) if incomplete else checkpoint.path
+            best = tick_of_products(run_dir, prepared.config, checkpoint.tick) if incomplete else checkpoint.tick
+            source = checkpoint.path if best == checkpoint.tick else store.load(best).path
             for folder_name, why in incomplete.items():
                 print(f"{run_dir / folder_name}: {why}; it is written again from {source}", file=sys.stderr)
             write_products(folder, source, prepared.local, incomplete)
@@ -150,15 +149,6 @@ def _continue_run(
         print(done_again(run_dir, after_tick + 1, num_rows(run_dir), latest=latest), file=sys.stderr)
     save_settings(prepared, run_dir)
     execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed, mirror=mirror)
-
-
-def _product_source(run_dir: Path, config: RunConfig, store: CheckpointStore, last: Checkpoint) -> Path:
-    """The checkpoint that a complete run's model is of: the last, or that of the lowest held-out loss."""
-    if not config.evaluation.patience:
-        return last.path
-    early_end = EarlyEnd(config.evaluation, num_ticks=config.run.num_ticks, ahead=0)
-    early_end.note_rows(read_metrics(run_dir / METRICS_FILE))
-    return store.load(early_end.best).path
 
 
 def _is_done(run_dir: Path, config: RunConfig) -> bool:

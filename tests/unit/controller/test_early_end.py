@@ -1,13 +1,17 @@
 """A run whose held-out loss no longer falls: its last tick is a function of the losses, and nobody has begun it."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
+from llamarl.config import validate
 from llamarl.controller.early_end import EarlyEnd, most_ahead
 from llamarl.controller.graph import Graph
 from llamarl.controller.marking import Marking
+from llamarl.controller.products import tick_of_products
 from llamarl.controller.saving import Saving
 from llamarl.executors.base import ExecutorSpec
 from llamarl.settings.executors import EvaluationConfig
@@ -77,3 +81,15 @@ def test_no_executor_of_a_chain_can_have_begun_the_tick_that_is_named(capacities
     last = 9 + most_ahead(channels)
     Saving(graph).end_after(marking, last)  # refuses a tick that has begun
     assert marking.num_ticks == last + 1
+
+
+@pytest.mark.parametrize(("patience", "newest", "expected"), [(0, 14, 14), (2, 14, 9), (2, 9, 9), (2, 4, 4), (2, 3, 3)])
+def test_what_is_written_of_a_run_is_of_the_lowest_loss_up_to_its_newest_checkpoint(
+    patience: int, newest: int, expected: int, tmp_path: Path
+) -> None:
+    losses = {0: 1.0, 4: 3.0, 9: 2.0, 14: 2.5, 19: 0.5}
+    rows = [{"step": tick, **({"eval/loss": losses[tick]} if tick in losses else {})} for tick in range(20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    imitates = {"algorithm": {"name": "sft"}, "task": {"name": "demonstrations", "data": "rows.jsonl"}}
+    config = validate({**imitates, "evaluation": {"every": 5, "patience": patience}})
+    assert tick_of_products(tmp_path, config, newest) == expected

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,6 +142,24 @@ def test_a_folder_for_an_export_that_cannot_be_made_is_told(
     monkeypatch.setattr(CheckpointStore, "load", lambda store, tick: None)
     assert main(["export", str(run), "--out", str(out)]) == 2
     assert f"--out {out}: cannot be made (Not a directory): choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "loaded"), [([], [None, 4]), (["--tick", "9"], [9])])
+def test_an_export_is_of_the_lowest_held_out_loss_where_the_runs_model_is(
+    words: list[str], loaded: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imitates = '[algorithm]\nname = "sft"\n[task]\nname = "demonstrations"\ndata = "rows.jsonl"\n'
+    run = write_run(tmp_path / "run", imitates + "[evaluation]\nevery = 5\npatience = 2\n")
+    (run / "metrics.jsonl").write_text('{"step": 4, "eval/loss": 1.0}\n{"step": 9, "eval/loss": 2.0}\n')
+    asked: list[int | None] = []
+
+    def load(store: CheckpointStore, tick: int | None) -> SimpleNamespace:
+        asked.append(tick)
+        return SimpleNamespace(tick=9 if tick is None else tick)
+
+    monkeypatch.setattr(CheckpointStore, "load", load)
+    assert main(["export", str(run), "--out", str(run / "config.toml" / "no"), *words]) == 2  # no folder for it
+    assert asked == loaded
 
 
 def test_an_export_reads_neither_the_data_nor_the_other_models_of_the_job(
