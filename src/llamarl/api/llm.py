@@ -43,7 +43,7 @@ class Completion:
 
 
 def open_policy(
-    name: str,
+    name: str | NamedModel,
     *,
     base: str | None = None,
     recipe: str | None = None,
@@ -57,7 +57,7 @@ def open_policy(
     A run brings its own settings, which ``words`` and then ``settings`` change.
 
     Args:
-        name: Run folder, Hugging Face folder, adapter folder, id of the Hub, or ``bundled:tiny``.
+        name: Run folder, Hugging Face folder, adapter folder, id of the Hub, or ``bundled:tiny``; or what was found by it.
         base: Base model of an adapter; None: the one that it names.
         recipe: In place of the run's own.
         words: ``--section.key VALUE``, as typed.
@@ -77,7 +77,7 @@ def open_policy(
     from llamarl.models.exported import find_model
     from llamarl.models.folders import local_model_path
 
-    named = find_model(name, base)
+    named = find_model(name, base) if isinstance(name, str) else name
     given = {"model.path": ("model", named.path), **(settings or {})}
     changes = [f"--{key}={_toml(value)}" for key, (_, value) in given.items() if value is not None]
     try:

@@ -72,8 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.llm import open_policy
+    from llamarl.models.exported import find_model
 
+    named = find_model(args.model, args.base)
     settings = {
+        **_of_other_task(args, args.recipe or named.recipe),
         "task.name": ("--data", args.data),
         "evaluation.num_prompts": ("--prompts", _num_prompts(args)),
         "reward_model.path": ("--best-of", args.best_of),
@@ -81,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
         "evaluation.temperature": ("--temperature", args.temperature),
     }
     named, config = open_policy(
-        args.model,
-        base=args.base,
+        named,
         recipe=args.recipe,
         words=args.overrides,
         settings=settings,
@@ -95,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
             f"which task? {args.model} is no run, which would bring its own: name a recipe that has it (--recipe RECIPE), or set "
             "it by --data, or --task.name and the keys beside it"
         )
+    if config.algorithm.imitates:
+        raise ConfigError(
+            f"{args.model} was fine-tuned on rows, which have no judge: name a task that has one, by --data or --recipe RECIPE"
+        )
     _compute_as_in_a_run(config.evaluation.threads)
     with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
         scores = _evaluate(config, named, responses, greedy=args.greedy, rate=bool(args.best_of))
@@ -106,6 +112,22 @@ def run(args: argparse.Namespace) -> int:
             between = "   [{:.4f}, {:.4f}]".format(*intervals[key]) if key in intervals else ""
             print(f"{key:<20} {value:.4f}{between}" if isinstance(value, float) else f"{key:<20} {value}")
     return 1 if scores["failed"] == scores["samples"] else 0
+
+
+def _of_other_task(args: argparse.Namespace, recipe: str | None) -> dict[str, tuple[str, Any]]:
+    """What ``--data`` sets beside the task's name: of the recipe's task only the workers stay, and of a fine-tuning run
+    neither its loss, which takes rows alone, nor what ends it."""
+    from llamarl.config import known_keys, read_settings
+
+    said = read_settings(None, args.overrides).get("task", {})
+    stays = {"name", "pool", *said}
+    defaults = {key: info.get_default(call_default_factory=True) for key, info in known_keys().items()}
+    of_task = {key: one for key, one in defaults.items() if key.startswith("task.") and key.split(".")[1] not in stays}
+    settings = {key: ("--data", one) for key, one in of_task.items() if args.data}
+    algorithm = read_settings(recipe).get("algorithm") if recipe and (args.data or "name" in said) else None
+    if isinstance(algorithm, dict) and algorithm.get("name") == "sft":
+        settings |= {"algorithm.name": ("--data", "aipo"), "evaluation.patience": ("--data", 0)}
+    return settings
 
 
 def _find_missing(config: Any) -> Iterator[Mistake]:

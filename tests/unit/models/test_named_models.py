@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llamarl.api.llm import open_policy
 from llamarl.checkpoint.storage import CheckpointStore
+from llamarl.cli import eval as eval_verb
 from llamarl.cli.main import main
+from llamarl.config import RunConfig, validate
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.exported import ExportFacts, NamedModel, find_model, write_export
 
@@ -171,3 +174,40 @@ def test_an_export_reads_neither_the_data_nor_the_other_models_of_the_job(
     monkeypatch.setattr(CheckpointStore, "load", lambda store, tick: asked.append(tick))
     assert main(["export", str(run), "--out", str(run / "config.toml" / "no")]) == 2
     assert asked == [None] and "cannot be made (Not a directory)" in capsys.readouterr().err
+
+
+MATHS = '[task]\nname = "math"\ndata = "mine.jsonl"\ntemplate = "Q: {question}"\n[task.pool]\nnum_workers = 3\n'
+ROWS = '[algorithm]\nname = "sft"\n[task]\nname = "demonstrations"\ndata = "mine.jsonl"\n'
+ROWS += "[evaluation]\nevery = 5\npatience = 2\n"
+
+
+@pytest.mark.parametrize("recipe", [MATHS, ROWS])
+def test_another_task_to_evaluate_on_brings_its_own_data(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(write_run(tmp_path / "run", recipe) / "model")
+    monkeypatch.chdir(tmp_path)
+    found: list[RunConfig] = []
+
+    def evaluate(config: RunConfig, *rest: Any, **flags: Any) -> dict[str, Any]:
+        found.append(config)
+        return {"failed": 0, "samples": 1, "intervals": {}}
+
+    monkeypatch.setattr(eval_verb, "_evaluate", evaluate)
+    monkeypatch.setattr(eval_verb, "_compute_as_in_a_run", lambda threads: None)
+    options = ["--task.options", "{ min_numbers = 3 }"]
+    for model in ("run", "run/model"):
+        assert main(["eval", model, "--data", "countdown", *options]) == 0, capsys.readouterr().err
+        task = found.pop().task
+        expected = {"options": {"min_numbers": 3}, "pool": {"num_workers": 3 if recipe == MATHS else 1}}
+        assert task == validate({"task": {"name": "countdown", **expected}}).task
+
+
+def test_a_fine_tuned_model_without_a_task_is_told_that_rows_have_no_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(write_run(tmp_path / "run", ROWS) / "model")
+    (tmp_path / "run" / "mine.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n' * 4)
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "run"]) == 2
+    assert "run was fine-tuned on rows, which have no judge: name a task that has one" in capsys.readouterr().err
