@@ -319,14 +319,12 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
     num_prompts = None if config.executors else most  # an executor of the user's own asks for others
     if config.algorithm.imitates:
         assert rows is not None
-        if config.evaluation.every and config.evaluation.tp > 1:
-            _check_sampled_distribution(config)
         if isinstance(rows, PromptStream):
             rows.check_training_prompts(num_prompts)
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
     if rows is not None:
         _check_temperature_of_rollouts(config)
-    else:
+    if rows is None or config.evaluation.every and config.evaluation.tp > 1:
         _check_sampled_distribution(config)
     for name, own in config.executors.items():
         if name not in ROLES and own.factory == ROLES["demonstrations"].factory:  # rows beside what is sampled

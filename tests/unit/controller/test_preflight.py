@@ -341,3 +341,16 @@ def test_rollouts_in_a_folder_of_another_name_belong_to_no_run_beside_them(tmp_p
     (tmp_path / "kept").mkdir()
     (tmp_path / "config.toml").write_text("[generator.sampling]\ntemperature = 0.5\n")
     _check_temperature_of_rollouts(validate({"task": {"rollouts": str(tmp_path / "kept")}}))
+
+
+def test_evaluations_over_ranks_beside_recorded_samples_take_no_filters(tmp_path: Path) -> None:
+    prompt = "a1 b2 =\n"
+    sample: dict[str, Any] = dict(prompt_index=0, sample_index=0, task="", prompt=prompt, answer="3", reward=1.0)
+    sample |= dict(prompt_tokens=load_tokenizer(FOLDER)(prompt)["input_ids"], response="x", metadata={})
+    sample |= dict(reward_parts={}, failure=None, finish_reason="stop")
+    sample |= dict(tokens=[1], behavior_logprobs=[-1.0], policy_versions=[0], loss_mask=[1])
+    (tmp_path / "tick_000000.jsonl").write_text(json.dumps(sample) + "\n")
+    recipe = {"task": {"rollouts": str(tmp_path)}, "generator": {"sampling": {"top_p": 0.9}}}
+    check_prompts(validate(recipe), FOLDER)  # one rank evaluates by it
+    with pytest.raises(ConfigError, match=r"generator.sampling.top_p is 0\.9: .* nor do tensor-parallel ranks draw so"):
+        check_prompts(validate({**recipe, "evaluation": {"tp": 2}}), FOLDER)
