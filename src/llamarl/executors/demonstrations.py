@@ -56,8 +56,10 @@ def num_training_rows(config: RunConfig) -> int | None:
     """Rows, or recorded groups, that one pass over them takes."""
     if not config.task.rollouts:
         return make_task(config.task, config.run.seed).num_items("train")
-    tokenizer = load_tokenizer(resolve_model_path(config.model.path), trust_remote_code=config.model.trust_remote_code)
-    return make_demonstrations(config, tokenizer).num_items("train")
+    code = config.model.trust_remote_code
+    folder = resolve_model_path(config.model.path, weights=False, code=code)  # it may be for a dry-run
+    config = replace(config, model=replace(config.model, path=str(folder)))
+    return make_demonstrations(config, load_tokenizer(folder, trust_remote_code=code)).num_items("train")
 
 
 class DemonstrationsExecutor(Stateless, BaseExecutor):

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from llamarl.config import validate
 from llamarl.data.prompts import shuffled
 from llamarl.errors import DataError
-from llamarl.executors import recorded
+from llamarl.executors import demonstrations, recorded
 from llamarl.executors.recorded import RecordedStream
+from llamarl.models.folders import resolve_model_path
+from llamarl.models.loading import load_tokenizer
 
 
 def characters(text: str, **options: Any) -> dict[str, list[int]]:
@@ -69,3 +72,23 @@ def test_a_tokenizer_that_ends_every_text_reads_the_prompts_that_it_has_written(
     (tmp_path / "tick_000000.jsonl").write_text(json.dumps(sample(0, "ab", 1.0, prompt_tokens=[1, 97, 98])) + "\n")
     found = RecordedStream(str(tmp_path), Ending(), seed=3, imitate=False, least_reward=1, eval_fraction=0)
     assert found.demonstration(0).prompt.tokens.tolist() == [1, 97, 98]
+
+
+def test_counting_the_samples_fetches_no_weights_of_a_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = resolve_model_path("bundled:tiny")
+    prompt_tokens = load_tokenizer(tiny)("a1 b2 =\n")["input_ids"]
+    rows = [sample(0, "a1 b2 =\n", 1.0, prompt_tokens=prompt_tokens, tokens=[token]) for token in (3, 4)]
+    (tmp_path / "tick_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: list[tuple[str, Any]] = []
+
+    def fetched(path: str, **how: Any) -> Path:
+        asked.append((path, how["weights"]))
+        return tiny
+
+    monkeypatch.setattr(demonstrations, "resolve_model_path", fetched)
+    imitates = {"algorithm": {"name": "sft"}, "model": {"path": "org/name"}}
+    task = {"name": "demonstrations", "rollouts": str(tmp_path), "eval_fraction": 0.0}
+    assert demonstrations.num_training_rows(validate({**imitates, "task": task})) == 2
+    assert asked == [("org/name", False)]
