@@ -30,6 +30,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "math": {"data": "DigitalLearningGmbH/MATH-lighteval", "split": "train", "eval_split": "test", "template": _BOXED},
 }
 """Tasks that bring their data: name -> keys of ``TaskConfig``."""
+_UNSAID = TaskConfig()
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
@@ -150,10 +151,13 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
 
 
 def with_preset(config: T) -> T:
-    """``config`` with the data that its name stands for, where it names none of its own."""
+    """``config`` with the data that its name stands for, where it names none of its own; what it says beside stands."""
     if config.data or config.name not in PRESETS:
         return config
-    return replace(config, **PRESETS[config.name])
+    unsaid = {k: value for k, value in PRESETS[config.name].items() if getattr(config, k) == getattr(_UNSAID, k)}
+    if config.eval_data:
+        unsaid.pop("eval_split", None)  # which is of the preset's table
+    return replace(config, **unsaid)
 
 
 def _users_task(config: TaskConfig, seed: int) -> Task:

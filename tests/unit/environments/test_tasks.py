@@ -12,7 +12,7 @@ import pytest
 from llamarl.data.items import TaskItem
 from llamarl.environments.answers import extract_answer, last_number
 from llamarl.environments.base import Task
-from llamarl.environments.factory import make_task, task_mistakes
+from llamarl.environments.factory import make_task, task_mistakes, with_preset
 from llamarl.environments.functions import NotANumber, as_score
 from llamarl.environments.games.second_try import SecondTry
 from llamarl.environments.reasoning_gym import EVALUATING, REFUSED
@@ -331,6 +331,14 @@ def test_columns_and_a_template_go_by_name_in_lines_too(tmp_path: Path) -> None:
         make_task(TaskConfig(**lines, columns={"question": "text", "answer": "result"}), 0).num_items("train")
     with pytest.raises(DataError, match="task.split: .* has no split 'test'"):
         make_task(TaskConfig(name="math", data=train, split="test"), 0).num_items("train")
+
+
+def test_what_a_recipe_says_of_a_task_that_brings_its_data_stands() -> None:
+    plain = with_preset(TaskConfig(name="gsm8k", template="{question}", subset="socratic", split="test"))
+    assert (plain.template, plain.subset, plain.split, plain.eval_split) == ("{question}", "socratic", "test", "test")
+    assert plain.data == "openai/gsm8k"
+    own = with_preset(TaskConfig(name="gsm8k", eval_data="mine.jsonl"))
+    assert (own.eval_data, own.eval_split) == ("mine.jsonl", "") and "boxed" in own.template
 
 
 def test_a_question_stays_as_it_was_written_and_what_is_compared_is_trimmed(tmp_path: Path) -> None:
