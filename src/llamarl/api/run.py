@@ -164,7 +164,7 @@ def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:,d}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def train(recipe: str | os.PathLike[str] | None = None, /, **settings: Any) -> Run:
+def train(recipe: str | os.PathLike[str] | None = None, **settings: Any) -> Run:
     """Run a job to its end, with the console's live progress, and return it.
 
         llamarl.train("tiny", num_ticks=20)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import llamarl
 from llamarl.api.settings import dotted, run_config
 from llamarl.errors import ConfigError
 
@@ -46,6 +47,11 @@ def test_without_a_folder_the_first_free_one_is_taken(tmp_path: Path, monkeypatc
     (tmp_path / "runs" / "tiny-2").mkdir()
     assert run_config("tiny", {}).run.dir == "runs/tiny-3"
     assert run_config("tiny", {"dir": "runs/tiny"}).run.dir == "runs/tiny"
+
+
+def test_the_recipe_may_be_given_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="'tinny': no such file, .* did you mean tiny?"):
+        llamarl.train(recipe="tinny")
 
 
 def test_what_is_said_comes_before_the_recipe() -> None:
