@@ -7,6 +7,7 @@ equals the reference as mathematics (``1/2``, ``0.5`` and ``\\frac12`` are one).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from llamarl.types import Prompt, Score
 
 __all__ = ["MathTask", "check_references", "judge_answer", "math_item"]
 
+_BARE_BOX = re.compile(r"\\boxed\s+([-+]?\d+(?:\.\d+)?|[A-Za-z])(?=[.\s]*(?:\$|\\[\])]|$))")
+"""Of a number or letter with which its formula ends: so it stands in some solutions of MATH's training set."""
 MAX_BOXES = 8
 """Different ones that a response may hold; each must equal the reference, so more only cost time."""
 
@@ -39,7 +42,7 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
             if not answer:
                 raise DataError(f"{where}: field 'answer' ends in '####', expected '#### number'")
     else:
-        boxed = last_boxed(text_field(record, ("solution",), where))
+        boxed = last_boxed(_BARE_BOX.sub(r"\\boxed{\1}", text_field(record, ("solution",), where)))
         if not boxed:
             raise DataError(f"{where}: no field 'answer', and field 'solution' has no complete \\boxed{{...}}")
         answer = boxed

@@ -269,6 +269,15 @@ def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("end", "answer"), [("the answer is $\\boxed 2$.", "2"), ("\\[a = \\boxed -31.\\]", "-31"), ("$\\boxed x$", "x")]
+)
+def test_a_solution_of_math_may_box_its_answer_without_braces(tmp_path: Path, end: str, answer: str) -> None:
+    row = {"problem": "Q", "solution": f"At first $\\boxed{{7}} + 1$; {end}"}
+    task = make_task(TaskConfig(name="math", data=_file(tmp_path / "t.jsonl", row), eval_fraction=0.0), 0)
+    assert task.item("train", 0).answer == answer
+
+
+@pytest.mark.parametrize(
     ("lines", "words"),
     [
         ([], "got an empty file"),
@@ -279,6 +288,7 @@ def test_math_reads_both_formats_and_compares_answers_as_mathematics(tmp_path: P
         ([{"question": 3.5, "answer": None}], ":1: field 'answer' is NoneType"),
         ([{"question": " ", "answer": "1"}], ":1: field 'question' is blank"),
         ([{"problem": "Q", "solution": "no box"}], "no complete"),
+        ([{"problem": "Q", "solution": "so $\\boxed 2 x$"}], "no complete"),
         ([{"question": "Q", "answer": "so\n####"}], "expected '#### number'"),
     ],
 )
