@@ -115,16 +115,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_other_task(args: argparse.Namespace, recipe: str | None) -> dict[str, tuple[str, Any]]:
-    """What ``--data`` sets beside the task's name: of the recipe's task only the workers stay, and of a fine-tuning run
-    neither its loss, which takes rows alone, nor what ends it."""
+    """What ``--data`` sets beside the task's name, if it is another: of the recipe's task only the workers stay, and of a
+    fine-tuning run neither its loss, which takes rows alone, nor what ends it."""
     from llamarl.config import known_keys, read_settings
 
     said = read_settings(None, args.overrides).get("task", {})
     stays = {"name", "pool", *said}
     defaults = {key: info.get_default(call_default_factory=True) for key, info in known_keys().items()}
     of_task = {key: one for key, one in defaults.items() if key.startswith("task.") and key.split(".")[1] not in stays}
-    settings = {key: ("--data", one) for key, one in of_task.items() if args.data}
-    algorithm = read_settings(recipe).get("algorithm") if recipe and (args.data or "name" in said) else None
+    own = read_settings(recipe) if recipe else {}
+    task = own.get("task")
+    is_other = args.data and not (isinstance(task, dict) and task.get("name") == args.data)
+    settings = {key: ("--data", one) for key, one in of_task.items() if is_other}
+    algorithm = own.get("algorithm") if args.data or "name" in said else None
     if isinstance(algorithm, dict) and algorithm.get("name") == "sft":
         settings |= {"algorithm.name": ("--data", "aipo"), "evaluation.patience": ("--data", 0)}
     return settings
