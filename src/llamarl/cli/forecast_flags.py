@@ -91,6 +91,8 @@ def ask(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Question:
     from llamarl.forecast.search import Workload
 
     recipe, run_dir, config = _read_source(args, overrides)
+    if config and not config.samples:
+        raise PlanError(f"{args.source} trains on what is there already: a forecast knows jobs with a generator alone")
     model_path = args.model or (config.model.path if config else args.source)
     if model_path is None:
         raise PlanError("no model: give --model NAME_OR_FOLDER, a recipe, a run folder or a config.json")
@@ -228,9 +230,10 @@ def _fits(args: argparse.Namespace, run_dir: Path | None, hardware: Hardware, mo
         config = load_config(folder / "config.toml")
         on_gpu = config.trainer.device == "cuda"
         if on_gpu == hardware.is_cpu:
-            what = "GPUs: say which, --hardware h100-sxm --devices N" if on_gpu else "CPU cores: leave --hardware out"
-            if args.fit:
-                raise PlanError(f"--fit {folder}: that run was made on {what}")
+            how_many = " --devices N" if args.verb == "plan" else ""
+            what = f"GPUs: say which, --hardware h100-sxm{how_many}" if on_gpu else "CPU cores: leave --hardware out"
+            if args.fit or not args.hardware:  # else what is asked for is another machine than the run's
+                raise PlanError(f"{folder} was made on {what}")
             return []
         threads = threads_of(config) if hardware.is_cpu else {"generator": 1, "trainer": 1}
         fit = fit_run(config, folder, hardware, threads)

@@ -100,6 +100,26 @@ def test_nonsense_gets_an_error_that_helps(line: str, message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
+def test_a_run_on_gpus_is_no_forecast_of_the_cores_of_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(RECIPE.read_text().replace("[trainer]", '[trainer]\ndevice = "cuda"'))
+    (run / "metrics.jsonl").touch()
+    for line, asked in ((f"plan {run}", "--hardware h100-sxm --devices N"), (f"simulate {run}", "--hardware h100-sxm")):
+        assert main(line.split()) == 2
+        assert capsys.readouterr().err.strip().endswith(f"{run} was made on GPUs: say which, {asked}")
+
+
+def test_a_job_that_samples_nothing_has_no_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "sft.toml"
+    recipe.write_text('model.path = "bundled:tiny"\ntask = { name = "demonstrations", data = "rows.jsonl" }\nalgorithm.name = "sft"\n')
+    for verb in ("plan", "simulate"):
+        assert main([verb, str(recipe)]) == 2
+        assert "a forecast knows jobs with a generator alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", device_names())
 @pytest.mark.parametrize("devices", [1, 8])
 def test_every_device_gets_a_recipe_that_loads(device: str, devices: int, tmp_path: Path) -> None:
