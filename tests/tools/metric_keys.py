@@ -1,5 +1,6 @@
 """Writes docs/metric_keys.md from the table of keys: ``python tests/tools/metric_keys.py``."""
 
+import textwrap
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -10,13 +11,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "metric_keys.md"
 
 _HEAD = """# The keys of metrics.jsonl
 
-`ROLE` stands for each of generator, reward, trainer, reference, reward_model, judge, critic and
-evaluator, where the job has it; NAME, LABEL and KEY for what the task brings, N for a number. What
-a row is and how times are measured: [metrics](metrics.md).
+ROLES
 
 | key | unit | meaning | over ranks | same in every run |
 |---|---|---|---|---|
 """
+
+_ROLES = """`ROLE` stands for each of {}, where the job has it; NAME, LABEL and KEY for what the task brings, \
+N for a number. What a row is and how times are measured: [metrics](metrics.md)."""
 
 _TAIL = """
 ## Over ranks
@@ -52,12 +54,13 @@ For another rule, reduce in the executor and report from one rank.
 def page() -> str:
     """The whole page."""
     text = (resources.files("llamarl.observability") / "keys.toml").read_text(encoding="utf-8")
-    rows = []
-    for name, key in tomllib.loads(text)["keys"].items():
+    table, rows = tomllib.loads(text), []
+    for name, key in table["keys"].items():
         ranks = key.get("ranks", "same") + (f" by `{key['weight']}`" if "weight" in key else "")
         repeats = "no" if is_timing_key(name) else "yes"
         rows.append(f"| `{name}` | {key['unit']} | {key['meaning']} | {ranks} | {repeats} |\n")
-    return _HEAD + "".join(rows) + _TAIL
+    roles = textwrap.fill(_ROLES.format(", ".join(table["roles"])), 100)
+    return _HEAD.replace("ROLES", roles) + "".join(rows) + _TAIL
 
 
 if __name__ == "__main__":
