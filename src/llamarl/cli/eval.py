@@ -27,8 +27,8 @@ _DESCRIPTION = """\
 Samples held-out prompts and judges the responses.
 
   llamarl eval runs/tiny                                      the final policy of a run, on its own task
-  llamarl eval path/to/model --recipe recipes/smollm2.toml    any Hugging Face folder, on a recipe's task
-  llamarl eval path/to/adapter --recipe recipes/tiny.toml     a LoRA adapter, merged into its base model
+  llamarl eval path/to/model --recipe smollm2                 any Hugging Face folder, on a recipe's task
+  llamarl eval path/to/adapter --recipe tiny                  a LoRA adapter, merged into its base model
   llamarl eval path/to/model --data gsm8k --n 8 --greedy      the whole test set: pass@1 greedy and sampled, pass@8, majority@8
   llamarl eval runs/tiny --n 8 --prompts 200 --json           over 200 prompts, as one JSON object
   llamarl eval path/to/model --data gsm8k --n 8 --best-of path/to/reward_model

@@ -29,7 +29,7 @@ examples:
   llamarl plan --model Llama-3.1-70B --devices 256 --hardware h100-sxm --response-tokens 4096:lognormal
   llamarl plan --model path/to/hf-folder --devices 8 --hardware a100 --recipe plan.toml
   llamarl plan --model Llama-3.1-70B --devices 128:h100-sxm,128:a100-80gb --recipe plan.toml
-  llamarl plan recipes/tiny.toml                 what this machine will make of a recipe, by assumed rates
+  llamarl plan tiny                              what this machine will make of a recipe, by assumed rates
   llamarl plan runs/tiny                         the same by the constants that a finished run measured
   llamarl plan --model SmolLM2-135M --fit runs/tiny      another job by the constants of that run
   llamarl plan runs/tiny --fit runs/tiny --fit runs/wide     by two runs of this machine, of other threads

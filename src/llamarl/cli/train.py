@@ -24,14 +24,15 @@ _DESCRIPTION = """\
 Runs generator, reward and trainer at once, each in its own process, as a recipe says.
 
   llamarl train tiny                                       a recipe that ships with llamarl, or a TOML file of your own
-  llamarl train recipes/tiny.toml --schedule.max_staleness 0 --run.dir runs/synchronous
+  llamarl train tiny --schedule.max_staleness 0 --run.dir runs/synchronous
   llamarl train --resume runs/tiny                          go on from the newest checkpoint, bit for bit
   llamarl train --resume runs/tiny --run.num_ticks 200      the same, and longer
   llamarl train --resume runs/tiny --fork runs/slower --optimizer.lr 1e-5
                                                             a new run from that checkpoint, with other settings
-  llamarl train recipes/tiny.toml --schedule.weights latest in-flight weight updates; decisions go to events.jsonl
-  llamarl train --replay runs/tiny                          repeat such a run from its event log, bit for bit
-  llamarl train recipes/tiny.toml --dry-run                 print the configuration, graph and placement; run nothing
+  llamarl train tiny --schedule.weights latest --run.dir runs/latest
+                                                            in-flight weight updates; decisions go to events.jsonl
+  llamarl train --replay runs/latest                        repeat such a run from its event log, bit for bit
+  llamarl train tiny --dry-run                              print the configuration, graph and placement; run nothing
 
 The run folder holds config.toml, metrics.jsonl, rollouts/, trace.json (ui.perfetto.dev), tensorboard/, checkpoints/ and
 model/ (a Hugging Face folder of the final policy)."""
