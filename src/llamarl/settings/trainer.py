@@ -123,7 +123,7 @@ class TrainerConfig:
     sliding-window or soft-capped attention compute it once a response all the same, but under
     trainer.attention = "flex". "auto": on a CPU and under "flex"; else on a GPU the kernel for it is
     slower and keeps more than the one for separate sequences, so true pays there only where prompts
-    are much longer than responses (llamarl plan compares)."""
+    are much longer than responses."""
 
     skip_zero_advantage: bool = True
     """Do not compute responses whose advantage is 0, where their gradient is exactly 0: under a
