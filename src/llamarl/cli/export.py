@@ -40,12 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="precision of the weights (default: that in which they were sampled from and evaluated)",
     )
     parser.add_argument("--adapter", action="store_true", help="the adapters of a LoRA run, not merged")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run a tokenizer that is Python code of the model's folder"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.run import Run
     from llamarl.checkpoint.storage import CheckpointStore
+    from llamarl.config import RunConfig
+    from llamarl.controller.begun import refuse_code_of_a_run
     from llamarl.controller.products import tick_of_products
     from llamarl.models.folders import local_model_path
 
@@ -56,8 +61,11 @@ def run(args: argparse.Namespace) -> int:
     if args.adapter and args.dtype not in (None, "float32"):
         raise ConfigError(f"--dtype {args.dtype}: adapters are written in float32, as they were trained; leave it out")
     _refuse_to_replace(out)
-    path = local_model_path(config.model.path, code=config.model.trust_remote_code)  # nothing else of the job is read
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
+    model = config.model  # of all that a run names an export reads this alone
+    trusted = {"model": {"trust_remote_code": True}} if args.trust_remote_code else {}
+    refuse_code_of_a_run(RunConfig(model=model), run_dir, trusted)
+    path = local_model_path(model.path, code=model.trust_remote_code)
+    config = dataclasses.replace(config, model=dataclasses.replace(model, path=path))
     store = CheckpointStore(run_dir / "checkpoints")
     checkpoint = store.load(args.tick)
     if args.tick is None and config.evaluation.patience:

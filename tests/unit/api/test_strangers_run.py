@@ -1,4 +1,4 @@
-"""What a run's folder names is not run by ``eval``, ``generate`` and ``doctor`` either, and no secret is sent where it says."""
+"""What a run's folder names ``eval``, ``generate``, ``doctor`` and ``export`` do not run, nor send secrets there."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,12 @@ import pytest
 
 from llamarl.api.llm import open_policy
 from llamarl.assets import __file__ as assets
+from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.cli.main import main
-from llamarl.config import load_config, save_config, validate
+from llamarl.config import RunConfig, load_config, save_config, validate
 from llamarl.controller.begun import refuse_code_of_a_run
 from llamarl.errors import ConfigError
+from llamarl.models.exported import ExportFacts
 
 EVIL = "raise SystemExit('it ran')\n"
 
@@ -48,6 +50,31 @@ def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_
         assert main([verb, str(model), *more]) == 2
         told = capsys.readouterr()
         assert key in told.err and "it ran" not in told.out + told.err
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_an_export_runs_no_tokenizer_that_a_strangers_run_trusts_and_asks_for_nothing_that_it_does_not_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", str(run), "--out", str(run / "out")]
+    gone = {"task.name": "math", "task.data": "gone.jsonl", "judge.path": "gone/judge"}
+    store = CheckpointStore(run / "checkpoints")
+    store.begin(0)
+    store.finish(0, {})
+    exported: list[RunConfig] = []
+
+    def export(checkpoint: Path, config: RunConfig, out: Path, **how: Any) -> ExportFacts:
+        exported.append(config)
+        return ExportFacts(policy_version=1, dtype="float32", served_dtype="float32")
+
+    monkeypatch.setattr("llamarl.trainer.checkpoint_export.export_checkpoint", export)
+    describe(run, {"model.path": str(run / "model"), "model.trust_remote_code": True, **gone})
+    assert main(words) == 2 and "model.trust_remote_code" in capsys.readouterr().err and not exported
+    assert main([*words, "--trust-remote-code"]) == 0
+    (run / "out").rmdir()
+    describe(run, {"model.path": "bundled:tiny", "task.reward": f"{run}/evil.py:Thing", **gone})
+    assert main(words) == 0
+    assert [config.model.path for config in exported] == [str(run / "model"), "bundled:tiny"]
 
 
 def test_what_the_user_names_is_the_users_own(run: Path) -> None:
