@@ -198,10 +198,12 @@ class JobFiles:
             return plan
         moved = {path: there for path, there in host.paths.items() if path != there}
         if moved:
-            spec = replace(plan.spec, factory=with_paths(plan.spec.factory, moved))
+            own = {name: with_paths(getattr(plan.spec, name), moved) for name in ("factory", "options")}
+            spec = replace(plan.spec, **own)
             if isinstance(spec.config, RunConfig):
                 spec = replace(spec, config=validate(with_paths(to_plain(spec.config), moved)))
-            plan = replace(plan, spec=spec)
+            channels = tuple(replace(one, transport=with_paths(one.transport, moved)) for one in plan.channels)
+            plan = replace(plan, spec=spec, channels=channels)
         if host.why_apart:
             plan = replace(plan, run_dir=host.folder, controller_dir=self._run_dir)
         return plan
