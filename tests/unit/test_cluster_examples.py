@@ -1,8 +1,10 @@
 """examples/cluster, as far as it can be judged without Kubernetes: what its parts say of each other."""
 
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -136,3 +138,22 @@ def test_the_head_of_a_slurm_job_is_found_where_its_machine_calls_itself_a_loopb
     assert "n0:6379" in slurm()
     (tmp_path / "known").write_text("127.0.1.1 STREAM n0\n127.0.1.1 DGRAM")
     assert "10.0.0.5:6379" in slurm()
+
+
+def test_the_lines_for_a_slurm_job_on_one_machine_have_it_queued_again_before_its_time_is_over(tmp_path: Path) -> None:
+    page = (FOLDER.parents[1] / "docs" / "survival.md").read_text()
+    trap, line, end = (
+        re.findall(pattern, page)[0] for pattern in ("`(trap [^`]*)`", "`ExecStart=([^`]*)`", "`(& wait[^`]*)`")
+    )
+    (tmp_path / "job").write_text(f"#!/bin/bash\n{trap}\n{line} {end}\n")
+    for name, words in {"llamarl": "echo began; exec cat gate", "scontrol": "echo $*"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
+        (tmp_path / name).chmod(0o755)
+    os.mkfifo(tmp_path / "gate")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", "job"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "began\n"
+        job.send_signal(signal.SIGTERM)
+        asked = job.stdout.readline()
+        (tmp_path / "gate").write_text("")
+    assert asked == "requeue 7\n"
