@@ -105,7 +105,7 @@ def slurm(tmp_path: Path) -> Callable[[], list[str]]:
     }
     for name, words in said.items():
         program = tmp_path / name
-        to = f">{tmp_path}/said; echo 0 >runs/7.exit" if name == "srun" else ""
+        to = f">{tmp_path}/said; test -e no_cluster || echo 0 >runs/7.exit" if name == "srun" else ""
         program.write_text(f'#!/bin/sh\nprintf "%s\\n" {words} {to}\n')
         program.chmod(0o755)
     (tmp_path / "known").write_text("10.0.0.4 STREAM n0")
@@ -130,6 +130,15 @@ def test_a_slurm_job_that_is_queued_again_keeps_its_flags(slurm: Callable[[], li
     (tmp_path / "runs" / "7").mkdir()
     (tmp_path / "runs" / "7" / "config.toml").touch()
     assert flags(slurm()) == ["--resume", "runs/7", "--on", "trainer=0,1"]
+
+
+def test_a_slurm_job_whose_cluster_did_not_come_up_has_failed_and_not_been_refused(
+    slurm: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "no_cluster").touch()
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        slurm()
+    assert failed.value.returncode == 1, "2 is that of a recipe that is wrong (docs/when_it_stops.md)"
 
 
 def test_the_head_of_a_slurm_job_is_found_where_its_machine_calls_itself_a_loopback(
