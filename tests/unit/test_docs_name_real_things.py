@@ -15,12 +15,13 @@ from tools.other_names import page_of, with_table
 import llamarl.errors
 from llamarl.api.run import Run
 from llamarl.cli.main import VERBS
-from llamarl.config import known_keys, validate
+from llamarl.config import key_effects, known_keys, validate
 from llamarl.environments.reasoning_gym import EVALUATING, REFUSED
 from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability import findings
 from llamarl.other_names import other_names
 from llamarl.reading import parse_toml
+from llamarl.strict import Effect
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -181,6 +182,14 @@ def test_when_it_stops_names_every_error_with_its_exit_code() -> None:
     rows = [row for row in _table("when_it_stops.md", 4) if row[0].strip("`") in errors]
     assert {row[0].strip("`"): row[1] for row in rows} == expected
     assert all(len(cell) > 10 for row in rows for cell in row[2:]), "an error without its cause or cure"
+
+
+def test_a_key_that_when_it_stops_tells_to_change_is_one_that_a_resume_takes_or_it_says_how_else() -> None:
+    effects = key_effects()
+    for name, status, _, cure in _table("when_it_stops.md", 4):
+        for key in (span for span in _SPAN.findall(cure) if status != "2" and span in effects):
+            how = {Effect.NO_BITS: "", Effect.BITS: "--fork", Effect.IN_STATE: "new run"}[effects[key]]
+            assert how in cure, f"{name}: a resume refuses another {key}"
 
 
 def test_when_it_stops_explains_every_exit_code() -> None:
