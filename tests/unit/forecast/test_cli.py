@@ -114,7 +114,9 @@ def test_a_run_on_gpus_is_no_forecast_of_the_cores_of_this_machine(
 
 def test_a_job_that_samples_nothing_has_no_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "sft.toml"
-    recipe.write_text('model.path = "bundled:tiny"\ntask = { name = "demonstrations", data = "rows.jsonl" }\nalgorithm.name = "sft"\n')
+    recipe.write_text(
+        'model.path = "bundled:tiny"\ntask = { name = "demonstrations", data = "rows.jsonl" }\nalgorithm.name = "sft"\n'
+    )
     for verb in ("plan", "simulate"):
         assert main([verb, str(recipe)]) == 2
         assert "a forecast knows jobs with a generator alone" in capsys.readouterr().err

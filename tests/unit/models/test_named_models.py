@@ -202,7 +202,9 @@ def test_another_task_to_evaluate_on_brings_its_own_data(
         expected = {"options": {"min_numbers": 3}, "pool": {"num_workers": 3 if recipe == MATHS else 1}}
         assert task == validate({"task": {"name": "countdown", **expected}}).task
     if recipe == MATHS:  # its own task stays as the run has it
-        assert main(["eval", "run", "--data", "math"]) == 2 and "no file or folder mine.jsonl" in capsys.readouterr().err
+        assert (
+            main(["eval", "run", "--data", "math"]) == 2 and "no file or folder mine.jsonl" in capsys.readouterr().err
+        )
 
 
 def test_a_fine_tuned_model_without_a_task_is_told_that_rows_have_no_judge(
