@@ -262,9 +262,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.5))
     for name, found in results["curves"].items():
         color = {"staleness_0": "C0", "staleness_1": "C1", "trl": "C3"}.get(name.partition("_seed")[0], "C2")
-        axes.plot(found["reward/mean"], color=color, alpha=0.7, label=name.replace("_", " "))
+        right = found["reward/mean"]
+        axes.plot(right, color=color, alpha=0.3, lw=0.7)
+        smooth = [statistics.mean(right[max(0, i - 4) : i + 1]) for i in range(len(right))]
+        axes.plot(smooth, color=color, label=name.replace("_", " "))
     axes.set_xlabel("tick")
-    axes.set_ylabel("share of right answers of a tick's samples")
+    axes.set_ylabel("right answers of a tick's samples\n(thick: mean of the last five)")
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
