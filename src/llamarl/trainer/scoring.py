@@ -123,6 +123,8 @@ class FrozenScorer:
             ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
         """
         self.algorithm = algorithm
+        charged = algorithm.kl_coef > 0 and algorithm.kl_place == "reward"  # of all in a baseline, also who does not train
+        self._scored = dataclasses.replace(algorithm, train_truncated=True) if charged else algorithm
         self.layout = layout_of("reference", config, device)
         attention, share_prompts = row_attention(trainer, device, model_path)
         dtype = torch_dtype(config.dtype, device=device, model=model_path)
@@ -143,9 +145,9 @@ class FrozenScorer:
         self.computes = Computes(policy, self.layout, device, max_tokens=max_tokens, share_prompts=share_prompts)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains, and with
-        ``algorithm.teacher_top_k`` the likeliest tokens."""
-        laid = lay_out(groups, self.algorithm, self.computes)
+        """This data-parallel rank's groups with ``reference_logprobs`` on every response that trains, or whose reward
+        pays for its KL, and with ``algorithm.teacher_top_k`` the likeliest tokens."""
+        laid = lay_out(groups, self._scored, self.computes)
         found = self.computes.outputs(laid.packed)
         groups = laid.annotate(groups, [scores.logprobs for scores in found], "reference_logprobs")
         if self.algorithm.teacher_top_k:

@@ -1,5 +1,6 @@
 """Log-probs of a frozen model: equal to the library's own forward, whatever the packing."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import OptimizerConfig, ReferenceConfig, TrainerConfig
+from llamarl.trainer.batch import make_sequences
 from llamarl.trainer.scoring import FrozenScorer
 from llamarl.trainer.step import Trainer
 from llamarl.types import Group, Score
@@ -87,6 +89,25 @@ def _trainer(folder: Path, **algorithm: object) -> Trainer:
 def test_kl_in_the_loss_without_reference_log_probs_is_refused(model_folder: Path) -> None:
     with pytest.raises(ValueError, match="wire a reference executor"):
         _trainer(model_folder, kl_coef=0.1).train(make_groups(), 0)
+
+
+def test_a_truncated_response_that_does_not_train_pays_for_its_kl_in_the_baseline(model_folder: Path) -> None:
+    (group,) = make_groups(num_groups=1, failed=False)
+    cut, *others = group.responses
+    cut = dataclasses.replace(cut, finish_reason="length", outcome=Score(value=0.0))
+    whole = tuple(dataclasses.replace(r, outcome=Score(value=1.0)) for r in others)
+    group = dataclasses.replace(group, responses=(cut, *whole))
+    algorithm = AlgorithmConfig(kl_coef=1.0, kl_place="reward", kl_estimator="k1", train_truncated=False)
+    scorer = FrozenScorer(model_folder, ReferenceConfig(), algorithm, TrainerConfig(), temperature=1.0)
+    (scored,) = scorer.score([group])
+    rewards = []
+    for response in scored.responses:
+        assert response.reference_logprobs is not None and isinstance(response.outcome, Score)
+        gap = (response.behavior_logprobs - response.reference_logprobs)[response.loss_mask]
+        rewards.append(response.outcome.value - gap.astype(np.float64).sum())
+    sequences = make_sequences([scored], algorithm)
+    assert [s.sample for s in sequences] == [1, 2, 3]
+    np.testing.assert_allclose([s.advantage for s in sequences], np.subtract(rewards[1:], np.mean(rewards)), atol=1e-5)
 
 
 def test_kl_in_the_reward_changes_advantages_and_not_the_loss(model_folder: Path) -> None:
