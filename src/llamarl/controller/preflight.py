@@ -349,19 +349,31 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             if prompt.opening is not None and prompt.opening.failure:
                 raise DataError.at("task.environment", f": it did not begin an episode: {prompt.opening.failure}")
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
-        if template := config.reference.template:
-            _check_room(config, max(len(with_answer(p, template, tokenizer, config.data).tokens) for p in first))
+        if config.reference.template:
+            _check_shown_answers(config, rows if isinstance(rows, RecordedStream) else stream, tokenizer, num_prompts)
         if config.evaluation.every and environments is None and stream.holds_out:
             stream.eval_prompts(config.evaluation.num_prompts)
         found = _found(stream, first[0], tokenizer)
         return found if rows is None else dataclasses.replace(found, num_training=rows.num_items("train"))
 
 
-def _check_room(config: RunConfig, longest: int) -> None:
-    """Refuse a teacher's prompt of ``longest`` tokens that leaves its context no room for a response."""
+def _check_shown_answers(
+    config: RunConfig, stream: PromptStream | MixedStream | RecordedStream, tokenizer: Any, num_prompts: int | None
+) -> None:
+    """Refuse prompts with which a teacher cannot be shown the answer: of those that the run may ask for, or of an endless
+    task's first tick.
+
+    Raises:
+        ConfigError: One leaves its context no room for a response.
+        DataError: As ``with_answer``.
+    """
     from llamarl.models.loading import context_length
 
-    context = context_length(config.reference.path or config.model.path)
+    size = stream.num_items("train")
+    count = config.groups_per_tick if size is None else min(size, num_prompts or size)
+    prompts = (stream.demonstration(i).prompt if isinstance(stream, RecordedStream) else stream.get(i) for i in range(count))
+    template, context = config.reference.template, context_length(config.reference.path or config.model.path)
+    longest = max(len(with_answer(prompt, template, tokenizer, config.data).tokens) for prompt in prompts)
     if context is not None and longest + config.generator.sampling.max_new_tokens > context:
         text = f"makes a prompt of {longest} tokens, which leaves no room for a response in the teacher's {context}: shorten it"
         raise ConfigError.at("reference.template", text)

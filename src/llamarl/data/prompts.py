@@ -203,7 +203,7 @@ def with_answer(prompt: Prompt, template: str, tokenizer: Tokenizer, config: Dat
     """The prompt as one is shown it who knows the answer: ``template`` in place of its question, or of its last message.
 
     Raises:
-        DataError: Its task gives no answer.
+        DataError: Its task gives no answer, or nobody knows which of its words are the question.
     """
     if prompt.answer is None:
         raise DataError(
@@ -211,6 +211,13 @@ def with_answer(prompt: Prompt, template: str, tokenizer: Tokenizer, config: Dat
             "has none: give the task's items an answer, or name a teacher that needs none"
         )
     messages = [dict(message) for message in prompt.metadata.get("messages", ())]
+    if not messages and not prompt.question:
+        raise DataError.at(
+            "reference.template",
+            f"stands in place of a question, and of prompt {prompt.index}, {prompt.text[:80]!r}, only the whole is known, as of "
+            "every recorded one: leave it out, or sample anew",
+            "task.rollouts",
+        )
     words = {"question": messages[-1]["content"] if messages else prompt.question, "answer": prompt.answer}
     shown = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], template)
     if messages:

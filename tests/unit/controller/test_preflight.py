@@ -235,6 +235,32 @@ def test_prompts_that_are_too_long_are_counted_where_they_are_skipped(
         check_prompts(questions(tmp_path, 30, 30, data={"too_long": "skip"}), FOLDER)
 
 
+TAUGHT: dict[str, Any] = {
+    "algorithm": {"advantage": "distillation"},
+    "reference": {"template": "{question}{question}{answer}"},
+}
+"""The policy teaches itself."""
+
+
+def test_a_teacher_that_is_shown_answers_has_room_for_every_prompt_and_not_for_the_first_alone(tmp_path: Path) -> None:
+    check_prompts(questions(tmp_path, 1, 1, 10, data={"shuffle": False}, **TAUGHT), FOLDER)
+    with pytest.raises(ConfigError, match=r"reference.template makes a prompt of \d+ tokens, which leaves no room"):
+        check_prompts(questions(tmp_path, 1, 1, 20, data={"shuffle": False}, **TAUGHT), FOLDER)
+
+
+def test_of_a_recorded_prompt_nobody_knows_where_a_teacher_would_be_shown_the_answer(tmp_path: Path) -> None:
+    config = questions(tmp_path, 1, **TAUGHT)
+    sample = {
+        "prompt_index": 0, "sample_index": 0, "task": "math", "prompt": "1+1=", "response": "2", "answer": "2", "reward": 1.0,
+        "reward_parts": {}, "failure": None, "finish_reason": "stop", "metadata": {}, "tokens": [5], "loss_mask": [1],
+        "prompt_tokens": load_tokenizer(FOLDER)("1+1=")["input_ids"], "behavior_logprobs": [-1.0], "policy_versions": [0],
+    }  # fmt: skip
+    (tmp_path / "tick_000000.jsonl").write_text(json.dumps(sample) + "\n")
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, rollouts=str(tmp_path)))
+    with pytest.raises(DataError, match="reference.template stands in place of a question, and of prompt 0, '1.1=', only"):
+        check_prompts(config, FOLDER)
+
+
 @pytest.mark.parametrize("kept", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
 def test_training_on_the_likeliest_tokens_alone_is_refused(tmp_path: Path, kept: dict[str, float]) -> None:
     (name, value), *_ = kept.items()
