@@ -179,6 +179,10 @@ class CheckpointStore:
         """Finished checkpoints, oldest first, not yet proved."""
         return tuple(path for _, suffix, path in self._entries() if not suffix)
 
+    def ticks(self) -> tuple[int, ...]:
+        """Those of ``list``."""
+        return tuple(tick for tick, suffix, _ in self._entries() if not suffix)
+
     def load(self, tick: int | None = None) -> Checkpoint:
         """The checkpoint of ``tick``, or the newest, proved.
 

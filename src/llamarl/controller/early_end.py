@@ -5,13 +5,14 @@
 
 The same losses give the same last tick, whatever the speeds: it lies so far ahead that no executor
 has begun it when it is named, and it is one that is evaluated in any case. The weights before the
-first tick do not count as a version: they are the model that is there already.
+first tick do not count as a version: they are the model that is there already. Best is only what a
+checkpoint holds: a fork has not those of its source, nor a run all of those from before it had patience.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from llamarl.channels.base import ChannelSpec
@@ -38,19 +39,25 @@ class EarlyEnd:
         self._evaluation = evaluation
         self._num_ticks = num_ticks
         self._ahead = ahead
-        self._lowest = math.inf
-        self._without_fall = 0
+        self._lowest = self._of_best = math.inf
+        self._without_fall = -1  # the first one has none to fall below
         self._decided = False
         self.best: int | None = None
-        """The tick that reported the lowest loss so far."""
+        """The saved tick that reported the lowest loss so far."""
 
-    def note(self, tick: int, loss: float) -> int | None:
+    def note(self, tick: int, loss: float, *, saved: bool = True) -> int | None:
         """Take the loss that ``tick`` reported, in order of ticks; the last tick, once, where it is
-        now known and sooner than the run's own."""
+        now known and sooner than the run's own.
+
+        Args:
+            saved: Whether there is a checkpoint of it, or will be.
+        """
         if tick == 0:  # of version 0
             return None
-        if self.best is None or loss < self._lowest:
-            self.best, self._lowest, self._without_fall = tick, math.inf if math.isnan(loss) else loss, 0
+        if saved and (self.best is None or loss < self._of_best):
+            self.best, self._of_best = tick, math.inf if math.isnan(loss) else loss
+        if loss < self._lowest:
+            self._lowest, self._without_fall = loss, 0
         else:
             self._without_fall += 1
         if self._decided or self._without_fall < self._evaluation.patience:
@@ -60,8 +67,13 @@ class EarlyEnd:
         last = math.ceil((tick + self._ahead + 1) / every) * every - 1
         return last if last < self._num_ticks - 1 else None
 
-    def note_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take the losses of rows of metrics, where one that is not finite is None."""
+    def note_rows(self, rows: Iterable[Mapping[str, Any]], saved: Collection[int]) -> None:
+        """Take the losses of rows of metrics, where one that is not finite is None.
+
+        Args:
+            saved: Ticks of which there is a checkpoint.
+        """
         for row in rows:
             if "eval/loss" in row:
-                self.note(int(row["step"]), math.nan if row["eval/loss"] is None else float(row["eval/loss"]))
+                tick, loss = int(row["step"]), row["eval/loss"]
+                self.note(tick, math.nan if loss is None else float(loss), saved=tick in saved)

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from llamarl.checkpoint.storage import saving
+from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.checkpoint.written import sync_folder
 from llamarl.config import RunConfig
 from llamarl.controller.early_end import EarlyEnd
@@ -29,11 +29,12 @@ __all__ = ["incomplete_products", "tick_of_products", "write_products"]
 
 def tick_of_products(run_dir: Path, config: RunConfig, newest: int) -> int:
     """The tick of whose checkpoint they are: ``newest``, or with ``evaluation.patience`` that of the lowest held-out
-    loss up to it."""
+    loss of those up to it that are there."""
     if not config.evaluation.patience:
         return newest
     early_end = EarlyEnd(config.evaluation, num_ticks=config.run.num_ticks, ahead=0)
-    early_end.note_rows(row for row in read_metrics(run_dir) if int(row["step"] or 0) <= newest)
+    rows = (row for row in read_metrics(run_dir) if int(row["step"] or 0) <= newest)
+    early_end.note_rows(rows, CheckpointStore(run_dir / "checkpoints").ticks())
     return newest if early_end.best is None else early_end.best
 
 

@@ -32,7 +32,7 @@ from llamarl.controller.marking import Marking
 from llamarl.controller.notices import checkpoint_bytes, checkpoint_plan, replica_line, what_is_saved
 from llamarl.controller.preflight import check_reward
 from llamarl.controller.prepare import Prepared, absolute_dir, description, prepare
-from llamarl.controller.products import write_products
+from llamarl.controller.products import tick_of_products, write_products
 from llamarl.controller.recorder import Recorder, describe_job
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, make_folder, mark, refuse_a_run
@@ -226,11 +226,10 @@ class RunParts:
 
     def final_checkpoint(self) -> Path:
         """Of a run that has come to its end: the one of which its model is made."""
-        if self.early_end is not None:
-            return self._store.load(self.early_end.best).path
         newest = self.checkpoints.finished()
         assert newest is not None, "a checkpoint is taken after the last tick"
-        return newest[1]
+        best = tick_of_products(self._folder.path, self._prepared.config, newest[0])
+        return newest[1] if best == newest[0] else self._store.load(best).path
 
     def _make_early_end(self) -> EarlyEnd | None:
         """None where nothing ends the run early; else with the losses of the rows before this process's first."""
@@ -239,7 +238,7 @@ class RunParts:
             return None
         ahead = most_ahead(self._prepared.graph.channels)
         early_end = EarlyEnd(config.evaluation, num_ticks=config.run.num_ticks, ahead=ahead)
-        early_end.note_rows(self.recorder.rows)
+        early_end.note_rows(self.recorder.rows, self._store.ticks())
         self.checkpoints.pin(early_end.best)
         return early_end
 

@@ -44,8 +44,17 @@ def test_a_loss_that_is_no_number_is_no_fall_and_the_first_version_is_the_best_o
 
 def test_rows_from_before_a_resume_count_as_reports_do() -> None:
     watch = EarlyEnd(EvaluationConfig(every=5, patience=2), num_ticks=100, ahead=3)
-    watch.note_rows([{"step": 4, "eval/loss": 1.0}, {"step": 5}, {"step": 9, "eval/loss": 2.0}])
+    watch.note_rows([{"step": 4, "eval/loss": 1.0}, {"step": 5}, {"step": 9, "eval/loss": 2.0}], {4, 9})
     assert watch.best == 4 and watch.note(14, 3.0) == 19
+
+
+def test_best_is_only_what_a_checkpoint_holds_while_every_loss_counts_towards_the_end() -> None:
+    """Of a fork, which begins with the newest checkpoint of a run whose best was tick 4."""
+    watch = EarlyEnd(EvaluationConfig(every=5, patience=3), num_ticks=100, ahead=3)
+    rows = [{"step": 4, "eval/loss": 1.0}, {"step": 9, "eval/loss": 3.0}, {"step": 14, "eval/loss": 2.5}]
+    watch.note_rows(rows, {14})
+    assert watch.best == 14
+    assert watch.note(19, 2.0) == 24 and watch.best == 19
 
 
 @pytest.mark.parametrize(("place", "best", "last"), [(0, 2, 9), (1, 3, None), (2, 2, 9), (3, 2, 9), (4, 2, 9)])
@@ -55,7 +64,7 @@ def test_rows_tell_a_loss_that_is_no_number_as_reports_do(place: int, best: int,
     live, resumed = (EarlyEnd(EvaluationConfig(every=1, patience=4), num_ticks=100, ahead=3) for _ in range(2))
     for tick, loss in enumerate(losses, start=1):
         assert live.note(tick, math.nan if loss is None else loss) is None
-    resumed.note_rows({"step": tick, "eval/loss": loss} for tick, loss in enumerate(losses, start=1))
+    resumed.note_rows(({"step": tick, "eval/loss": loss} for tick, loss in enumerate(losses, start=1)), range(1, 6))
     assert [(one.best, one.note(6, 9.0)) for one in (live, resumed)] == [(best, last)] * 2
 
 
@@ -92,4 +101,9 @@ def test_what_is_written_of_a_run_is_of_the_lowest_loss_up_to_its_newest_checkpo
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     imitates = {"algorithm": {"name": "sft"}, "task": {"name": "demonstrations", "data": "rows.jsonl"}}
     config = validate({**imitates, "evaluation": {"every": 5, "patience": patience}})
+    for tick in (4, 9, 14):
+        (tmp_path / "checkpoints" / f"tick_{tick:06d}").mkdir(parents=True)
     assert tick_of_products(tmp_path, config, newest) == expected
+    for tick in (4, 9):  # of a fork they lie with the run that it comes from
+        (tmp_path / "checkpoints" / f"tick_{tick:06d}").rmdir()
+    assert tick_of_products(tmp_path, config, 14) == 14
