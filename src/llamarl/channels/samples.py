@@ -105,7 +105,8 @@ def _why_impossible(sample: Prompt | Response, prompt_length: int, tick: int, li
     if sample.finish_reason != "error" and not (np.isfinite(logprobs) & (logprobs < 1)).all():
         return "has a log-prob that is no number of a probability"
     versions = sample.policy_versions
-    if (versions < np.where(trained, 0, -1)).any() or (versions > max(0, tick)).any():
+    # of samples that the run did not draw itself, such as an earlier run's, they are not its own
+    if (versions < np.where(trained, 0, -1)).any() or (not sample.sampled_by and (versions > max(0, tick)).any()):
         return f"was sampled by a policy version outside of 0 .. {max(0, tick)}"
     if any(not 0 <= turn.start <= turn.end <= len(sample.tokens) for turn in sample.turns):
         return f"has a turn outside of its {len(sample.tokens)} tokens"

@@ -280,6 +280,11 @@ def test_a_sample_that_nobody_can_have_drawn_is_refused_and_its_file_named(
     assert segments == []
 
 
+def test_a_recorded_sample_may_be_of_a_later_version_of_the_run_that_drew_it() -> None:
+    recorded = changed(policy_versions=np.array([57, -1], np.int32), sampled_by="rollouts")
+    check_part([recorded], CHANNEL, 0, LIMITS)
+
+
 @pytest.mark.parametrize("value", [10**400, np.complex64(1), "1"])
 def test_a_reward_that_is_no_real_number_is_none_of_a_sample(value: Any) -> None:
     with pytest.raises(ValueError, match="Score.value holds"):
