@@ -18,6 +18,7 @@ import numpy.typing as npt
 __all__ = [
     "DEMONSTRATIONS",
     "EVAL_INDEX_OFFSET",
+    "OWN_PROMPTS",
     "Failure",
     "FailureKind",
     "FinishReason",
@@ -29,6 +30,8 @@ __all__ = [
     "Turn",
 ]
 
+OWN_PROMPTS = 1 << 25
+"""From here on indices are of prompts of executors of the user's own, as many for each."""
 EVAL_INDEX_OFFSET = 1 << 30
 """Held-out prompts are numbered from here, so that no sampling seed of theirs is a training prompt's."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llamarl.types import Group, Score
+from llamarl.types import OWN_PROMPTS, Group, Score
 
 __all__ = ["BANDS", "Outcome", "PassRates", "bands", "outcomes_of", "teaches"]
 
@@ -75,9 +75,12 @@ def teaches(right: int, wrong: int) -> bool:
 
 
 def outcomes_of(groups: Iterable[Group]) -> list[Outcome]:
-    """What a tick's verdicts say of its items; a reward of 1 or more is a right answer, and a failed sample none."""
+    """What a tick's verdicts say of its items; a reward of 1 or more is a right answer, and a failed sample none.
+
+    Answers of a second generator, which may be another model's, say nothing: its prompts are counted apart.
+    """
     counts: dict[tuple[str, int], list[int]] = {}
-    for group in groups:
+    for group in (one for one in groups if one.prompt.index < OWN_PROMPTS):
         for response in group.responses:
             if isinstance(response.outcome, Score):
                 of_item = counts.setdefault((group.prompt.task, group.prompt.item), [group.prompt.index, 0, 0])

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.roles import ROLES
+from llamarl.types import OWN_PROMPTS
 
 __all__ = [
     "BaseExecutor",
@@ -30,9 +31,6 @@ __all__ = [
     "StepResult",
     "is_journaled",
 ]
-
-
-_OWN_PROMPTS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +265,7 @@ class BaseExecutor:
         """Where the indices of its prompts or rows begin: the standard job's at 0, those of each executor of the
         user's own in a range of their own."""
         others = [name for name in self.config.executors if name not in ROLES]
-        return 0 if self.name in ROLES else _OWN_PROMPTS * (1 + others.index(self.name))
+        return 0 if self.name in ROLES else OWN_PROMPTS * (1 + others.index(self.name))
 
     def items_of(self, inputs: Mapping[str, Any]) -> list[Any]:
         """What has come on all data channels that it reads, in their order: usually :class:`llamarl.types.Group`."""

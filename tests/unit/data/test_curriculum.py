@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llamarl.data.curriculum import BANDS, PassRates, bands, outcomes_of
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import OWN_PROMPTS, Failure, Group, Prompt, Response, Score
 
 
 def rates(*counts: tuple[int, int, int], window: int = 100) -> PassRates:
@@ -54,8 +54,8 @@ def test_a_state_that_nobody_saved_is_refused() -> None:
         rates((3, -1, 2))
 
 
-def group(item: int, *rewards: float | None, task: str = "t") -> Group:
-    prompt = Prompt(index=5, tokens=np.array([1], np.int32), text="", task=task, item=item)
+def group(item: int, *rewards: float | None, task: str = "t", index: int = 5) -> Group:
+    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="", task=task, item=item)
     empty = dict.fromkeys(("tokens", "policy_versions"), np.zeros(0, np.int32))
     responses = tuple(
         Response(
@@ -77,6 +77,11 @@ def test_outcomes_count_right_answers_and_leave_failures_out() -> None:
     groups = [group(4, 1.0, 0.9, None, 2.0), group(4, 0.0), group(3, None), group(4, 1.0, task="other")]
     assert outcomes_of(groups) == [("other", 4, 5, 1, 0), ("t", 4, 5, 2, 2)]
     assert outcomes_of([]) == []
+
+
+def test_what_a_second_generator_answers_is_not_known_of_an_item() -> None:
+    """Its prompts are counted from another number on, which the window would never leave behind."""
+    assert outcomes_of([group(4, 1.0, 1.0, index=OWN_PROMPTS + 5), group(4, 1.0, 0.0)]) == [("t", 4, 5, 1, 1)]
 
 
 def test_bands_count_items_by_the_share_of_right_answers() -> None:
