@@ -84,9 +84,10 @@ def select_groups(
     signals = [(g, has_signal(g, config)) for g in fresh]
     good = sorted((g for g, has in signals if has), key=_prompt_index)
     waiting = sorted(spares, key=lambda g: (_age(g, tick) * -1, g.prompt.index))
+    old = sum(_age(g, tick) > max_staleness for g in waiting)  # of a fork, whose bound may be lower
     chosen, extra = good[:num_wanted], good[num_wanted:]
-    refill = waiting[: num_wanted - len(chosen)]
-    left = [*waiting[len(refill) :], *extra]
+    refill = waiting[old : old + num_wanted - len(chosen)]
+    left = [*waiting[:old], *waiting[old + len(refill) :], *extra]
     kept = [g for g in left if _age(g, tick + 1) <= max_staleness]
     expired = [g for g in left if _age(g, tick + 1) > max_staleness]
     return Selection(

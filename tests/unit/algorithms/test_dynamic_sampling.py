@@ -113,6 +113,12 @@ def test_a_group_that_would_pass_the_bound_is_dropped_and_counted() -> None:
     assert chosen.num_expired == 1
 
 
+def test_a_spare_of_a_run_with_a_higher_bound_is_dropped_and_not_trained() -> None:
+    found = select_groups([], [good(0, 2), good(1, 4)], PLAIN, tick=5, num_wanted=2, max_staleness=1)
+    assert indices(found.chosen) == [1] and indices(found.dropped) == [0] and found.num_expired == 1
+    assert (found.num_refilled, found.spares) == (1, ())
+
+
 def test_a_short_batch_is_short_and_an_empty_one_empty() -> None:
     assert indices(select_groups([good(1)], [], PLAIN, tick=0, num_wanted=3, max_staleness=1).chosen) == [1]
     nothing = select_groups([group(1, [1.0, 1.0])], [], PLAIN, tick=0, num_wanted=3, max_staleness=1)
