@@ -278,9 +278,10 @@ def _check_gpus_of_vllm(config: RunConfig, executors: Sequence[ExecutorSpec]) ->
     count = int(engine.options.get("tensor_parallel_size", 1)) if engine.name == "vllm" else 1
     users = {device: spec.name for spec in executors for device in spec.device.split(",") if device.startswith("cuda")}
     taken: dict[str, str] = {}
+    runs_one = ("generator", "evaluator", *(["judge"] if config.judge.path else []))
     for device, name in users.items():
         first, at, host = device.removeprefix("cuda:").partition("@")
-        for number in range(1, count) if name in ("generator", "evaluator") else ():
+        for number in range(1, count) if name in runs_one else ():
             behind = f"cuda:{int(first) + number}{at}{host}"
             if other := users.get(behind) or taken.get(behind):
                 raise ConfigError.at(

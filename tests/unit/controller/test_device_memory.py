@@ -211,13 +211,16 @@ def test_a_gpu_that_nobody_could_ask_gets_the_small_sizes(model: Path) -> None:
         ({"generator": "cuda:0,cuda:2", "trainer": "cuda:3"}, "cuda:3", "trainer"),
         ({"generator": "cuda:0,cuda:2", "trainer": "cuda:4,cuda:0"}, "", ""),  # the first of them is counted
         ({"generator": "cuda:0@a", "trainer": "cuda:1@b"}, "", ""),
+        ({"generator": "cuda:3", "judge": "cuda:0", "trainer": "cuda:1"}, "cuda:1", "trainer"),
     ],
 )
 def test_a_vllm_over_gpus_takes_none_on_which_another_is_placed(
     devices: Mapping[str, str], behind: str, other: str
 ) -> None:
     engine = {"name": "vllm", "options": {"tensor_parallel_size": 2}}
-    plain = {"evaluation": {"every": 0}, "generator": {"device": "cuda", "engine": engine}}
+    plain: dict[str, Any] = {"evaluation": {"every": 0}, "generator": {"device": "cuda", "engine": engine}}
+    if judges := "judge" in devices:
+        plain["judge"] = {"path": "m"}
     if not behind:
         prepare._check_gpus_of_vllm(validate(plain), _specs(**devices))
         return
@@ -225,8 +228,9 @@ def test_a_vllm_over_gpus_takes_none_on_which_another_is_placed(
         ConfigError, match=f"tensor_parallel_size is 2.*takes {behind} too, where '{other}' is"
     ) as refused:
         prepare._check_gpus_of_vllm(validate(plain), _specs(**devices))
+    section = "judge" if judges else "generator"
     assert str(refused.value).endswith(
-        "put it by number (generator.device = 'cuda:N') where as many behind it are free"
+        f"put it by number ({section}.device = 'cuda:N') where as many behind it are free"
     )
 
 
