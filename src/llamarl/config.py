@@ -248,9 +248,12 @@ class RunConfig:
             return self
         others = {other: dataclasses.replace(one, settings={}) for other, one in self.executors.items()}
         plain = to_plain(dataclasses.replace(self, executors=others))
-        preset = PRESETS.get(str(own.settings.get("algorithm", {}).get("name")))
-        for key in preset.means if preset else ():  # what the name stands for, not what the recipe's own stood for
-            del plain["algorithm"][key]
+        named, task = str(own.settings.get("algorithm", {}).get("name")), own.settings.get("task", {})
+        if own.factory == ROLES["demonstrations"].factory and (named == "sft" or "rollouts" in task):
+            plain = _as_given_rows_see(plain, with_data="data" in task)
+        elif named in PRESETS:
+            for key in PRESETS[named].means:  # what the name stands for, not what the recipe's own stood for
+                del plain["algorithm"][key]
         return validate(merge_tables(plain, own.settings))
 
     @property
@@ -318,6 +321,18 @@ class RunConfig:
         carried = self.dynamic_sampling.carry_ticks if self.dynamic_sampling.enabled else 0
         cut = 0 if self.schedule.weights == "latest" else self.generator.max_segments - 1
         return self.schedule.max_staleness + cut + carried
+
+
+def _as_given_rows_see(plain: Mapping[str, Any], *, with_data: bool) -> dict[str, Any]:
+    """The plain values of a recipe that samples, for an executor that gives rows beside: as of a job that has them alone,
+    so without what is of sampling, of judging and of how the trainer takes it."""
+    sections = ("generator", "reward_model", "judge", "dynamic_sampling", "trainer", "algorithm", "reference", "critic")
+    own = {name: {"factory": one["factory"]} for name, one in plain["executors"].items() if name not in ROLES}
+    task = {**plain["task"], "options": {}, "mixture": [], **({"rollouts": ""} if with_data else {})}
+    data, schedule = {**plain["data"], "candidates": 1}, {**plain["schedule"], "colocated": False}
+    return {
+        **plain, **dict.fromkeys(sections, {}), "executors": own, "task": task, "data": data, "schedule": schedule,
+    }  # fmt: skip
 
 
 def _clash(config: RunConfig, key: str, other: str, why: str, *others: str) -> Mistake:

@@ -54,7 +54,7 @@ def _specs(**devices: str) -> list[ExecutorSpec]:
         ExecutorSpec(
             name=name, factory="x:y", device=devices.get(name, "cpu"), num_ranks=devices.get(name, "").count(",") + 1
         )
-        for name in ("generator", "reward", "trainer")
+        for name in dict.fromkeys(("generator", "reward", "trainer", *devices))
     ]
 
 

@@ -73,6 +73,36 @@ def test_settings_change_the_recipe_for_one_executor_alone() -> None:
     assert not [channel for channel in llamarl_graph(config).channels if channel.sink == "teacher"]  # nothing moves it
 
 
+@pytest.mark.parametrize(
+    ("reads", "recipe"),
+    [
+        ("scored", {"algorithm": {"name": "dapo"}, "dynamic_sampling": {"enabled": True}}),
+        ("scored", {"data": {"candidates": 4}, "task": [{"name": "steps"}, {"name": "steps", "label": "more"}]}),
+        ("scored", {"schedule": {"colocated": True, "max_staleness": 0}, "task": {"options": {"max_terms": 3}}}),
+        ("scored", {"reward_model": {"path": "m"}, "judge": {"path": "m"}, "trainer": {"fsdp": 8, "minibatches": 8}}),
+        ("scored", {"generator": {"dp": 8}, "task": {"rollouts": "RUN"}}),
+        ("referenced", {"algorithm": {"kl_coef": 0.1, "kl_place": "reward", "kl_estimator": "k1"}}),
+        ("referenced", {"algorithm": {"advantage": "distillation", "teacher_top_k": 8}, "reference": {"path": "m"}}),
+        ("referenced", {"algorithm": {"advantage": "distillation"}, "reference": {"template": "{question}{answer}"}}),
+        ("valued", {"algorithm": {"advantage": "gae"}}),
+    ],
+)
+def test_rows_to_imitate_stand_beside_whatever_else_the_recipe_has(reads: str, recipe: dict[str, Any]) -> None:
+    rows = {
+        "factory": "llamarl.executors.demonstrations:DemonstrationsExecutor",
+        "writes": ["shown"],
+        "settings": {
+            "algorithm": {"name": "sft"},
+            "schedule": {"prompts_per_step": 4},
+            "task": {"name": "demonstrations", "data": "rows.jsonl"},
+        },
+    }
+    config = validate({**recipe, "executors": {"rows": rows, "trainer": {"reads": [reads, "shown"]}}})
+    seen = config.for_executor("rows")
+    assert seen.algorithm.imitates and seen.task.data == "rows.jsonl" and seen.schedule.prompts_per_step == 4
+    assert list(seen.executors) == ["rows"] and config.for_executor("trainer") is config
+
+
 def test_settings_that_fit_no_recipe_are_refused_with_the_executors_key(tmp_path: Path) -> None:
     teacher = {"factory": GENERATOR, "writes": ["drafts"], "settings": {"generator": {"temperature": 2.0}}}
     executors = {"teacher": teacher, "reward": MORE["reward"]}
