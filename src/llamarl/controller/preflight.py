@@ -371,7 +371,9 @@ def _check_shown_answers(
 
     size = stream.num_items("train")
     count = config.groups_per_tick if size is None else min(size, num_prompts or size)
-    prompts = (stream.demonstration(i).prompt if isinstance(stream, RecordedStream) else stream.get(i) for i in range(count))
+    prompts = (
+        stream.demonstration(i).prompt if isinstance(stream, RecordedStream) else stream.get(i) for i in range(count)
+    )
     template, context = config.reference.template, context_length(config.reference.path or config.model.path)
     longest = max(len(with_answer(prompt, template, tokenizer, config.data).tokens) for prompt in prompts)
     if context is not None and longest + config.generator.sampling.max_new_tokens > context:

@@ -123,7 +123,7 @@ class FrozenScorer:
             ValueError: ``fsdp * tp`` ranks are not there, or ``temperature`` is 0.
         """
         self.algorithm = algorithm
-        charged = algorithm.kl_coef > 0 and algorithm.kl_place == "reward"  # of all in a baseline, also who does not train
+        charged = algorithm.kl_coef > 0 and algorithm.kl_place == "reward"  # who is in a baseline, and may not train
         self._scored = dataclasses.replace(algorithm, train_truncated=True) if charged else algorithm
         self.layout = layout_of("reference", config, device)
         attention, share_prompts = row_attention(trainer, device, model_path)

@@ -257,7 +257,9 @@ def test_of_a_recorded_prompt_nobody_knows_where_a_teacher_would_be_shown_the_an
     }  # fmt: skip
     (tmp_path / "tick_000000.jsonl").write_text(json.dumps(sample) + "\n")
     config = dataclasses.replace(config, task=dataclasses.replace(config.task, rollouts=str(tmp_path)))
-    with pytest.raises(DataError, match="reference.template stands in place of a question, and of prompt 0, '1.1=', only"):
+    with pytest.raises(
+        DataError, match="reference.template stands in place of a question, and of prompt 0, '1.1=', only"
+    ):
         check_prompts(config, FOLDER)
 
 
