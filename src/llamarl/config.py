@@ -254,6 +254,10 @@ class RunConfig:
         elif named in PRESETS:
             for key in PRESETS[named].means:  # what the name stands for, not what the recipe's own stood for
                 del plain["algorithm"][key]
+        if "prompts_per_step" in own.settings.get("schedule", {}):  # which no other executor's ranks share
+            for section in ("trainer", "reference", "critic", "reward_model"):
+                plain[section] = {**plain[section], "fsdp": 1}
+            plain["trainer"] |= {"ep": 1, "minibatches": 1}
         return validate(merge_tables(plain, own.settings))
 
     @property

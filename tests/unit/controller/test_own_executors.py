@@ -103,6 +103,14 @@ def test_rows_to_imitate_stand_beside_whatever_else_the_recipe_has(reads: str, r
     assert list(seen.executors) == ["rows"] and config.for_executor("trainer") is config
 
 
+def test_groups_of_a_second_generator_need_not_be_as_many_as_ranks_and_steps_of_the_trainer() -> None:
+    few = {"factory": GENERATOR, "writes": ["drafts"], "settings": {"schedule": {"prompts_per_step": 2}}}
+    large = {"trainer": {"fsdp": 8, "ep": 8, "minibatches": 8, "router": "replay"}, "critic": {"fsdp": 8}}
+    config = validate({**large, "algorithm": {"advantage": "gae"}, "executors": {"few": few, "reward": MORE["reward"]}})
+    seen = config.for_executor("few")
+    assert (seen.groups_per_tick, seen.trainer.router, config.trainer.fsdp) == (2, "replay", 8)
+
+
 def test_settings_that_fit_no_recipe_are_refused_with_the_executors_key(tmp_path: Path) -> None:
     teacher = {"factory": GENERATOR, "writes": ["drafts"], "settings": {"generator": {"temperature": 2.0}}}
     executors = {"teacher": teacher, "reward": MORE["reward"]}
