@@ -204,8 +204,8 @@ class RunConfig:
     @property
     def named_code(self) -> list[tuple[str, str, Literal["import path", "address", "consent"]]]:
         """(key, value, kind) of everything by which a configuration makes a run execute what is not
-        llamarl's: the one table of it. ``resume``, ``fork``, ``replay``, ``eval``, ``generate``, ``doctor``
-        and ``export`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
+        llamarl's: the one table of it. ``resume``, ``fork``, ``replay``, and of what they read ``eval``,
+        ``generate``, ``doctor`` and ``export`` refuse these where a run's folder says them (``refuse_code_of_a_run``)."""
         found: list[tuple[str, str, Literal["import path", "address", "consent"]]] = []
         found += [(key, path, "import path") for key, path in self.own_code]
         found += self._consents

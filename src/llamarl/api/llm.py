@@ -87,6 +87,7 @@ def open_policy(
                 load_config(named.recipe, words_given),
                 Path(named.recipe).parent,
                 read_settings(None, words_given),
+                sections=("model", "generator", "task") if section == "evaluation" else ("model", "generator"),
             )
         config = load_config(recipe or named.recipe, [*words, *changes], checks)
         check_engine(config, sections=[section])

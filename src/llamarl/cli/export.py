@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from llamarl.api.run import Run
     from llamarl.checkpoint.storage import CheckpointStore
-    from llamarl.config import RunConfig
     from llamarl.controller.begun import refuse_code_of_a_run
     from llamarl.controller.products import tick_of_products
     from llamarl.models.folders import local_model_path
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_to_replace(out)
     model = config.model  # of all that a run names an export reads this alone
     trusted = {"model": {"trust_remote_code": True}} if args.trust_remote_code else {}
-    refuse_code_of_a_run(RunConfig(model=model), run_dir, trusted)
+    refuse_code_of_a_run(config, run_dir, trusted, sections=("model",))
     path = local_model_path(model.path, code=model.trust_remote_code)
     config = dataclasses.replace(config, model=dataclasses.replace(model, path=path))
     store = CheckpointStore(run_dir / "checkpoints")

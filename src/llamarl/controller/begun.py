@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,16 @@ def _is_set(given: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, Any]) -> None:
+def refuse_code_of_a_run(
+    config: RunConfig, run_dir: Path, given: Mapping[str, Any], sections: Collection[str] = ()
+) -> None:
     """Refuse what a run's folder, which may come from somebody else, names to be run, and where it
     has secrets sent: whatever ``RunConfig.named_code`` lists. Of a run that this user has begun
     only what lies in its folder is refused.
 
     Args:
         given: What the user has set now; a key in it is the user's own.
+        sections: Those that are read; what others name is not run. Empty: all.
 
     Raises:
         ConfigError: It names such things.
@@ -71,7 +74,8 @@ def refuse_code_of_a_run(config: RunConfig, run_dir: Path, given: Mapping[str, A
     """
     refuse_pipes(run_dir)
     saved, inside = run_dir / CONFIG_FILE, run_dir.resolve()
-    named = [(key, value, kind) for key, value, kind in config.named_code if not _is_set(given, key)]
+    named = [one for one in config.named_code if not sections or one[0].partition(".")[0] in sections]
+    named = [one for one in named if not _is_set(given, one[0])]
     for key, value, kind in named:
         source = source_file(value, key) if kind == "import path" else None
         if source is not None and source.resolve().is_relative_to(inside):

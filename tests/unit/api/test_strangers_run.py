@@ -1,5 +1,6 @@
 """What a run's folder names ``eval``, ``generate``, ``doctor`` and ``export`` do not run, nor send secrets there."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,15 @@ def describe(run: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("own_signals")
-@pytest.mark.parametrize("verb", ["eval", "generate", "doctor"])
-@pytest.mark.parametrize("key", ["task.reward", "generator.engine.name", "model.trust_remote_code"])
+@pytest.mark.parametrize(
+    ("verb", "key"),
+    [
+        ("eval", "task.reward"),
+        *itertools.product(["eval", "generate", "doctor"], ["generator.engine.name", "model.trust_remote_code"]),
+    ],
+)
 @pytest.mark.parametrize("place", ["inside", "outside"])
-def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_it(
+def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_would_run_it(
     run: Path, verb: str, key: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = f"{run if place == 'inside' else run.parent}/evil.py:Thing"
@@ -50,6 +56,19 @@ def test_code_and_consent_of_a_runs_folder_are_refused_by_every_verb_that_opens_
         assert main([verb, str(model), *more]) == 2
         told = capsys.readouterr()
         assert key in told.err and "it ran" not in told.out + told.err
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_who_generates_from_a_copied_run_is_not_asked_for_rewards_and_addresses_that_only_training_reads(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    describe(run, {"task.reward": f"{run}/evil.py:Thing", "observability.sinks": ["wandb"], "run.mirror": "file:///m"})
+    assert main(["generate", str(run), "--prompt", "a", "--max-new-tokens", "1"]) == 0
+    told = capsys.readouterr()
+    assert "it ran" not in told.out + told.err
+    with pytest.raises(ConfigError) as caught:  # who judges reads the task alone
+        open_policy(str(run), section="evaluation")
+    assert "task.reward" in str(caught.value) and "wandb" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -84,7 +103,8 @@ def test_what_the_user_names_is_the_users_own(run: Path) -> None:
     settings = {"model.trust_remote_code": ("--trust-remote-code", True)}
     assert open_policy(str(run), settings=settings)[1].model.trust_remote_code
     describe(run, {"task.reward": f"{run}/evil.py:Thing"})
-    assert open_policy(str(run), words=[f"--task.reward={run}/evil.py:Thing"])[1].task.reward
+    words = [f"--task.reward={run}/evil.py:Thing"]
+    assert open_policy(str(run), words=words, section="evaluation")[1].task.reward
 
 
 CODE_TASK = {"name": "code", "data": "t.jsonl", "options": {"box": "plain"}}
