@@ -63,7 +63,7 @@ _KINDS = {
 }
 
 _RECIPES = Path(__file__).resolve().parent / "recipes"
-_MAY_BE_FOLDERS = ("path", "data", "eval_data")
+_MAY_BE_FOLDERS = ("path", "data", "eval_data", "rollouts")
 """Keys of a recipe."""
 
 

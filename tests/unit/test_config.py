@@ -22,8 +22,10 @@ from llamarl.config import (
     to_plain,
     validate,
 )
+from llamarl.controller.begun import begun_config
 from llamarl.controller.begun_settings import differences
 from llamarl.errors import ConfigError, Mistake
+from llamarl.reading import with_paths_from
 from llamarl.strict import Mistakes
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
@@ -445,3 +447,29 @@ def test_a_runs_own_configuration_is_read_from_anywhere_as_where_it_began(
     assert differences(to_plain(config), to_plain(elsewhere), began) == []
     (changed,) = differences(to_plain(config), to_plain(validate({"algorithm": {"name": "other.py:loss"}})), began)
     assert changed.key == "algorithm.name"
+
+
+def test_samples_that_a_runs_configuration_names_are_found_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "old" / "rollouts").mkdir(parents=True)
+    for named in ("runs/old", "runs/old/rollouts"):
+        assert with_paths_from(tmp_path, {"task": {"rollouts": named}}) == {"task": {"rollouts": f"{tmp_path}/{named}"}}
+
+
+def test_a_recipe_named_again_from_its_own_folder_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, run_dir = tmp_path / "task", tmp_path / "runs" / "one"
+    task.mkdir()
+    run_dir.mkdir(parents=True)
+    (task / "q.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 4)
+    (task / "recipe.toml").write_text('[task]\ndata = "q.jsonl"\n')
+    (run_dir / ".run_id").write_text("one\n")
+    monkeypatch.chdir(tmp_path)
+    begun = validate({"algorithm": {"name": "sft"}, "task": {"name": "demonstrations", "data": "task/q.jsonl"}})
+    save_config(begun, run_dir / "config.toml", tmp_path)
+    monkeypatch.chdir(task)
+    found = begun_config(Path("../runs/one"), read_settings("recipe.toml"))
+    assert found.task.data == f"{task}/q.jsonl"  # config.toml says that paths count from tmp_path
+    assert differences(to_plain(begun), to_plain(found), tmp_path) == []
+    moved = validate({**to_plain(begun), "task": {**to_plain(begun)["task"], "data": "q.jsonl"}})
+    assert differences(to_plain(moved), to_plain(found), tmp_path / "gone") == []  # on another machine

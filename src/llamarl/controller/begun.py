@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, read_settings, to_plain, validate
+from llamarl.config import RunConfig, begun_in, read_settings, to_plain, validate
 from llamarl.controller.begun_settings import settings_on_top
 from llamarl.controller.preflight import find_missing
 from llamarl.controller.run_folder import CONFIG_FILE, why_not_own
 from llamarl.errors import ConfigError
 from llamarl.import_path import source_file
-from llamarl.reading import refuse_pipes
+from llamarl.reading import refuse_pipes, with_paths_from
 from llamarl.settings.algorithms import spelled_out
 
 __all__ = ["begun_config", "refuse_code_of_a_run"]
@@ -36,6 +36,8 @@ def begun_config(run_dir: Path, given: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"--resume: {run_dir} holds no run (no {CONFIG_FILE}); start one without --resume")
     if isinstance(given.get("algorithm"), Mapping):
         given = {**given, "algorithm": spelled_out(given["algorithm"])}
+    if begun_in(run_dir / CONFIG_FILE) != Path.cwd():  # from where paths that it says count
+        given = with_paths_from(Path.cwd(), given)
     merged = settings_on_top(read_settings(run_dir / CONFIG_FILE), given)
     hosts = given.get("hosts")
     if isinstance(hosts, Mapping) and "cluster" in hosts:  # other hosts: what was put on the former ones is forgotten

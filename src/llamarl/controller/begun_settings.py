@@ -85,10 +85,10 @@ def _are_tables(value: Any) -> bool:
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], begun: Path = Path()) -> list[Difference]:
     """Keys that change bits and differ between two nested configurations. A key that ``saved``
-    lacks had its default. Paths to the same file from ``begun`` are the same. Replicas of a generator
-    whose shards are counted change none, nor does which of its GPUs an executor has."""
+    lacks had its default. Paths to the same file from ``begun``, or else from here, are the same. Replicas of a
+    generator whose shards are counted change none, nor does which of its GPUs an executor has."""
     found, effects = [], key_effects()
-    saved, current = (with_paths_from(begun, of) for of in (saved, current))
+    saved, current = (with_paths_from(Path.cwd(), with_paths_from(begun, of)) for of in (saved, current))
     for key, of_key in effects.items():
         had, asked = _value(saved, key), _value(current, key)
         for leaf, values in _leaves(key, had, asked) if had != asked else ():
