@@ -39,13 +39,17 @@ def tick_of_products(run_dir: Path, config: RunConfig, newest: int) -> int:
 
 
 def incomplete_products(run_dir: Path, config: RunConfig, checkpoint: Path | None = None) -> Mapping[str, str]:
-    """Folder of ``RUN`` -> why it is not whole, of all that a run of ``config`` leaves. Reads every byte.
+    """Folder of ``RUN`` -> why it is not whole, or of a run that has been prolonged since, of all that a run of
+    ``config`` leaves. Reads every byte.
 
     Args:
         checkpoint: Of the run's last tick, of whose states they are made; None: not known.
     """
-    found = {product.folder: _why_not_whole(run_dir / product.folder) for _, product in _wanted(config, checkpoint)}
-    return {name: why for name, why in found.items() if why}
+    version = None
+    if checkpoint is not None:
+        version = 1 + tick_of_products(run_dir, config, int(checkpoint.name.removeprefix("tick_")))
+    wanted = [product.folder for _, product in _wanted(config, checkpoint)]
+    return {name: why for name in wanted if (why := _why_not_whole(run_dir / name, version))}
 
 
 def write_products(run: RunFolder, checkpoint: Path, config: RunConfig, names: Collection[str] | None = None) -> None:
@@ -79,11 +83,11 @@ def _wanted(config: RunConfig, checkpoint: Path | None) -> list[tuple[Role, Prod
     return [(role, one) for role in roles for one in role.products if one.wanted(config)]
 
 
-def _why_not_whole(folder: Path) -> str | None:
+def _why_not_whole(folder: Path, version: int | None) -> str | None:
     if not folder.is_dir():
         return "it is missing"
-    why = why_incomplete(folder)
-    return f"it is not whole ({why})" if why else None
+    why = why_incomplete(folder, version=version)
+    return f"it is not what the run's end writes ({why})" if why else None
 
 
 def _remove(path: Path) -> None:

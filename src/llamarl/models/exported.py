@@ -56,16 +56,20 @@ def write_export(folder: Path, facts: ExportFacts) -> None:
     write_synced(folder / EXPORT_FILE, canonical_json(body | {"xxh3_128": checksum_bytes(canonical_json(body))}))
 
 
-def why_incomplete(folder: Path, *, checksums: bool = True) -> str | None:
+def why_incomplete(folder: Path, *, checksums: bool = True, version: int | None = None) -> str | None:
     """Why ``folder`` is not, file for file, what an export wrote; None if it is.
 
     Args:
         checksums: Read every byte; False compares names and sizes alone.
+        version: Of the policy that it is to hold; None: any.
     """
     try:
-        files = _body(folder)["files"]
+        body = _body(folder)
+        if version not in (None, body.get("policy_version")):
+            return f"policy version {body.get('policy_version')}, not {version}"
         records = [
-            FileRecord(path=name, num_bytes=one["bytes"], xxh3_128=one["xxh3_128"]) for name, one in files.items()
+            FileRecord(path=name, num_bytes=one["bytes"], xxh3_128=one["xxh3_128"])
+            for name, one in body["files"].items()
         ]
         return next(filter(None, (look_at(folder, record, checksums=checksums) for record in records)), None)
     except (ValueError, OSError) as error:

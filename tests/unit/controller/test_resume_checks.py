@@ -147,7 +147,7 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
 
     def written(run: RunFolder, checkpoint: Path, config: RunConfig, names: Collection[str]) -> None:
         for name in names:
-            (run.path / name).mkdir()
+            (run.path / name).mkdir(exist_ok=True)
             (run.path / name / "config.json").write_text("{}")
             write_export(run.path / name, ExportFacts(policy_version=5, dtype="float32", served_dtype="float32"))
 
@@ -164,6 +164,9 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
         )
         resume.resume_run(asked)
         assert "written again" not in capsys.readouterr().err
+        write_export(run_dir / "model", ExportFacts(policy_version=3, dtype="float32", served_dtype="float32"))
+        resume.resume_run(asked)  # it was prolonged after tick 2, and killed before its end wrote a model anew
+        assert "(policy version 3, not 5); it is written again" in capsys.readouterr().err
         (run_dir / "model" / "config.json").write_text("[]")
         monkeypatch.setattr(resume, "write_products", lambda *_: None)
         with pytest.raises(ConfigError, match="writes model"):
