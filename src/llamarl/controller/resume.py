@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,18 @@ def plan_resume(config: RunConfig, *, every_key: bool = True) -> str:
         refuse_other_models(prepared.local, run_dir)
         store = CheckpointStore(run_dir / "checkpoints", prepared.config.checkpoint)
         if not store.list():
+            if done := _done_without_checkpoint(run_dir, prepared.config):
+                return done
             _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
         else:
             checkpoint = store.load()
             had = checkpoint.run.get("config", {})
             _refuse(had, checkpoint.manifest.platform, prepared, run_dir, checkpoint.path)
-            passed = checkpoint.tick + 1 >= prepared.config.run.num_ticks
-            if passed and not incomplete_products(run_dir, prepared.config, checkpoint.path):
-                return _is_complete(run_dir, checkpoint)
+            if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
+                missing = incomplete_products(run_dir, prepared.config, checkpoint.path)
+                if missing and checkpoint.tick + 1 == prepared.config.run.num_ticks:
+                    return f"{run_dir} is at its last tick; its checkpoint would give again: {', '.join(missing)}"
+                return _complete(run_dir, prepared.config, checkpoint, missing)
         return describe_plan(prepared, every_key=every_key)
     finally:
         if prepared.hosts is not None:
@@ -87,10 +91,8 @@ def resume_run(config: RunConfig) -> None:
         for note in store.clean():
             print(left_behind(store.folder / note, store.list()), file=sys.stderr)
         if not store.list():
-            if _is_done(run_dir, prepared.config):
-                print(
-                    f"{run_dir} is complete at {plural(prepared.config.run.num_ticks, 'tick')}; it kept no checkpoint to prolong it from"
-                )
+            if done := _done_without_checkpoint(run_dir, prepared.config):
+                print(done)
                 return
             moved = _refuse(to_plain(begun), {}, prepared, run_dir, run_dir)
             _continue_run(prepared, folder, mirror, after_tick=-1, load_from=None, moved=moved)
@@ -106,19 +108,24 @@ def resume_run(config: RunConfig) -> None:
                 print(f"{run_dir / folder_name}: {why}; it is written again from {source}", file=sys.stderr)
             write_products(folder, source, prepared.local, incomplete)
         if checkpoint.tick + 1 >= prepared.config.run.num_ticks:
-            if missing := incomplete_products(run_dir, prepared.config, checkpoint.path):
-                raise ConfigError(
-                    f"--run.num_ticks {prepared.config.run.num_ticks}: {run_dir} has passed that tick, and a run's end "
-                    f"writes {', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any "
-                    f"checkpoint by llamarl export"
-                )
-            print(_is_complete(run_dir, checkpoint))
+            missing = incomplete_products(run_dir, prepared.config, checkpoint.path)
+            print(_complete(run_dir, prepared.config, checkpoint, missing))
             return
         store.clean(after_tick=checkpoint.tick)
         _continue_run(prepared, folder, mirror, after_tick=checkpoint.tick, load_from=checkpoint.path, moved=moved)
 
 
-def _is_complete(run_dir: Path, checkpoint: Checkpoint) -> str:
+def _complete(run_dir: Path, config: RunConfig, checkpoint: Checkpoint, missing: Collection[str]) -> str:
+    """What is said of a run that has passed its last tick.
+
+    Raises:
+        ConfigError: It lacks what a run's end writes.
+    """
+    if missing:
+        raise ConfigError(
+            f"--run.num_ticks {config.run.num_ticks}: {run_dir} has passed that tick, and a run's end writes "
+            f"{', '.join(missing)}: give at least {checkpoint.tick + 2}; or take the model of any checkpoint by llamarl export"
+        )
     return f"{run_dir} is complete at {plural(checkpoint.tick + 1, 'tick')}; raise --run.num_ticks to prolong it"
 
 
@@ -151,9 +158,14 @@ def _continue_run(
     execute(prepared, folder, resume_after_tick=after_tick, load_from=load_from, resumed=resumed, mirror=mirror)
 
 
-def _is_done(run_dir: Path, config: RunConfig) -> bool:
-    """Whether a run without a checkpoint has reached its last tick and all that this one writes is whole."""
-    return num_rows(run_dir) == config.run.num_ticks and not incomplete_products(run_dir, config)
+def _done_without_checkpoint(run_dir: Path, config: RunConfig) -> str:
+    """What is said of a run without a checkpoint that has reached its last tick and left all that this one writes;
+    empty: it has not."""
+    if num_rows(run_dir) != config.run.num_ticks or incomplete_products(run_dir, config):
+        return ""
+    return (
+        f"{run_dir} is complete at {plural(config.run.num_ticks, 'tick')}; it kept no checkpoint to prolong it from"
+    )
 
 
 def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> bool:

@@ -153,9 +153,11 @@ def test_a_run_without_its_whole_model_is_not_called_complete(
 
     monkeypatch.setattr(resume, "write_products", written)
     if num_ticks == 4:  # the checkpoint is of later weights than the run's last
-        with pytest.raises(ConfigError, match="writes model: give at least 6"):
-            resume.resume_run(asked)
+        for verb in (resume.resume_run, resume.plan_resume):
+            with pytest.raises(ConfigError, match="writes model: give at least 6"):
+                verb(asked)
     else:
+        assert resume.plan_resume(asked).endswith("is at its last tick; its checkpoint would give again: model")
         resume.resume_run(asked)
         told = capsys.readouterr()
         assert "model: it is missing; it is written again from" in told.err and "is complete at 5 ticks" in told.out
@@ -187,6 +189,7 @@ def test_a_run_without_checkpoints_that_is_whole_is_complete(
     write_export(run_dir / "model", ExportFacts(policy_version=100, dtype="float32", served_dtype="float32"))
     resume.resume_run(config(run_dir))
     assert len(executed) == 2 and "is complete at 100 ticks" in capsys.readouterr().out
+    assert "is complete at 100 ticks" in resume.plan_resume(config(run_dir))
 
 
 @pytest.mark.parametrize(
