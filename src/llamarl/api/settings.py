@@ -42,11 +42,6 @@ def run_config(recipe: str | os.PathLike[str] | None, settings: Mapping[str, Any
     from llamarl.controller.preflight import find_missing
 
     given = dotted(settings)
-    if isinstance(tasks := given.get("task.name"), list):
-        given["task.name"], given["task.mixture"] = "mixture", tasks
-    if isinstance(rewards := given.get("task.reward"), list):
-        del given["task.reward"]
-        given["task.rewards"] = [{"function": one} if isinstance(one, str) else one for one in rewards]
     judged = "task.data" in given and "task.environment" in given or given.keys() & {"task.reward", "task.rewards"}
     if judged and "task.name" not in given and (recipe is None or "task.data" in given):
         given["task.name"] = "function"
@@ -101,6 +96,11 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
             "**{'optimizer.lr': 1e-4}"
         )
         raise ConfigError("\n".join(unknown))
+    if isinstance(tasks := given.get("task.name"), list):
+        given["task.name"], given["task.mixture"] = "mixture", tasks
+    if isinstance(rewards := given.get("task.reward"), list):
+        del given["task.reward"]
+        given["task.rewards"] = [{"function": one} if isinstance(one, str) else one for one in rewards]
     return given
 
 

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 import llamarl
 from llamarl.api.settings import dotted, run_config
+from llamarl.config import read_settings, to_plain, validate
+from llamarl.controller.begun import begun_config
 from llamarl.errors import ConfigError
 
 
@@ -66,3 +69,13 @@ def test_a_reward_with_data_makes_a_function_task(tmp_path: Path) -> None:
     config = run_config(None, {"data": tmp_path / "q.jsonl", "reward": f"{tmp_path}/r.py:f"})
     assert config.task.name == "function"
     assert run_config("tiny", {"reward": f"{tmp_path}/r.py:f"}).task.name == "steps"
+
+
+def test_a_resume_takes_several_rewards_and_tasks_as_the_start_did(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def f(response):\n    return 0.0\n\n\ndef g(response):\n    return 1.0\n")
+    rewards = [f"{tmp_path}/r.py:f", {"function": f"{tmp_path}/r.py:g", "weight": 2.0}]
+    begun = to_plain(validate({"model": {"path": "bundled:tiny"}, "task": {"rewards": [{"function": rewards[0]}, rewards[1]]}}))
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(begun))
+    found = begun_config(tmp_path, read_settings(None, dotted({"reward": rewards})))
+    assert [(part.function, part.weight) for part in found.task.rewards] == [(rewards[0], 1.0), (f"{tmp_path}/r.py:g", 2.0)]
+    assert dotted({"task": [{"name": "steps"}]}) == {"task.name": "mixture", "task.mixture": [{"name": "steps"}]}
