@@ -73,10 +73,12 @@ def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     sections = {key.partition(".")[0] for key in known_keys()} | {"executors"}
     given: dict[str, Any] = {}
     unknown = []
+    if isinstance(cluster := settings.get("cluster"), str):  # first: it forgets the nodes of another one
+        given = {f"hosts.{key}": one for key, one in host_settings(cluster).items()}
     for name, value in settings.items():
         if name == "cluster" and isinstance(value, str):
-            given |= {f"hosts.{key}": one for key, one in host_settings(value).items()}
-        elif name in sections and isinstance(value, Mapping) and not hasattr(value, "column_names"):
+            continue
+        if name in sections and isinstance(value, Mapping) and not hasattr(value, "column_names"):
             given |= _below(name, value)
         elif name in _SHORT:
             given[_SHORT[name]] = _plain(value, name)
@@ -132,7 +134,7 @@ def _plain(value: Any, key: str) -> Any:
 def _free_folder(wanted: Path) -> Path:
     """``wanted``, or with the first number behind it for which there is nothing yet."""
     found, number = wanted, 1
-    while found.exists():
+    while found.expanduser().exists():
         number += 1
         found = wanted.with_name(f"{wanted.name}-{number}")
     return found

@@ -50,6 +50,9 @@ def test_without_a_folder_the_first_free_one_is_taken(tmp_path: Path, monkeypatc
     (tmp_path / "runs" / "tiny-2").mkdir()
     assert run_config("tiny", {}).run.dir == "runs/tiny-3"
     assert run_config("tiny", {"dir": "runs/tiny"}).run.dir == "runs/tiny"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.toml").write_text('[run]\ndir = "~/runs/tiny"\n')
+    assert run_config("recipe.toml", {}).run.dir == "~/runs/tiny-3"
 
 
 def test_the_recipe_may_be_given_by_its_name() -> None:
@@ -79,3 +82,9 @@ def test_a_resume_takes_several_rewards_and_tasks_as_the_start_did(tmp_path: Pat
     found = begun_config(tmp_path, read_settings(None, dotted({"reward": rewards})))
     assert [(part.function, part.weight) for part in found.task.rewards] == [(rewards[0], 1.0), (f"{tmp_path}/r.py:g", 2.0)]
     assert dotted({"task": [{"name": "steps"}]}) == {"task.name": "mixture", "task.mixture": [{"name": "steps"}]}
+
+
+def test_a_cluster_leaves_the_nodes_that_the_same_call_names() -> None:
+    for given in ({"hosts": {"on": {"trainer": ["a"]}}, "cluster": "auto"}, {"hosts.on": {"trainer": ["a"]}, "cluster": "auto"}):
+        assert dotted(given) == {"hosts.cluster": "auto", "hosts.on": {"trainer": ["a"]}}
+    assert dotted({"cluster": "here"}) == {"hosts.cluster": "", "hosts.on": {}}
