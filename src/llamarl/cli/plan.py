@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.forecast_flags import Question, add_devices, add_job, ask, staleness_levels
-from llamarl.reading import read_toml, shipped_or_path
+from llamarl.reading import shipped_or_path
 
 if TYPE_CHECKING:
     from llamarl.forecast.search import Options, Plan
@@ -104,8 +104,13 @@ def run(args: argparse.Namespace) -> int:
 def _write(path: Path, plan: Plan, question: Question, options: Options) -> None:
     from llamarl.forecast.recipe import write_recipe
 
-    config: dict[str, Any] = read_toml(question.recipe) if question.recipe else {}
-    config.get("run", {}).pop("dir", None)  # the new recipe's runs go to a folder of their own
+    config: dict[str, Any] = {}
+    if question.recipe:
+        from llamarl.config import read_settings
+
+        config = read_settings(question.recipe)
+    for name in ("dir", "mirror"):  # the new recipe's runs go to folders of their own
+        config.get("run", {}).pop(name, None)
     write_recipe(
         path,
         plan,

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_devices(parser)
     how = parser.add_argument_group("the schedule")
     how.add_argument("--staleness", help="max_staleness values (default: the recipe's or run's)")
-    how.add_argument("--ticks", type=int, help="trainer ticks (default 100)")
+    how.add_argument("--ticks", type=int, help="trainer ticks (default: the recipe's)")
     how.add_argument("--seed", type=int, help="of lengths, jitter and failures (default: the recipe's, else 0)")
     vary = parser.add_argument_group("what varies besides lengths")
     vary.add_argument(

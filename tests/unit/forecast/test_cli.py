@@ -156,6 +156,22 @@ def test_a_written_recipe_passes_the_dry_run_and_keeps_the_rest(staleness: int, 
     assert "# placement" in plan_run(written)
 
 
+def test_a_written_recipe_names_tables_of_a_mixture_as_seen_from_here_and_no_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "q.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    (task / "recipe.toml").write_text(
+        '[run]\nmirror = "file:///mirror"\n[[task]]\nname = "math"\ndata = "q.jsonl"\n[[task]]\nname = "steps"\n'
+    )
+    assert plan("task/recipe.toml --recipe out.toml") == 0
+    written = load_config("out.toml")
+    assert [one.data for one in written.task.mixture] == ["task/q.jsonl", ""]
+    assert written.run.mirror == ""
+
+
 def test_several_kinds_get_a_recipe_of_replicas_whose_shares_are_their_prompts(tmp_path: Path) -> None:
     out = tmp_path / "kinds.toml"
     job = "--model Llama-3.1-8B --max-segments 1 --response-tokens 2048 --staleness 1"
