@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         recipe=args.recipe,
         words=args.overrides,
         settings=settings,
-        checks=[_find_missing],
+        checks=[functools.partial(_find_missing, rates=bool(args.best_of))],
         section="evaluation",
     )
     given = any(word.startswith("--task.") for word in args.overrides)
@@ -133,14 +134,14 @@ def _of_other_task(args: argparse.Namespace, recipe: str | None) -> dict[str, tu
     return settings
 
 
-def _find_missing(config: Any) -> Iterator[Mistake]:
+def _find_missing(config: Any, *, rates: bool) -> Iterator[Mistake]:
     from llamarl.environments.factory import task_mistakes
     from llamarl.models.folders import resolve_model_path
     from llamarl.models.reward_model import check_reward_model
 
     try:
         resolve_model_path(config.model.path, weights=False)
-        if config.has_reward_model:
+        if rates:  # a run's own has no part in its accuracy
             check_reward_model(config.reward_model.path)
     except ModelError as error:
         yield from error.mistakes
@@ -182,7 +183,8 @@ def _evaluate(
         pool = pools.enter_context(RewardPool(config.task, seed=config.run.seed))  # first: it may not start
         environments = pools.enter_context(EpisodePool(config.task)) if config.task.has_environment else None
         prompts = make_prompt_stream(config, tokenizer, environments).eval_prompts(config.evaluation.num_prompts)
-        engine = make_engine(config, tokenizer, device=resolve_device(config.evaluation.device.split(",")[0]))
+        device = resolve_device(config.evaluation.device.split(",")[0], "--evaluation.device")
+        engine = make_engine(config, tokenizer, device=device)
         if named.adapter is not None:
             load_adapter(engine, named.adapter, model_path=config.model.path)
         params = sampling_params(config.generator.sampling, tokenizer, temperature=config.evaluation.temperature)
@@ -236,7 +238,7 @@ def _ratings(config: Any, groups: Any) -> Any:
     from llamarl.executors.base import ExecutorContext
     from llamarl.executors.reward_model import RewardModelExecutor
 
-    device = resolve_device(config.reward_model.device.split(",")[0])
+    device = resolve_device(config.reward_model.device.split(",")[0], "--reward_model.device")
     context = ExecutorContext(
         name="reward_model", rank=0, num_ranks=1, device=device, run_dir=None, seed=config.run.seed
     )

@@ -83,8 +83,11 @@ def load_engine(
     return cast(Engine, engine)
 
 
-def resolve_device(device: str) -> str:
+def resolve_device(device: str, key: str = "it") -> str:
     """ "auto" is CUDA where there is one.
+
+    Args:
+        key: Where to set another one, for the error.
 
     Raises:
         ConfigError: There is no such device here.
@@ -93,7 +96,7 @@ def resolve_device(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     there = torch.cuda.device_count()
     if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= there:
-        raise ConfigError(f"there is no device {device!r} here ({there} CUDA devices): set it to cpu or auto")
+        raise ConfigError(f"there is no device {device!r} here ({there} CUDA devices): set {key} to cpu or auto")
     return device
 
 

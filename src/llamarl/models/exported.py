@@ -160,10 +160,9 @@ def _final_policy(run: Path) -> Path:
         return run / "model"
     if (run / "adapter" / _ADAPTER_FILE).is_file():
         return run / "adapter"
+    instead = f"let it finish (llamarl train --resume {run})"
     if any((run / "checkpoints").glob("tick_*")):
-        instead = f"let it finish (llamarl train --resume {run}), or write one from a checkpoint: llamarl export {run} --out DIR"
-    else:
-        instead = f"let it finish (llamarl train RECIPE --resume {run})"
+        instead += f", or write one from a checkpoint: llamarl export {run} --out DIR"
     raise ConfigError(f"{run} is a run without a final policy in {run / 'model'}: {instead}")
 
 

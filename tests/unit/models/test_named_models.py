@@ -12,6 +12,7 @@ from llamarl.checkpoint.storage import CheckpointStore
 from llamarl.cli import eval as eval_verb
 from llamarl.cli.main import main
 from llamarl.config import RunConfig, validate
+from llamarl.engine.factory import resolve_device
 from llamarl.errors import ConfigError, ModelError
 from llamarl.models.exported import ExportFacts, NamedModel, find_model, write_export
 
@@ -64,7 +65,7 @@ def test_an_adapter_is_merged_into_the_base_that_it_names_or_the_user_gives(tmp_
 
 def test_a_run_without_a_policy_says_how_to_get_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match="without a final policy"):
+    with pytest.raises(ConfigError, match="without a final policy .* let it finish .llamarl train --resume "):
         find_model(str(run))
     (run / "checkpoints" / "tick_000003").mkdir(parents=True)
     with pytest.raises(ConfigError, match="write one from a checkpoint: llamarl export"):
@@ -215,3 +216,11 @@ def test_a_fine_tuned_model_without_a_task_is_told_that_rows_have_no_judge(
     monkeypatch.chdir(tmp_path)
     assert main(["eval", "run"]) == 2
     assert "run was fine-tuned on rows, which have no judge: name a task that has one" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_a_run_elsewhere_needs_its_reward_model_only_to_rate_and_names_the_key_of_a_device() -> None:
+    config = validate({"model": {"path": "bundled:tiny"}, "reward_model": {"path": "gone/model"}})
+    assert list(eval_verb._find_missing(config, rates=False)) == []
+    assert [mistake.key for mistake in eval_verb._find_missing(config, rates=True)] == ["reward_model.path"]
+    with pytest.raises(ConfigError, match="no device 'cuda:99' here .*: set --evaluation.device to cpu or auto"):
+        resolve_device("cuda:99", "--evaluation.device")
