@@ -452,7 +452,8 @@ def restore(url: str, folder: Path, *, dry_run: bool = False) -> str:
         if manifest is None or not manifest.files:
             raise ConfigError(f"--resume: {url} holds no run: start one with --run.mirror {url}")
         size = format_bytes(sum(record.num_bytes for record in manifest.files))
-        text = f"{url} holds {plural(len(manifest.files), 'file')} of {size}, up to tick {manifest.tick}; they go to {folder}"
+        reached = f"up to tick {manifest.tick}" if manifest.tick >= 0 else "without a checkpoint"
+        text = f"{url} holds {plural(len(manifest.files), 'file')} of {size}, {reached}; they go to {folder}"
         if dry_run:
             return text
         for path in {*files_below(partial)} - {partial / record.path for record in manifest.files}:

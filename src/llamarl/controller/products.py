@@ -46,8 +46,8 @@ def incomplete_products(run_dir: Path, config: RunConfig, checkpoint: Path | Non
         checkpoint: Of the run's last tick, of whose states they are made; None: not known.
     """
     version = None
-    if checkpoint is not None:
-        version = 1 + tick_of_products(run_dir, config, int(checkpoint.name.removeprefix("tick_")))
+    if checkpoint is not None and not config.evaluation.patience:  # which takes an earlier one
+        version = 1 + int(checkpoint.name.removeprefix("tick_"))
     wanted = [product.folder for _, product in _wanted(config, checkpoint)]
     return {name: why for name in wanted if (why := _why_not_whole(run_dir / name, version))}
 

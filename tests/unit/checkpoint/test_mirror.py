@@ -451,6 +451,12 @@ def test_a_dry_run_says_what_would_come(tmp_path: Path, mirror_of_two: Run) -> N
     assert not list(tmp_path.glob("back*"))
 
 
+def test_a_run_that_was_lost_before_its_first_checkpoint_is_said_to_have_none(tmp_path: Path, fault: Fault) -> None:
+    with mirrored(URL, Run(tmp_path / "run").identity, 5.0):
+        pass
+    assert "without a checkpoint; they go to" in restore(URL, tmp_path / "back", dry_run=True)
+
+
 def test_a_second_run_is_refused_in_the_same_mirror(tmp_path: Path, mirror_of_two: Run) -> None:
     other = Run(tmp_path / "other", run_id="4567")
     with pytest.raises(ConfigError, match=f"holds another run, of process .*--resume {URL}"):
