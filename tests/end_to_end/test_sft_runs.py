@@ -135,6 +135,19 @@ def test_a_run_that_ends_early_ends_with_the_same_bits_where_it_is_killed(
     assert contents(run_dir / "model") == contents(ended_early / "model")
 
 
+def test_a_run_that_is_about_to_end_early_does_so_where_the_resume_names_its_whole_length_again(
+    llamarl: CommandLine, ended_early: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(ended_early, run_dir)
+    shutil.rmtree(run_dir / "model")
+    shutil.rmtree(run_dir / "checkpoints" / f"tick_{len(rows(ended_early)) - 1:06d}")
+    done = llamarl.run(["train", "--resume", str(run_dir), "--run.num_ticks", "300", INLINE])
+    assert "held-out loss has not fallen for 2 evaluations" in done.stderr + done.stdout
+    assert len(rows(run_dir)) == len(rows(ended_early))
+    assert contents(run_dir / "model") == contents(ended_early / "model")
+
+
 def test_adapters_alone_learn_the_rows_and_the_rest_of_the_model_stays(
     llamarl: CommandLine, data: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,8 @@ class EarlyEnd:
         self._decided = False
         self.best: int | None = None
         """The saved tick that reported the lowest loss so far."""
+        self.last: int | None = None
+        """The last tick, once it is known and sooner than the run's own."""
 
     def note(self, tick: int, loss: float, *, saved: bool = True) -> int | None:
         """Take the loss that ``tick`` reported, in order of ticks; the last tick, once, where it is
@@ -65,7 +67,8 @@ class EarlyEnd:
         self._decided = True
         every = self._evaluation.every
         last = math.ceil((tick + self._ahead + 1) / every) * every - 1
-        return last if last < self._num_ticks - 1 else None
+        self.last = last if last < self._num_ticks - 1 else None
+        return self.last
 
     def note_rows(self, rows: Iterable[Mapping[str, Any]], saved: Collection[int]) -> None:
         """Take the losses of rows of metrics, where one that is not finite is None.

@@ -198,6 +198,9 @@ class RunParts:
         self.marking = Marking(prepared.graph, first_tick=first_tick, num_ticks=config.run.num_ticks, needs=needs)
         self.runtime: Runtime = self._surviving(real) if isinstance(real, ProcessRuntime) else real
         self.early_end = self._make_early_end()
+        if self.early_end and self.early_end.last is not None and self.early_end.last >= first_tick:
+            self._shorten(self.early_end.last)  # named before a resume whose recipe says the whole length again
+            self.saving.end_after(self.marking, self.early_end.last)
         self._live = LiveLines(real.progress, self.recorder.console) if isinstance(real, ProcessRuntime) else None
 
     def on_report(self, report: Report) -> None:
@@ -214,15 +217,18 @@ class RunParts:
         last = self.early_end.note(report.tick, loss)
         self.checkpoints.pin(self.early_end.best)
         if last is not None:
-            self.checkpoints.shorten(last + 1)
-            config = self._prepared.config
-            fruitless = plural(config.evaluation.patience, "evaluation")
-            self.recorder.message(
-                f"held-out loss has not fallen for {fruitless} (evaluation.patience): the run ends with tick {last}"
-            )
-            shorter = dataclasses.replace(config, run=dataclasses.replace(config.run, num_ticks=last + 1))
-            save_settings(dataclasses.replace(self._prepared, config=shorter), self._folder.path)
+            self._shorten(last)
         return last
+
+    def _shorten(self, last: int) -> None:
+        self.checkpoints.shorten(last + 1)
+        config = self._prepared.config
+        fruitless = plural(config.evaluation.patience, "evaluation")
+        self.recorder.message(
+            f"held-out loss has not fallen for {fruitless} (evaluation.patience): the run ends with tick {last}"
+        )
+        shorter = dataclasses.replace(config, run=dataclasses.replace(config.run, num_ticks=last + 1))
+        save_settings(dataclasses.replace(self._prepared, config=shorter), self._folder.path)
 
     def final_checkpoint(self) -> Path:
         """Of a run that has come to its end: the one of which its model is made."""

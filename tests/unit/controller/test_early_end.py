@@ -45,7 +45,7 @@ def test_a_loss_that_is_no_number_is_no_fall_and_the_first_version_is_the_best_o
 def test_rows_from_before_a_resume_count_as_reports_do() -> None:
     watch = EarlyEnd(EvaluationConfig(every=5, patience=2), num_ticks=100, ahead=3)
     watch.note_rows([{"step": 4, "eval/loss": 1.0}, {"step": 5}, {"step": 9, "eval/loss": 2.0}], {4, 9})
-    assert watch.best == 4 and watch.note(14, 3.0) == 19
+    assert watch.best == 4 and watch.last is None and watch.note(14, 3.0) == watch.last == 19
 
 
 def test_best_is_only_what_a_checkpoint_holds_while_every_loss_counts_towards_the_end() -> None:
