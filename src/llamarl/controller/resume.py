@@ -163,9 +163,7 @@ def _done_without_checkpoint(run_dir: Path, config: RunConfig) -> str:
     empty: it has not."""
     if num_rows(run_dir) != config.run.num_ticks or incomplete_products(run_dir, config):
         return ""
-    return (
-        f"{run_dir} is complete at {plural(config.run.num_ticks, 'tick')}; it kept no checkpoint to prolong it from"
-    )
+    return f"{run_dir} is complete at {plural(config.run.num_ticks, 'tick')}; it kept no checkpoint to prolong it from"
 
 
 def _refuse(had: Mapping[str, Any], platform: Mapping[str, str], prepared: Prepared, run_dir: Path, made: Path) -> bool:

@@ -77,14 +77,22 @@ def test_a_reward_with_data_makes_a_function_task(tmp_path: Path) -> None:
 def test_a_resume_takes_several_rewards_and_tasks_as_the_start_did(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(response):\n    return 0.0\n\n\ndef g(response):\n    return 1.0\n")
     rewards = [f"{tmp_path}/r.py:f", {"function": f"{tmp_path}/r.py:g", "weight": 2.0}]
-    begun = to_plain(validate({"model": {"path": "bundled:tiny"}, "task": {"rewards": [{"function": rewards[0]}, rewards[1]]}}))
+    begun = to_plain(
+        validate({"model": {"path": "bundled:tiny"}, "task": {"rewards": [{"function": rewards[0]}, rewards[1]]}})
+    )
     (tmp_path / "config.toml").write_text(tomli_w.dumps(begun))
     found = begun_config(tmp_path, read_settings(None, dotted({"reward": rewards})))
-    assert [(part.function, part.weight) for part in found.task.rewards] == [(rewards[0], 1.0), (f"{tmp_path}/r.py:g", 2.0)]
+    assert [(part.function, part.weight) for part in found.task.rewards] == [
+        (rewards[0], 1.0),
+        (f"{tmp_path}/r.py:g", 2.0),
+    ]
     assert dotted({"task": [{"name": "steps"}]}) == {"task.name": "mixture", "task.mixture": [{"name": "steps"}]}
 
 
 def test_a_cluster_leaves_the_nodes_that_the_same_call_names() -> None:
-    for given in ({"hosts": {"on": {"trainer": ["a"]}}, "cluster": "auto"}, {"hosts.on": {"trainer": ["a"]}, "cluster": "auto"}):
+    for given in (
+        {"hosts": {"on": {"trainer": ["a"]}}, "cluster": "auto"},
+        {"hosts.on": {"trainer": ["a"]}, "cluster": "auto"},
+    ):
         assert dotted(given) == {"hosts.cluster": "auto", "hosts.on": {"trainer": ["a"]}}
     assert dotted({"cluster": "here"}) == {"hosts.cluster": "", "hosts.on": {}}
