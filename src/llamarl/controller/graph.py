@@ -201,6 +201,7 @@ def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
         threads=settings.threads if settings else 1,
         fills_cores=device in ("cpu", "auto") and getattr(settings, "microbatches_at_once", 1) == 0,
         device=device,
+        gpus=config.generator.engine.gpus if role.name in ("generator", "evaluator") else 1,
         process_group=group_backends(device) if together else "",
     )
 

@@ -274,8 +274,7 @@ def _check_gpus_of_vllm(config: RunConfig, executors: Sequence[ExecutorSpec]) ->
     Raises:
         ConfigError: It names the GPU.
     """
-    engine = config.generator.engine
-    count = int(engine.options.get("tensor_parallel_size", 1)) if engine.name == "vllm" else 1
+    count = config.generator.engine.gpus
     users = {device: spec.name for spec in executors for device in spec.device.split(",") if device.startswith("cuda")}
     taken: dict[str, str] = {}
     runs_one = ("generator", "evaluator", *(["judge"] if config.judge.path else []))

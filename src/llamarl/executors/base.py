@@ -53,6 +53,8 @@ class ExecutorSpec:
     device: str = "cpu"
     """``cpu``, ``cuda:N``, a comma-separated list with one a rank (``cuda:2,cuda:3``), or ``cuda``:
     placement chooses."""
+    gpus: int = 1
+    """Of a rank on a GPU: that one and those behind it, which are nobody else's by number alone."""
     process_group: str = ""
     """Backend of ``torch.distributed`` that each rank has joined before the factory is called: ``gloo``, ``nccl``,
     ``cpu:gloo,cuda:nccl``; empty for none. In processes of their own, RANK and

@@ -403,7 +403,7 @@ def share_of(
     host: int, executors: Sequence[ExecutorSpec], where: Mapping[str, Sequence[int]], machine: Machine
 ) -> tuple[int, int]:
     """Cores and GPUs that the ranks on a host take of it: a core a thread, where there are so many,
-    and GPUs up to the last in use."""
+    and GPUs up to the last in use, those behind a rank's own included."""
     threads = gpus = 0
     for spec in executors:
         threads += spec.threads * list(where[spec.name]).count(host)
@@ -411,7 +411,7 @@ def share_of(
         for device in (devices[rank % len(devices)] for rank, at in enumerate(where[spec.name]) if at == host):
             kind, _, index = device.partition(":")
             if kind == "cuda":
-                gpus = max(gpus, int(index or 0) + 1)
+                gpus = max(gpus, int(index or 0) + spec.gpus)
     return min(threads, machine.cores), min(gpus, machine.cuda_devices)
 
 
@@ -489,8 +489,8 @@ def _mistakes(spec: ExecutorSpec, cuda_devices: int) -> list[str]:
     for device in devices:
         if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+", device):
             found.append(f"{who}: device {device!r} is unknown, expected auto, cpu, cuda or cuda:N")
-        elif ":" in device and int(device.removeprefix("cuda:")) >= cuda_devices:
-            found.append(f"{who}: there is no {device}, this machine has {_count(cuda_devices, 'CUDA device')}")
+        elif ":" in device and (last := int(device.removeprefix("cuda:")) + spec.gpus - 1) >= cuda_devices:
+            found.append(f"{who}: there is no cuda:{last}, this machine has {_count(cuda_devices, 'CUDA device')}")
     if len(devices) not in (1, spec.num_ranks):
         found.append(f"{who}: {spec.num_ranks} ranks and {len(devices)} devices, expected one for all or one for each")
     if len(devices) > 1 and not all(":" in device for device in devices):

@@ -134,6 +134,11 @@ class EngineConfig:
         """What it is and can do."""
         return ENGINES.get(self.name, _OWN)
 
+    @property
+    def gpus(self) -> int:
+        """Of each rank: vLLM takes so many, from the rank's own on."""
+        return int(self.options.get("tensor_parallel_size", 1)) if self.name == "vllm" else 1
+
     def block_size_on(self, device: str) -> int:
         """``block_size``, or what 0 stands for."""
         return self.block_size or (16 if device.startswith("cuda") else 2)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from llamarl.config import load_config
+from llamarl.config import load_config, validate
+from llamarl.controller.graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.host_placement import (
@@ -170,6 +171,16 @@ def test_ranks_take_a_core_a_thread_up_to_all_and_gpus_up_to_the_last_in_use() -
     assert share_of(1, executors, where, machine("b", 16, 4)) == (4, 2)
     assert share_of(0, executors, where, machine("a", 4, 4)) == (4, 3), "threads take turns on what there is"
     assert share_of(2, executors, where, machine("c", 16, 4)) == (0, 0)
+
+
+def test_a_vllm_over_two_gpus_takes_the_one_behind_its_last_rank_too_and_is_refused_where_there_is_none() -> None:
+    engine = {"name": "vllm", "options": {"tensor_parallel_size": 2}}
+    plain = {"generator": {"dp": 2, "device": "cuda:0,cuda:2", "engine": engine}, "evaluation": {"every": 0}}
+    made = {one.name: one for one in llamarl_graph(validate(plain)).executors}
+    assert (made["generator"].gpus, made["trainer"].gpus) == (2, 1)
+    assert share_of(0, [made["generator"]], {"generator": (0, 0)}, machine("a", 16, 8))[1] == 4
+    with pytest.raises(ConfigError, match="there is no cuda:3, this machine has 3 CUDA devices"):
+        place([made["generator"]], [machine("a", 16, 3)])
 
 
 @pytest.mark.parametrize(
