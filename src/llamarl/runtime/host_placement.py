@@ -5,8 +5,8 @@
 An executor that is given hosts fills them one after the other: tensor-parallel peers stay together
 where they can, ranks with neighbouring numbers too, since these talk most. One that is given none
 goes whole to the host that has fewest ranks so far and cores to offer; one that may be on GPUs to such a host among those with
-enough free ones, else with enough, else with any, where there are some. Unlike replicas may be given hosts kind by
-kind: ``generator_0`` are those of the first kind.
+enough free ones, else with enough, else with any, where there are some; where no host has enough, it takes free ones of several.
+Unlike replicas may be given hosts kind by kind: ``generator_0`` are those of the first kind.
 
 While the job goes on a host may be gone: another takes its place (``placement.stand_in``), and everyone else stays.
 
@@ -102,12 +102,17 @@ def spread(
     ):  # stable: those that are given hosts first
         hosts = given.get(spec.name)
         if hosts is None:
-            hosts = next((where[name][:1] for name in together if spec.name in together and name in where), None)
+            found = (where[name] for name in together if spec.name in together and name in where)
+            hosts = next((tuple(dict.fromkeys(ranks)) for ranks in found), None)
+        units = tensor_parallel.get(spec.name, 1)
+        over: tuple[int, ...] = ()
         if hosts is None:
+            over = () if spec.name in is_given else _over_hosts(spec, units, cuda_devices, on_gpus, usable)
             fit = usable if spec.device == "cpu" else _with_gpus(cuda_devices, on_gpus, spec.num_ranks, usable)
             hosts = (min(fit, key=lambda host: used[host]),)
-        units = tensor_parallel.get(spec.name, 1)
-        if isinstance(units, int):
+        if over:
+            where[spec.name] = over
+        elif isinstance(units, int):
             where[spec.name] = _fill(spec.num_ranks, hosts, units)
         else:
             of_kinds = [on.get(kind) for kind in kinds[spec.name]]
@@ -125,6 +130,23 @@ def _with_gpus(
         if found := [host for host in hosts if cuda_devices and cuda_devices[host] - others.get(host, 0) >= least]:
             return found
     return hosts
+
+
+def _over_hosts(
+    spec: ExecutorSpec, units: Units, cuda_devices: Sequence[int], taken: Mapping[int, int], hosts: Sequence[int]
+) -> tuple[int, ...]:
+    """Each unit on the first host with free GPUs for it, of an executor for which no host has enough; else empty."""
+    if spec.device == "cpu" or not cuda_devices or max(cuda_devices[host] for host in hosts) >= spec.num_ranks:
+        return ()
+    free = {host: cuda_devices[host] - taken.get(host, 0) for host in hosts}
+    found: list[int] = []
+    kinds = ((units, spec.num_ranks // units),) if isinstance(units, int) else units
+    for size in (size for size, number in kinds for _ in range(number)):
+        if (host := next((host for host in free if free[host] >= size), None)) is None:
+            return ()
+        free[host] -= size
+        found += [host] * size
+    return tuple(found)
 
 
 def _fill(num_ranks: int, hosts: Sequence[int], unit: int) -> tuple[int, ...]:

@@ -123,8 +123,8 @@ class HostsConfig:
     on: Annotated[dict[str, ListOf[str]], NO_BITS] = Field(default_factory=dict)
     """Executor -> its nodes, by the names or addresses that the cluster gives them, or by their places in
     the list that --dry-run prints ("0", "2-3"); "here" is the controller's node. Ranks fill a node
-    before the next. One that is not named goes where fewest ranks are. On the command line: --on
-    generator=a,b."""
+    before the next. One that is not named goes where fewest ranks are, to several nodes where none has
+    GPUs enough. On the command line: --on generator=a,b."""
 
     port_range: Annotated[str, NO_BITS] = ""
     """Ports on which processes of the job may listen on each node, beside Ray's own: "20000-20100". Empty: any.
