@@ -84,7 +84,7 @@ def test_groups_of_several_nodes_listen_on_the_nodes_interface_and_on_none_whose
     agent = HostAgent(node)
 
     def listens(apart: bool) -> list[str]:
-        order = {"apart": apart, "folders": [], "environment": {}, "gpus": ["3", "5"]}
+        order = {"apart": apart, "folders": [], "threads": 1, "gpus": ["3", "5"]}
         made = agent._environment(order)
         assert made["CUDA_VISIBLE_DEVICES"] == "3,5"
         return [made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]]
@@ -93,6 +93,19 @@ def test_groups_of_several_nodes_listen_on_the_nodes_interface_and_on_none_whose
     assert listens(apart=True) == ["eth1", "=eth1"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
     assert listens(apart=True) == ["eth1", "ib"], "the user's"
+
+
+def test_sums_in_the_switch_of_gpus_are_as_the_node_says_whatever_the_controllers_shell_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controller's order names threads, and no variable of its own."""
+    agent = HostAgent(Node(name="a", cores=1, cuda_devices=0, address="10.0.0.1", space="", interface="eth1"))
+    order = {"apart": True, "folders": [], "threads": 3, "gpus": []}
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    made = agent._environment(order)
+    assert (made["NCCL_NVLS_ENABLE"], made["OMP_NUM_THREADS"]) == ("0", "3")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert agent._environment(order)["NCCL_NVLS_ENABLE"] == "1"
 
 
 def test_ranks_on_a_node_may_have_as_many_open_files_as_the_system_gives() -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from llamarl.determinism import LOOPBACK
+from llamarl.determinism import LOOPBACK, environment
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
 from llamarl.runtime.children import Stores, raise_open_files
@@ -167,7 +167,7 @@ class HostAgent:
         folders = [*order["folders"], *(path or os.getcwd() for path in sys.path)]
         return {
             **os.environ,
-            **order["environment"],
+            **environment(order["threads"]),  # which leaves what the user of this node has set
             **{name: value for name, value in listens.items() if value},
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)),
             # All ranks see all of the node's share, which cuda_ipc needs; llamarl numbers the devices itself.

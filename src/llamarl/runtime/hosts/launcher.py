@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from llamarl.determinism import environment
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import Killed, cause_of_death
 from llamarl.runtime.commands import Link
@@ -318,7 +317,7 @@ class HostLauncher:
             link = HostLink(nodes[number], next(self._numbers), label, output)
             nodes[number].links[link.number] = link
             links.append(link)
-        order = {"folders": _own_folders(), "environment": dict(environment(spec.threads)), "apart": apart}
+        order = {"folders": _own_folders(), "threads": spec.threads, "apart": apart}
         started = (
             link.start(
                 {
