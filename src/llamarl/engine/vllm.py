@@ -124,7 +124,7 @@ class VllmEngine:
             max_num_seqs=config.max_sequences,
             max_num_batched_tokens=config.max_batch_tokens,
             enable_chunked_prefill=not on_cpu,
-            max_model_len=longest,
+            **({"max_model_len": longest} if on_cpu else {}),  # on a GPU vLLM's own, or the user's by options
             kv_cache_memory_bytes=self._cache_bytes or None,  # None: a share of the card of its own choice
             enable_prefix_caching=True,  # the prompt of a group is computed once
             disable_log_stats=True,

@@ -183,7 +183,7 @@ def test_prompts_are_cut_into_chunks_only_where_a_draw_can_be_taken_back(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)  # its context is 256 tokens
     settings = VllmEngine(tmp_path, EngineConfig(max_batch_tokens=budget, max_sequences=8))._llm.settings
-    assert (settings["enable_chunked_prefill"], settings["max_model_len"]) == expected
+    assert (settings["enable_chunked_prefill"], settings.get("max_model_len")) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,19 @@ def test_options_do_not_take_what_the_recipe_says_elsewhere(tmp_path: Path, monk
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="generator.engine.options: seed follow from the recipe's other keys"):
         VllmEngine(tmp_path, EngineConfig(name="vllm", options={"seed": 1}))
+
+
+def test_a_cache_smaller_than_the_models_context_may_be_given_a_shorter_one_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path)
+    config = EngineConfig(name="vllm", options={"max_model_len": 64})
+    _install(monkeypatch, on_cpu=False)
+    assert VllmEngine(tmp_path, config)._llm.settings["max_model_len"] == 64
+    _install(monkeypatch)
+    with pytest.raises(ConfigError, match="max_model_len follow from the recipe's other keys"):
+        VllmEngine(tmp_path, config)
 
 
 def test_vllm_does_not_take_the_choice_of_threads_from_the_process(engine: VllmEngine) -> None:
