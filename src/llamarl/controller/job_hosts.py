@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import re
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -183,7 +184,7 @@ class JobHosts:
 
     def gpus(self) -> dict[str, Gpu]:
         """Each GPU on which a rank is placed, by its name in ``Placement.by_gpu``: all kinds and the least memory of its host,
-        for which of them will be ours is not known yet. Nothing where a host does not say."""
+        for which of them will be ours is not known yet. Nothing where a host does not say, of which the user is told."""
         assert self.placement is not None, "asked once ranks have a place"
         devices = {device for spec in self.placement.by_gpu() for device in spec.device.split(",") if "@" in device}
         names = sorted({device.rpartition("@")[2] for device in devices})
@@ -197,7 +198,12 @@ class JobHosts:
         try:
             with ThreadPoolExecutor(max(1, len(names))) as asking:
                 found = dict(zip(names, asking.map(any_of, names), strict=True))
-        except LlamaRLError:
+        except LlamaRLError as error:
+            print(
+                f"how much its GPUs hold is not known ({error}), so that what the recipe leaves open is small: give "
+                "generator.engine.kv_cache_bytes and trainer.max_tokens_per_microbatch",
+                file=sys.stderr,
+            )
             return {}
         each = {device: found[device.rpartition("@")[2]] for device in sorted(devices)}
         return {} if None in each.values() else {device: gpu for device, gpu in each.items() if gpu}

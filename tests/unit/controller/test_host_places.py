@@ -202,3 +202,18 @@ def test_a_device_that_is_left_open_is_what_the_nodes_have_not_what_the_controll
     none = placed(0)
     assert (none["trainer"].device, none["trainer"].process_group) == ("cpu", "gloo")
     assert asked == [1]
+
+
+def test_gpus_that_do_not_say_what_they_hold_are_told_since_sizes_are_then_small(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def call(number: int, within_s: float, work: Any) -> list[Gpu]:
+        raise TransferError("node b: Ray: GetTimeoutError")
+
+    cluster: Any = SimpleNamespace(nodes=[Machine("b", 8, 1)], call=call)
+    hosts = JobHosts(cluster, load_config(None, []), ["b"])
+    trainer = ExecutorSpec(name="trainer", factory="m:f", device="cuda:0")
+    hosts.placement = settle([trainer], cluster.nodes, {"trainer": (0,)})
+    assert hosts.gpus() == {}
+    said = capsys.readouterr().err
+    assert "(node b: Ray: GetTimeoutError)" in said and "give generator.engine.kv_cache_bytes and" in said
