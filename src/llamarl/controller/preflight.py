@@ -266,10 +266,10 @@ def _check_cache(config: RunConfig, folder: Path, prompt_tokens: int) -> None:
     for kind in range(max(1, len(config.generator.replicas))):
         own = config.generator.replicas[kind].kv_cache_bytes if config.generator.replicas else 0
         key = f"generator.replicas.{kind}.kv_cache_bytes" if own else "generator.engine.kv_cache_bytes"
-        _check_cache_of(config.generator.as_of_kind(kind), key, folder, prompt_tokens)
+        _check_cache_of(config.generator.as_of_kind(kind), key, folder, prompt_tokens, elsewhere=config.hosts.wanted)
 
 
-def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_tokens: int) -> None:
+def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_tokens: int, *, elsewhere: bool) -> None:
     from llamarl.models.loading import cache_shape, load_model_config
     from llamarl.models.precision import engine_dtype
 
@@ -281,7 +281,7 @@ def _check_cache_of(generator: GeneratorConfig, key: str, folder: Path, prompt_t
     width = 4 if dtype == "float32" else 2
     block_size, cache_bytes = engine.block_size_on(generator.device), engine.kv_cache_bytes
     if not cache_bytes:  # of a GPU it is not known yet
-        if generator.device != "cpu" and may_have_gpus():
+        if generator.device != "cpu" and (elsewhere or may_have_gpus()):
             return
         cache_bytes = CPU_CACHE_BYTES
     block_bytes = 2 * layers * max(1, heads // generator.tp) * head_dim * width * block_size

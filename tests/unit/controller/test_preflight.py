@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import RunConfig, validate
+from llamarl.controller import preflight
 from llamarl.controller.preflight import (
     _check_temperature_of_rollouts,
     check_engine,
@@ -318,6 +319,17 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_bytes_that_do
                 engine.add([sequence])
         else:
             engine.add([sequence])
+
+
+def test_a_cache_that_is_left_open_to_the_gpus_of_a_cluster_is_not_measured_by_a_head_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "CPU_CACHE_BYTES", 5000)
+    monkeypatch.setattr(preflight, "may_have_gpus", lambda: False)
+    long: dict[str, Any] = {"generator": {"sampling": {"max_new_tokens": 40}}}
+    with pytest.raises(ConfigError, match="too few for one sequence"):
+        check_prompts(questions(tmp_path, 1, **long), FOLDER)
+    check_prompts(questions(tmp_path, 1, **long, hosts={"cluster": "auto"}), FOLDER)
 
 
 def test_stop_tokens_join_the_tokenizers_own(tmp_path: Path) -> None:
