@@ -61,15 +61,28 @@ def test_an_executor_that_may_be_on_gpus_goes_to_a_host_with_enough_of_them_wher
 
 def test_an_executor_for_which_no_host_has_gpus_enough_takes_what_is_free_of_several_in_whole_units() -> None:
     executors = [spec("g", 6, "auto"), spec("t", 10, "auto"), spec("e", device="auto")]
-    gpus = {"cuda_devices": [8, 8]}
-    where = spread(executors, 2, {}, tensor_parallel={"g": ((2, 3),)}, **gpus)
+    gpus = [8, 8]
+    where = spread(executors, 2, {}, tensor_parallel={"g": ((2, 3),)}, cuda_devices=gpus)
     assert where == {"g": (0,) * 6, "t": (0, 0, *(1,) * 8), "e": (0,)}
-    both = spread([spec("g", 16, "auto"), spec("t", 16, "auto")], 2, {}, tensor_parallel={}, together=("g", "t"), **gpus)
+    both = spread(
+        [spec("g", 16, "auto"), spec("t", 16, "auto")],
+        2,
+        {},
+        tensor_parallel={},
+        together=("g", "t"),
+        cuda_devices=gpus,
+    )
     assert both == {"g": (0,) * 8 + (1,) * 8, "t": (0,) * 8 + (1,) * 8}
-    where = spread([spec("g", 10, "auto"), spec("t", 5, "cuda")], 2, {}, tensor_parallel={"g": ((4, 2), (2, 1))}, **gpus)
+    where = spread(
+        [spec("g", 10, "auto"), spec("t", 5, "cuda")], 2, {}, tensor_parallel={"g": ((4, 2), (2, 1))}, cuda_devices=gpus
+    )
     assert where == {"g": (0,) * 8 + (1,) * 2, "t": (1,) * 5}
-    assert spread([spec("t", 12, "auto")], 2, {}, tensor_parallel={"t": 6}, **gpus) == {"t": (0,) * 6 + (1,) * 6}
-    assert spread([spec("t", 17, "auto")], 2, {}, tensor_parallel={}, **gpus) == {"t": (0,) * 17}, "to be refused"
+    assert spread([spec("t", 12, "auto")], 2, {}, tensor_parallel={"t": 6}, cuda_devices=gpus) == {
+        "t": (0,) * 6 + (1,) * 6
+    }
+    assert spread([spec("t", 17, "auto")], 2, {}, tensor_parallel={}, cuda_devices=gpus) == {"t": (0,) * 17}, (
+        "to be refused"
+    )
 
 
 def test_a_host_that_offers_no_cores_gets_only_what_is_put_there() -> None:
