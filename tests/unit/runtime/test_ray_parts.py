@@ -47,6 +47,17 @@ def test_what_ray_raises_is_told_by_its_cause_in_a_line() -> None:
     assert one_line(RuntimeError()) == "Ray: RuntimeError"
 
 
+def test_who_names_a_cluster_from_a_machine_that_is_no_node_of_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> None:  # of Ray 2.60, after a minute
+        raise RuntimeError("No node info found matching attributes: '' when trying to resolve node to connect to.")
+
+    monkeypatch.setattr(RayCluster, "check_access", lambda address: None)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=KeyError))
+    with pytest.raises(ConfigError, match="--cluster h:1: this machine is no node of it: start the job on one that is"):
+        RayCluster.connect("h:1", (0, 0))
+
+
 def test_an_old_ray_is_told_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.59.3")

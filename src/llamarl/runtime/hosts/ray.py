@@ -111,7 +111,12 @@ class RayCluster(Cluster):
             with contextlib.redirect_stderr(open(os.devnull, "w", encoding="utf-8")):
                 ray.init(address, log_to_driver=False, configure_logging=False)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"--cluster {address}: {one_line(error)}") from error
+            why = one_line(error)
+            if "No node info found" in why:  # Ray looks for one on this machine alone
+                why = (
+                    "this machine is no node of it: start the job on one that is, or by ray job submit (docs/hosts.md)"
+                )
+            raise ConfigError(f"--cluster {address}: {why}") from error
         finally:
             signal.signal(signal.SIGTERM, before)  # ours ends a run in order
         try:
