@@ -56,7 +56,8 @@ def model_folder(model_path: str) -> str | None:
 def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription: float) -> dict[str, dict[str, Any]]:
     """Recipe sections that make llamarl run ``plan``; hybrid sharding becomes plain sharding over all data ranks.
 
-    On CPU cores each role is one process, with the threads that it was planned for.
+    On CPU cores each role is one process, with the threads that it was planned for. On GPUs of one kind the cache is left to
+    what they hold: an evaluator, which is not planned for, may share one.
     """
     cpu, t, demand = plan.hardware.is_cpu, plan.trainer.layout, plan.generator.demand
     first = plan.generators[0]
@@ -82,7 +83,7 @@ def plan_settings(plan: Plan, work: Workload, model_path: str, oversubscription:
             "engine": {
                 **precision,
                 "max_sequences": first.demand.slots,
-                "kv_cache_bytes": _cache_bytes(first),
+                "kv_cache_bytes": _cache_bytes(first) if cpu or len(plan.generators) > 1 else 0,
             },
             **({} if one_kind else {"shards": 0, "replicas": _replica_tables(plan.generators)}),
         },
@@ -123,7 +124,7 @@ def _replica_tables(choices: Sequence[GeneratorChoice]) -> list[dict[str, Any]]:
             "tp": choice.layout.tp,
             "quantization": _quantization(choice),
             "max_sequences": choice.demand.slots,
-            "kv_cache_bytes": _cache_bytes(choice),
+            "kv_cache_bytes": _cache_bytes(choice) if len(choices) > 1 else 0,
         }
         for choice in choices
     ]
@@ -193,6 +194,8 @@ def write_recipe(
         config = {**config, "generator": {key: value for key, value in own.items() if key != "replicas"}}
     header = f"{_OURS}{title}"
     node = plan.hardware.device.devices_per_node
+    if not plan.hardware.is_cpu:
+        header += "\nAn evaluator (evaluation.every, .tp) is not planned for: it takes a device that is unused, or shares one."
     if not plan.hardware.is_cpu and plan.used > node:
         header += f"\nIt takes hosts of {node} devices: llamarl train THIS --cluster auto (docs/hosts.md)."
     if plan.other_kinds:

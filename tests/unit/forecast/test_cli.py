@@ -132,6 +132,8 @@ def test_every_device_gets_a_recipe_that_loads(device: str, devices: int, tmp_pa
     assert config.schedule.colocated or devices > 1
     kind = "cpu" if device == "this-machine" else "cuda"
     assert config.generator.quantization in ("none", *ENGINES["native"].quantizations[kind])
+    left = [config.generator.engine.kv_cache_bytes, *(one.kv_cache_bytes for one in config.generator.replicas)]
+    assert (kind == "cuda") == (left == [0] * len(left)), "an evaluator that shares a GPU needs as large a cache there"
 
 
 def test_a_recipe_that_no_plan_has_written_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
