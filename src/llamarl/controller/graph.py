@@ -192,6 +192,7 @@ def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
     if device == "auto" and not config.hosts.wanted:  # else what its nodes have decides, which placement knows
         device = "cuda" if available_cuda_devices() else "cpu"
     together = max(role.unit_ranks(config)) > 1
+    samples = role.name in ("generator", "evaluator") or (role.name == "judge" and config.judge.path)
     return ExecutorSpec(
         name=role.name,
         factory=role.factory,
@@ -201,7 +202,7 @@ def _executor(role: Role, config: RunConfig) -> ExecutorSpec:
         threads=settings.threads if settings else 1,
         fills_cores=device in ("cpu", "auto") and getattr(settings, "microbatches_at_once", 1) == 0,
         device=device,
-        gpus=config.generator.engine.gpus if role.name in ("generator", "evaluator") else 1,
+        gpus=config.generator.engine.gpus if samples else 1,
         process_group=group_backends(device) if together else "",
     )
 

@@ -162,6 +162,7 @@ def test_an_export_is_of_the_lowest_held_out_loss_where_the_runs_model_is(
         return SimpleNamespace(tick=9 if tick is None else tick)
 
     monkeypatch.setattr(CheckpointStore, "load", load)
+    monkeypatch.setattr(CheckpointStore, "ticks", lambda store: (4, 9))
     assert main(["export", str(run), "--out", str(run / "config.toml" / "no"), *words]) == 2  # no folder for it
     assert asked == loaded
 
