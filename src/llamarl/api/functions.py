@@ -93,6 +93,7 @@ def standalone_source(function: types.FunctionType, key: str = "reward") -> str:
 
 def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], seen: set[str]) -> None:
     """Append what ``owner``, a function or class, needs, then its source."""
+    owner = inspect.unwrap(owner)  # below decorators, whose names are those of another module
     seen.add(owner.__name__)
     try:
         source = textwrap.dedent(inspect.getsource(owner))
@@ -118,10 +119,11 @@ def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], s
 def _write_down(
     name: str, value: Any, owner: Any, key: str, imports: list[str], definitions: list[str], seen: set[str]
 ) -> None:
+    plain = getattr(value, "__wrapped__", value)  # functools.cache makes no function of a function
     if isinstance(value, types.ModuleType):
         imports.append(f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}")
-    elif isinstance(value, types.FunctionType | type) and value.__module__ == "__main__" and value.__name__ == name:
-        _collect(value, key, imports, definitions, seen)
+    elif isinstance(plain, types.FunctionType | type) and plain.__module__ == "__main__" and plain.__name__ == name:
+        _collect(plain, key, imports, definitions, seen)
     elif getattr(value, "__module__", None) not in (None, "__main__") and _is_attribute(value):
         as_name = "" if value.__name__ == name else f" as {name}"
         imports.append(f"from {value.__module__} import {value.__name__}{as_name}")

@@ -79,6 +79,29 @@ def test_the_script_itself_is_not_run_again(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "x"
 
 
+def test_decorators_of_another_module_do_not_hide_what_a_function_uses(tmp_path: Path) -> None:
+    (tmp_path / "timing.py").write_text(
+        "import functools\ndef timed(f):\n    return functools.wraps(f)(lambda *given: f(*given))\n"
+    )
+    script = """
+import functools
+import math
+from timing import timed
+BASE = 4
+@functools.cache
+def helper(text):
+    return math.log(len(text), BASE)
+@timed
+def reward(prompt, response, answer):
+    return helper(response) + BASE
+from llamarl.api.functions import import_path_of
+print(import_path_of(reward), reward("", "xx", ""))
+"""
+    path, value = run_script(tmp_path, script).stdout.split()
+    text = Path(path.rpartition(":")[0]).read_text()
+    assert float(value) == 4.5 and "import math" in text and "BASE = 4" in text and "@functools.cache\ndef helper" in text
+
+
 @pytest.mark.parametrize(
     ("code", "told"),
     [
