@@ -64,8 +64,6 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
 
 def _needs_its_package(function: types.FunctionType, module: Any) -> bool:
     """Whether the file of a function imports its neighbours by dots, as those of installed packages do."""
-    if "." not in function.__module__:
-        return False
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):

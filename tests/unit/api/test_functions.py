@@ -137,19 +137,19 @@ def test_the_error_names_the_key() -> None:
 
 def test_a_function_whose_module_needs_its_package_is_named_by_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    files = {"__init__": "", "limits": "MOST = 3\n", "plain": "def reward(completions):\n    return [1.0]\n"}
-    files["judges"] = "from .limits import MOST\ndef reward(completions):\n    return [MOST]\n"
+    files = {"limits": "MOST = 3\n", "plain": "def reward(completions):\n    return [1.0]\n"}
+    files["__init__"] = files["judges"] = "from .limits import MOST\ndef reward(completions):\n    return [MOST]\n"
     for name, text in files.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)
     script = """
+import mine
 from mine import judges, plain
 from llamarl.api.functions import import_path_of
 from llamarl.import_path import check, import_user
-for module in (judges, plain):
+for module in (judges, mine, plain):
     check(path := import_path_of(module.reward), "task.reward")
     print(path, import_user(path, "task.reward")(["x"]))
 """
     done = run_script(tmp_path, script)
-    assert done.stdout.splitlines() == ["mine.judges:reward [3]", f"{tmp_path / 'mine' / 'plain.py'}:reward [1.0]"], (
-        done
-    )
+    alone = f"{tmp_path / 'mine' / 'plain.py'}:reward [1.0]"
+    assert done.stdout.splitlines() == ["mine.judges:reward [3]", "mine:reward [3]", alone], done
