@@ -82,7 +82,7 @@ def standalone_source(function: types.FunctionType, key: str = "reward") -> str:
     _collect(function, key, imports, definitions, set())
     head = f'"""Written by llamarl: {function.__name__}, as it was when a run began with it."""\n'
     return (
-        "\n".join([head, "from __future__ import annotations\n", *sorted(imports)])
+        "\n".join([head, "from __future__ import annotations\n", *sorted(set(imports))])
         + "\n\n"
         + "\n\n".join(definitions)
         + "\n"
@@ -107,6 +107,8 @@ def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], s
             for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
         }
     for name in _names_used(source):
+        if isinstance(module := home.get(name), types.ModuleType):
+            imports += _imports_below(module, name, source)
         if name in seen or name not in home:
             continue  # its own, a built-in, or a mistake of the user's, which the judge reports when it is called
         seen.add(name)
@@ -136,6 +138,13 @@ def _write_down(
             f"other processes: make it inside the function, or put the function into a file of its own and give "
             f"path/to/file.py:{owner.__name__}"
         )
+
+
+def _imports_below(module: types.ModuleType, name: str, source: str) -> list[str]:
+    """Imports of what a definition takes from inside a package: ``xml.etree.ElementTree`` is not there by ``import xml``."""
+    chains = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    inside = [module.__name__ + chain.removeprefix(name) for chain in chains if chain.startswith(f"{name}.")]
+    return [f"import {found}" for found in inside if found in sys.modules]
 
 
 def _names_used(source: str) -> list[str]:

@@ -102,6 +102,24 @@ print(import_path_of(reward), reward("", "xx", ""))
     assert float(value) == 4.5 and "import math" in text and "BASE = 4" in text and "@functools.cache\ndef helper" in text
 
 
+def test_modules_inside_a_package_go_with_it(tmp_path: Path) -> None:
+    script = """
+import xml.etree.ElementTree
+import xml.dom as d, xml.dom.minidom
+def helper(text):
+    return d.minidom.parseString(text).documentElement.tagName
+def reward(prompt, response, answer):
+    return float(xml.etree.ElementTree.fromstring(response).text) + len(helper(response))
+from llamarl.api.functions import import_path_of
+print(import_path_of(reward), reward("", "<ab>3</ab>", ""))
+"""
+    path, value = run_script(tmp_path, script).stdout.split()
+    file, _, name = path.rpartition(":")
+    alone = f"import runpy; print(runpy.run_path({file!r})[{name!r}]('', '<ab>3</ab>', ''))"
+    done = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), value) == ("5.0", "5.0"), done
+
+
 @pytest.mark.parametrize(
     ("code", "told"),
     [
