@@ -18,7 +18,7 @@ import symtable
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,23 @@ def standalone_source(function: types.FunctionType, key: str = "reward") -> str:
     definitions: list[str] = []
     _collect(function, key, imports, definitions, set())
     head = f'"""Written by llamarl: {function.__name__}, as it was when a run began with it."""\n'
+    own = [f"import sys\n\nsys.path += {folders}\n"] if (folders := _own_folders(imports)) else []
     return (
-        "\n".join([head, "from __future__ import annotations\n", *sorted(set(imports))])
+        "\n".join([head, "from __future__ import annotations\n", *own, *sorted(set(imports))])
         + "\n\n"
         + "\n\n".join(definitions)
         + "\n"
     )
+
+
+def _own_folders(imports: Sequence[str]) -> list[str]:
+    """Where modules that are imported lie which are no part of this Python, such as those beside a script: a command
+    that goes on with the run does not look there by itself."""
+    modules = [sys.modules.get(line.split()[1].partition(".")[0]) for line in imports]
+    files = [Path(file).resolve() for module in modules if (file := getattr(module, "__file__", None))]
+    folders = {(file.parent.parent if file.name == "__init__.py" else file.parent) for file in files}
+    python = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix)}
+    return sorted(str(folder) for folder in folders if not python & {folder, *folder.parents})
 
 
 def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], seen: set[str]) -> None:

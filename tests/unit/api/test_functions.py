@@ -120,6 +120,23 @@ print(import_path_of(reward), reward("", "<ab>3</ab>", ""))
     assert (done.stdout.strip(), value) == ("5.0", "5.0"), done
 
 
+def test_modules_beside_a_script_are_found_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "my_parsing.py").write_text("def parsed(text):\n    return float(text)\n")
+    script = """
+import math
+from my_parsing import parsed
+def reward(prompt, response, answer):
+    return math.ceil(parsed(response))
+from llamarl.api.functions import import_path_of
+print(import_path_of(reward))
+"""
+    path = run_script(tmp_path, script).stdout.strip()
+    assert f"sys.path += [{str(tmp_path)!r}]" in Path(path.rpartition(":")[0]).read_text()
+    alone = f"from llamarl.import_path import resolve; print(resolve({path!r})('', '3.5', ''))"
+    done = subprocess.run([sys.executable, "-P", "-c", alone], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "4", done
+
+
 @pytest.mark.parametrize(
     ("code", "told"),
     [
