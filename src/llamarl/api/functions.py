@@ -11,8 +11,10 @@ plain constants, compiled patterns). The file's name says its content: the same 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
+import linecache
 import re
 import symtable
 import sys
@@ -105,7 +107,7 @@ def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], s
     owner = inspect.unwrap(owner)  # below decorators, whose names are those of another module
     seen.add(owner.__name__)
     try:
-        source = textwrap.dedent(inspect.getsource(owner))
+        source = _cell_of(owner) or textwrap.dedent(inspect.getsource(owner))
     except (OSError, TypeError) as error:
         raise ConfigError(
             f"{key}: the source of {owner.__name__} is not known ({error}): put it into a file and name it as "
@@ -125,6 +127,19 @@ def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], s
         seen.add(name)
         _write_down(name, home[name], owner, key, imports, definitions, seen)
     definitions.append(source.rstrip())
+
+
+def _cell_of(owner: Any) -> str:
+    """The source of a class of a notebook, which does not know its cell; empty: it is none."""
+    if not isinstance(owner, type) or getattr(sys.modules.get(owner.__module__), "__file__", None):
+        return ""
+    cells = [entry[2] for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None]
+    for lines in reversed(cells):  # the newest first
+        with contextlib.suppress(SyntaxError):
+            for found in ast.parse("".join(lines)).body:
+                if isinstance(found, ast.ClassDef) and found.name == owner.__name__:
+                    return ast.unparse(found)
+    return ""
 
 
 def _write_down(

@@ -99,7 +99,9 @@ print(import_path_of(reward), reward("", "xx", ""))
 """
     path, value = run_script(tmp_path, script).stdout.split()
     text = Path(path.rpartition(":")[0]).read_text()
-    assert float(value) == 4.5 and "import math" in text and "BASE = 4" in text and "@functools.cache\ndef helper" in text
+    assert (
+        float(value) == 4.5 and "import math" in text and "BASE = 4" in text and "@functools.cache\ndef helper" in text
+    )
 
 
 def test_modules_inside_a_package_go_with_it(tmp_path: Path) -> None:
@@ -135,6 +137,28 @@ print(import_path_of(reward))
     alone = f"from llamarl.import_path import resolve; print(resolve({path!r})('', '3.5', ''))"
     done = subprocess.run([sys.executable, "-P", "-c", alone], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "4", done
+
+
+def test_a_class_of_a_notebook_goes_with_it_as_it_was_last_defined(tmp_path: Path) -> None:
+    script = """
+import linecache
+from llamarl.api.functions import import_path_of
+del __file__  # a notebook has none, and its cells are known by their lines alone
+CELLS = [
+    "class Mark:\\n    sign = '?'",
+    "import enum\\nclass Mark(enum.Enum):\\n    sign = '#'",
+    "def reward(prompt, response, answer):\\n    return response.count(Mark.sign.value)",
+    "class Mark(",
+]
+for number, text in enumerate(CELLS):
+    name = f"/tmp/ipykernel_1/{number}.py"
+    linecache.cache[name] = len(text), None, text.splitlines(True), name
+    if number < 3:
+        exec(compile(text, name, "exec"))
+print(import_path_of(reward), reward("", "#?#", ""))
+"""
+    path, value = run_script(tmp_path, script).stdout.split()
+    assert load(path)("", "#?#", "") == int(value) == 2
 
 
 @pytest.mark.parametrize(
