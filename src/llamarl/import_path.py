@@ -19,6 +19,7 @@ import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,12 +36,16 @@ __all__ = [
     "check",
     "import_user",
     "load_module",
+    "own_line",
     "resolve",
     "source_file",
 ]
 
 _DYNAMIC = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr", "__getattr__"})
 """A module that uses one of these may have names that its source does not show."""
+
+_NOT_THE_USERS = tuple(os.path.dirname(file) + os.sep for file in (os.__file__, __file__))
+"""Folders of Python's own modules, and of llamarl's."""
 
 
 def resolve(import_path: str) -> Callable[..., Any]:
@@ -83,10 +88,7 @@ def call(import_path: str, key: str, *arguments: Any, **named: Any) -> Any:
     except LlamaRLError:
         raise
     except Exception as error:
-        file = getattr(getattr(function, "__code__", None), "co_filename", "")
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f" at {file}:{own[-1].lineno}: {own[-1].line}" if own else ""
-        raise ConfigError(f"{key} {import_path!r} raised {type(error).__name__}: {error}{place}") from error
+        raise ConfigError(f"{key} {import_path!r} raised {type(error).__name__}: {error}{own_line(error)}") from error
 
 
 def import_user(import_path: str, key: str) -> Callable[..., Any]:
@@ -110,7 +112,18 @@ def import_user(import_path: str, key: str) -> Callable[..., Any]:
             f'it does as a program under if __name__ == "__main__":',
         ) from error
     except Exception as error:  # the user's module may raise anything
-        raise DataError.at(key, f"{import_path!r}: cannot import {where}: {type(error).__name__}: {error}") from error
+        cause = f"{type(error).__name__}: {error}{own_line(error)}"
+        raise DataError.at(key, f"{import_path!r}: cannot import {where}: {cause}") from error
+
+
+def own_line(error: BaseException) -> str:
+    """`` at FILE:LINE: CODE``, the innermost line of the user's on the way to an exception, which libraries below may have
+    raised; empty: there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        installed = {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}
+        if not installed and not frame.filename.startswith(("<", *_NOT_THE_USERS)):
+            return f" at {frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
 
 
 def check(import_path: str, key: str, arguments: Sequence[str] = ()) -> None:

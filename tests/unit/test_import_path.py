@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.errors import ConfigError
-from llamarl.import_path import absolute_import_path, resolve
+from llamarl.environments.worker import _first_lines
+from llamarl.errors import ConfigError, DataError
+from llamarl.import_path import absolute_import_path, call, import_user, resolve
 
 
 def write(folder: Path, text: str, name: str = "own_task.py") -> Path:
@@ -83,3 +84,24 @@ def test_what_a_file_imports_from_beside_it_is_found(tmp_path: Path) -> None:
     (tmp_path / "beside_the_loss.py").write_text("def twice(x):\n    return 2 * x\n")
     (tmp_path / "its_loss.py").write_text("from beside_the_loss import twice\n\n\ndef f(x):\n    return twice(x)\n")
     assert resolve(f"{tmp_path}/its_loss.py:f")(3) == 6
+
+
+def test_an_error_of_a_library_is_told_with_the_users_line(tmp_path: Path) -> None:
+    text = "import json\nclass Reader:\n    def __call__(self, x):\n        return json.loads(x)\nread = Reader()\n"
+    path = f"{write(tmp_path, text)}:read"
+    with pytest.raises(ConfigError, match=f"raised JSONDecodeError: .* at {tmp_path}/own_task.py:4: return json.loads"):
+        call(path, "algorithm.name", "{")
+    with pytest.raises(ValueError) as caught:
+        resolve(path)("{")
+    place = f"  at {tmp_path}/own_task.py:4: return json.loads(x)"
+    assert _first_lines(caught.value, 0).splitlines()[-1] == place
+    broken = write(tmp_path, "import json\nTABLE = json.loads('{')\n", "broken.py")
+    with pytest.raises(DataError, match=f"cannot import .*: JSONDecodeError: .* at {broken}:2: TABLE = json.loads"):
+        import_user(f"{broken}:f", "task.reward")
+
+
+def test_an_error_of_llamarls_own_names_no_line_of_the_users(tmp_path: Path) -> None:
+    path = write(tmp_path, "from llamarl.strict import Mistakes as raiser\n")
+    with pytest.raises(ConfigError) as caught:
+        call(f"{path}:raiser", "algorithm.name", 3)  # no iterable
+    assert " at /" not in str(caught.value)

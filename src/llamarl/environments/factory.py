@@ -161,7 +161,7 @@ def with_preset(config: T) -> T:
 
 
 def _users_task(config: TaskConfig, seed: int) -> Task:
-    from llamarl.import_path import import_user
+    from llamarl.import_path import import_user, own_line
 
     check(config.name, "task.name")
     make = import_user(config.name, "task.name")
@@ -170,7 +170,8 @@ def _users_task(config: TaskConfig, seed: int) -> Task:
     except Exception as error:  # the user's code may raise anything
         raise DataError.at(
             "task.name",
-            f"{config.name!r}, called as Task(options, seed=..., eval_fraction=...): {type(error).__name__}: {error}",
+            f"{config.name!r}, called as Task(options, seed=..., eval_fraction=...): "
+            f"{type(error).__name__}: {error}{own_line(error)}",
         ) from error
     missing = [name for name in ("name", "num_items", "item", "respond") if not hasattr(task, name)]
     if missing:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from llamarl.environments.episode import Environment
 from llamarl.errors import DataError, Mistake
-from llamarl.import_path import check, import_user
+from llamarl.import_path import check, import_user, own_line
 from llamarl.strict import is_import_path, mistakes_of
 
 __all__ = ["BUILT_IN", "KINDS", "check_environment", "make_environment"]
@@ -70,7 +70,7 @@ def make_environment(name: str, options: Mapping[str, Any], *, judged: bool = Tr
     except Exception as error:  # the user's class may raise anything
         given = f" with {dict(options)}" if options else ""
         cause = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise DataError.at(_OPTIONS if options else _KEY, f": {name!r}{given}: {cause}") from error
+        raise DataError.at(_OPTIONS if options else _KEY, f": {name!r}{given}: {cause}{own_line(error)}") from error
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> None:

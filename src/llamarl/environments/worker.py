@@ -133,8 +133,9 @@ def _limit_memory(limit_mb: int) -> None:
 
 
 def _first_lines(error: BaseException, memory_limit_mb: int) -> str:
-    """Type, message and the innermost place of an exception, in a few lines."""
+    """Type, message and place of an exception, in a few lines: the innermost line of the user's, else of all."""
     from llamarl.environments.messages import plain_text
+    from llamarl.import_path import own_line
 
     try:
         message = str(error)
@@ -143,8 +144,8 @@ def _first_lines(error: BaseException, memory_limit_mb: int) -> str:
     if isinstance(error, MemoryError) and memory_limit_mb:
         message = f"{message} (task.pool.memory_limit_mb = {memory_limit_mb})".lstrip()
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return plain_text(f"{type(error).__name__}: {message}", _MAX_MESSAGE) + plain_text(place, _MAX_PLACE)
+    place = own_line(error) or "".join(f" at {one.filename}:{one.lineno}: {one.line}" for one in frames[-1:])
+    return plain_text(f"{type(error).__name__}: {message}", _MAX_MESSAGE) + plain_text(f"\n {place}", _MAX_PLACE)
 
 
 def _failed(error: Exception, memory_limit_mb: int) -> Failure:

@@ -244,7 +244,7 @@ def failure_cause(failure: Failure) -> str:
     """One line: the kind, what was said, and for an exception its place: ``exception: KeyError: 'x'
     at rewards.py:7``."""
     first, *rest = failure.detail.splitlines() or [""]
-    place = rest[0].strip() if rest and rest[0].lstrip().startswith("at ") else ""
+    place = rest[-1].strip() if rest and rest[-1].lstrip().startswith("at ") else ""
     where = place.partition(": ")[0] if failure.kind in _RAISED else ""
     return f"{failure.kind}: {first[:_MAX_CAUSE]}{where and ' ' + where}"
 
@@ -268,5 +268,5 @@ def count_causes(groups: Iterable[Group]) -> dict[str, int]:
 def _key(failure: Failure) -> tuple[str, ...]:
     first, *rest = failure.detail.splitlines() or [""]
     if failure.kind in _RAISED and rest:
-        return failure.kind, first.partition(":")[0], rest[0]
+        return failure.kind, first.partition(":")[0], rest[-1]
     return failure.kind, first

@@ -19,7 +19,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llamarl.bounded_server import BoundedServer, QuietHandler
 from llamarl.errors import ConfigError, DataError
-from llamarl.import_path import import_user
+from llamarl.import_path import import_user, own_line
 from llamarl.observability.writing import append_all, replace_file, writes
 from llamarl.reading import read_text
 
@@ -74,7 +74,8 @@ class GuardedSink:
             raise ConfigError(str(error)) from error
         except (Exception, SystemExit) as error:  # code that is not llamarl's may raise anything
             raise ConfigError(
-                f"{self._where}, called as Sink(run_dir, config, resume_after_tick): {type(error).__name__}: {error}"
+                f"{self._where}, called as Sink(run_dir, config, resume_after_tick): "
+                f"{type(error).__name__}: {error}{own_line(error)}"
             ) from error
         if missing := [name for name in ("write", "close") if not callable(getattr(sink, name, None))]:
             raise ConfigError(f"{self._where}: a sink has write(row) and close(); this one lacks {', '.join(missing)}")
@@ -94,7 +95,7 @@ class GuardedSink:
         try:
             call()
         except (Exception, SystemExit) as error:  # and a run must not end by it
-            text = f"{self._where} failed in {doing}: {type(error).__name__}: {error}"
+            text = f"{self._where} failed in {doing}: {type(error).__name__}: {error}{own_line(error)}"
             if not self._failed:
                 text += ". It gets no more rows; metrics.jsonl has them all"
             self._failed = True

@@ -198,6 +198,7 @@ def test_causes_are_counted_the_commonest_first_and_exceptions_by_their_place() 
         ("exception: KeyError: 'a' at /r.py:9", 1),
     ]
     assert failure_cause(Failure(kind="crash", detail="")) == "crash: "
+    assert failure_cause(raised("1 error\nscore\n  should be a number")) == "exception: KeyError: 1 error at /r.py:7"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_a_sink_that_fails_is_left_out_and_named_and_the_run_goes_on(
     assert len(read_metrics(tmp_path)) == 4
     (warning,) = read_warnings(tmp_path)
     assert (warning["step"], warning["kind"]) == (1, "sink")
-    assert f"mine.py:Sink' failed in write(row): {cause}. It gets no more rows" in warning["text"]
+    told = f"mine.py:Sink' failed in write(row): {cause} at {tmp_path}/mine.py:10: {statement}. It gets no more rows"
+    assert told in warning["text"]
 
 
 @pytest.mark.parametrize(
