@@ -2,8 +2,11 @@
 
 import asyncio
 import resource
+import subprocess
+import sys
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +109,15 @@ def test_sums_in_the_switch_of_gpus_are_as_the_node_says_whatever_the_controller
     assert (made["NCCL_NVLS_ENABLE"], made["OMP_NUM_THREADS"]) == ("0", "3")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     assert agent._environment(order)["NCCL_NVLS_ENABLE"] == "1"
+
+
+def test_a_users_file_with_the_name_of_a_module_of_pythons_does_not_hide_it_on_a_node(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong one')\n")
+    agent = HostAgent(Node(name="a", cores=1, cuda_devices=0, address="10.0.0.1", space="", interface="eth1"))
+    path = agent._environment({"apart": False, "folders": [str(tmp_path)], "environment": {}, "gpus": []})["PYTHONPATH"]
+    code = f"import queue, sys; print(queue.__file__ != {str(tmp_path / 'queue.py')!r}, {str(tmp_path)!r} in sys.path)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 def test_ranks_on_a_node_may_have_as_many_open_files_as_the_system_gives() -> None:

@@ -164,7 +164,9 @@ class HostAgent:
             # without "=" NCCL takes every interface whose name begins so: eth10 beside eth1
             listens = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own and f"={own}"}
             listens = {name: os.environ.get(name, value) for name, value in listens.items()}
-        folders = [*order["folders"], *(path or os.getcwd() for path in sys.path)]
+        # a user's queue.py beside a task that the controller has imported must not hide Python's
+        python = [path for path in sys.path if path == os.path.dirname(os.__file__) or path.endswith("lib-dynload")]
+        folders = [*python, *order["folders"], *(path or os.getcwd() for path in sys.path)]
         return {
             **os.environ,
             **environment(order["threads"]),  # which leaves what the user of this node has set
