@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -100,6 +101,8 @@ def task_mistakes(config: TaskConfig, seed: int) -> Iterator[Mistake]:
         questions = _make_questions(config, seed)
         if with_preset(config).data:
             questions.num_items("train")  # a table is opened when it is first asked
+        if config.by_import_path:
+            _check_first_item(config.name, questions)
     except DataError as error:
         yield from error.mistakes
     if config.environment:
@@ -148,6 +151,26 @@ def _make_questions(config: TaskConfig, seed: int) -> Task:
     from llamarl.environments.math import MathTask
 
     return MathTask(config, seed=seed)
+
+
+def _check_first_item(name: str, task: Task) -> None:
+    """Refuse a task of the user's own whose items cannot be made, sent to a judge, or written into the run's folder."""
+    from llamarl.import_path import own_line
+
+    try:
+        if task.num_items("train") == 0:
+            return
+        item = task.item("train", 0)
+        texts = {"question": item.question, "answer": "" if item.answer is None else item.answer}
+        wrong = [f"{key} is {value!r:.80}, expected text" for key, value in texts.items() if not isinstance(value, str)]
+        json.dumps(dict(item.metadata))
+    except Exception as error:  # the user's code may raise anything
+        wrong = [f"{type(error).__name__}: {error}{own_line(error)}"]
+    if wrong:
+        text = (
+            f"{name!r}: item('train', 0) is no TaskItem (llamarl.data.items) of plain JSON values: {'; '.join(wrong)}"
+        )
+        raise DataError.at("task.name", text)
 
 
 def with_preset(config: T) -> T:

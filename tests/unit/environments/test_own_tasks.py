@@ -1,5 +1,6 @@
 """A task by import path."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_what_is_no_task_is_refused_by_its_key(file: Path, name: str, words: str
     with pytest.raises(DataError, match=words):
         make_task(config, seed=0)
     assert len(list(task_mistakes(config, seed=0))) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "TaskItem(question='q', metadata={'number': numpy.int64(3)})",
+            "Object of type int64 is not JSON serializable",
+        ),
+        ("TaskItem(question='q', answer=0)", "answer is 0, expected text"),
+        ("{'question': 'q'}", "'dict' object has no attribute 'question'"),
+        ("TaskItem(question=self.missing)", "no attribute 'missing' at .*my_task.py:27: def item"),
+    ],
+)
+def test_a_task_whose_items_no_run_could_keep_is_refused_before_it(file: Path, given: str, words: str) -> None:
+    judging = "    respond = None\n"
+    file.write_text(f"import numpy\n{TASK}{judging}".replace('TaskItem(question="q")', given))
+    (mistake,) = task_mistakes(TaskConfig(name=f"{file}:NoJudge"), seed=0)
+    assert mistake.key == "task.name" and re.search(words, mistake.text), mistake
 
 
 @pytest.mark.parametrize("name", ["stepz", "steps:x", ":Task", "my_task.py:"])
