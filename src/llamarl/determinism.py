@@ -21,6 +21,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import llamarl
+from llamarl.process_tree import import_folders
 
 __all__ = [
     "GPU",
@@ -166,7 +167,7 @@ def rank_environment(threads: int) -> dict[str, str]:
     return {
         **os.environ,
         **environment(threads),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
+        "PYTHONPATH": os.pathsep.join(import_folders()),
         **LOOPBACK,
     }
 

@@ -39,7 +39,17 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["GUARD", "OutputTail", "adopt_orphans", "divide", "end_process", "end_with_parent", "hide_memory", "spawn"]
+__all__ = [
+    "GUARD",
+    "OutputTail",
+    "adopt_orphans",
+    "divide",
+    "end_process",
+    "end_with_parent",
+    "hide_memory",
+    "import_folders",
+    "spawn",
+]
 
 GUARD = "llamarl-guard"
 """What ``ps -o comm`` and ``top`` show of a guard."""
@@ -83,6 +93,11 @@ def spawn(
         env=dict(environment),
         start_new_session=True,
     )
+
+
+def import_folders() -> list[str]:
+    """Where this process looks for modules, for those that it starts; a ``Path`` there Python itself passes over."""
+    return list(dict.fromkeys(path or os.getcwd() for path in sys.path if isinstance(path, str)))
 
 
 class OutputTail:

@@ -1,8 +1,13 @@
 """What of the machine decides bits."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
 from llamarl import determinism
+from llamarl.data.template_process import render_template
 from llamarl.determinism import describe_processor, joint_facts, platform_differences, platform_facts
 
 
@@ -68,3 +73,13 @@ def test_sums_by_the_switch_of_gpus_which_do_not_repeat_are_off_unless_the_user_
     assert determinism.rank_environment(1)["NCCL_NVLS_ENABLE"] == "0"
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     assert determinism.rank_environment(1)["NCCL_NVLS_ENABLE"] == "1"
+
+
+def test_a_path_object_among_the_folders_of_imports_is_passed_over_as_python_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, tmp_path / "mine", str(tmp_path)])
+    folders = determinism.rank_environment(1)["PYTHONPATH"].split(os.pathsep)
+    assert folders[0] == str(tmp_path) and folders.count(str(tmp_path)) == 1 and str(tmp_path / "mine") not in folders
+    assert render_template("{{ name }} with a Path on sys.path", {"name": "one"}) == "one with a Path on sys.path"

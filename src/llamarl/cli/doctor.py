@@ -596,13 +596,14 @@ def _random_value(rng: random.Random, about: Mapping[str, Any], words: Sequence[
 
 def _recorded(request: Mapping[str, Any]) -> dict[str, Any]:
     from llamarl.environments.worker_process import worker_environment
+    from llamarl.process_tree import import_folders
 
     with tempfile.TemporaryDirectory() as folder:
         answered = Path(folder, "record.json")
         try:
             ended = subprocess.run(
                 [sys.executable, "-P", "-m", "llamarl.cli.doctor", str(answered)],
-                env=worker_environment(os.environ, (), sys.path),
+                env=worker_environment(os.environ, (), import_folders()),
                 input=json.dumps(request).encode(),
                 stdout=subprocess.DEVNULL,
                 timeout=_PLAY_S,

@@ -58,7 +58,7 @@ class _Renderer:
             bufsize=0,
             process_group=0,  # a terminal's Ctrl-C is for the run, which may still need it
         )
-        self._send({"template": template, "path": sys.path})
+        self._send({"template": template, "path": [path for path in sys.path if isinstance(path, str)]})
 
     def render(self, variables: Mapping[str, Any]) -> dict[str, str]:
         """The child's answer: ``text``, or ``error``.

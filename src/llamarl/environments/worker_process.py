@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from llamarl.environments.messages import MAX_REPLY_BYTES, Answered, Ready, Refused, parse_reply
 from llamarl.frames import BrokenFrame, Frames
-from llamarl.process_tree import spawn
+from llamarl.process_tree import import_folders, spawn
 from llamarl.running_time import running_s
 from llamarl.settings.environments import RewardPoolConfig
 
@@ -65,7 +64,7 @@ def worker_environment(
         **_matching(environment, PASSED),
         **_DEFAULTS,
         **_matching(environment, pass_env),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in import_path),
+        "PYTHONPATH": os.pathsep.join(import_path),
         "PYTHONHASHSEED": "0",
     }
 
@@ -114,7 +113,7 @@ class WorkerProcess:
         self.control, control = socket.socketpair()
         fds = (jobs.fileno(), control.fileno())
         with jobs, control:
-            environment = worker_environment(os.environ, config.pass_env, sys.path)
+            environment = worker_environment(os.environ, config.pass_env, import_folders())
             self.guard = spawn("llamarl.environments.worker", fds, environment=environment, stdout=subprocess.DEVNULL)
         self.jobs.setblocking(False)
         self.control.setblocking(False)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from llamarl.determinism import LOOPBACK, environment
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
+from llamarl.process_tree import import_folders
 from llamarl.runtime.children import Stores, raise_open_files
 from llamarl.runtime.fork_server import ForkServer
 from llamarl.runtime.hosts.hosted_rank import HostedRank, Say, Word
@@ -165,8 +165,10 @@ class HostAgent:
             listens = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own and f"={own}"}
             listens = {name: os.environ.get(name, value) for name, value in listens.items()}
         # a user's queue.py beside a task that the controller has imported must not hide Python's
-        python = [path for path in sys.path if path == os.path.dirname(os.__file__) or path.endswith("lib-dynload")]
-        folders = [*python, *order["folders"], *(path or os.getcwd() for path in sys.path)]
+        python = [
+            path for path in import_folders() if path == os.path.dirname(os.__file__) or path.endswith("lib-dynload")
+        ]
+        folders = [*python, *order["folders"], *import_folders()]
         return {
             **os.environ,
             **environment(order["threads"]),  # which leaves what the user of this node has set

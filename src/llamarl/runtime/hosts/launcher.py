@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llamarl.executors.base import ExecutorSpec
+from llamarl.process_tree import import_folders
 from llamarl.runtime.children import Killed, cause_of_death
 from llamarl.runtime.commands import Link
 from llamarl.runtime.fork_server import shares_imports
@@ -372,5 +373,5 @@ class HostLauncher:
 def _own_folders() -> list[str]:
     """Folders on ``sys.path`` that are no part of this Python: a host looks in those first, then in its own."""
     python = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
-    paths = (os.path.realpath(path or os.getcwd()) for path in sys.path)
+    paths = map(os.path.realpath, import_folders())
     return [path for path in paths if not any(path == one or path.startswith(one + os.sep) for one in python)]
