@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.errors import ConfigError
+from llamarl.observability.writing import keep_file
 
 __all__ = ["FUNCTIONS_FOLDER", "import_path_of"]
 
@@ -55,8 +56,7 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
     stem = f"{function.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     path = Path(FUNCTIONS_FOLDER).resolve() / f"{stem}.py"
     try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        keep_file(path, text.encode())
     except OSError as error:
         raise ConfigError(
             f"{key}: cannot write {path}, from which other processes import it: {error.strerror}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from llamarl.environments.items import is_decoded
 from llamarl.errors import ConfigError
+from llamarl.observability.writing import keep_file
 
 __all__ = ["DATA_FOLDER", "file_of_rows"]
 
@@ -56,8 +57,7 @@ def file_of_rows(rows: Any, argument: str) -> str:
     name = f"data_{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}.jsonl"
     path = Path(DATA_FOLDER).resolve() / name
     try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        keep_file(path, text.encode())
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{argument}: cannot write {path}, from which other processes read the rows: {error}"

@@ -21,7 +21,7 @@ from typing import TypeVar
 from llamarl.errors import LlamaRLError
 from llamarl.running_time import running_s
 
-__all__ = ["CannotWrite", "LineLog", "Patience", "append_all", "replace_file", "writes"]
+__all__ = ["CannotWrite", "LineLog", "Patience", "append_all", "keep_file", "replace_file", "writes"]
 
 T = TypeVar("T")
 
@@ -179,6 +179,17 @@ def append_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
         count = os.write(descriptor, rest) if offset is None else os.pwrite(descriptor, rest, offset)
         rest = rest[count:]
         offset = None if offset is None else offset + count
+
+
+def keep_file(path: Path, data: bytes) -> None:
+    """Write a file that other processes may be reading: whole, and only where it is not there as it is; with its folder.
+
+    Raises:
+        OSError: As the system reports.
+    """
+    path.parent.mkdir(exist_ok=True)
+    if not path.is_file() or path.read_bytes() != data:
+        replace_file(path, data, writer=str(os.getpid()))
 
 
 def replace_file(path: Path, data: bytes, *, writer: str = "") -> None:

@@ -69,7 +69,10 @@ print(import_path_of(reward), reward("", "x\\n\\\\BOXED{a\\nb'}\\nx", "a\\nb"))
 
 def test_the_same_function_gives_the_same_path_and_another_another(tmp_path: Path) -> None:
     first = run_script(tmp_path, SCRIPT + "print(import_path_of(reward))").stdout
+    (file,) = (tmp_path / "llamarl_functions").iterdir()
+    written_ns = file.stat().st_mtime_ns
     assert run_script(tmp_path, SCRIPT + "print(import_path_of(reward))").stdout == first
+    assert file.stat().st_mtime_ns == written_ns, "workers of another run may be importing it"
     assert run_script(tmp_path, SCRIPT.replace("0.25", "0.75") + "print(import_path_of(reward))").stdout != first
 
 

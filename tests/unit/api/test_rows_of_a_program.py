@@ -49,6 +49,18 @@ def test_rows_of_a_program_are_the_items_of_the_task(made: Any) -> None:
     assert all(item.messages == ({"role": "user", "content": item.question},) for item in items)
 
 
+def test_a_second_run_with_equal_rows_leaves_the_file_that_the_first_reads() -> None:
+    file = Path(file_of_rows(ROWS, "data"))
+    before = file.stat()
+    assert file_of_rows(ROWS, "data") == str(file)
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    text = file.read_text()
+    with file.open() as reader:  # of a run that goes on
+        file.write_text(text + "x")  # by somebody
+        assert Path(file_of_rows(ROWS, "data")).read_text() == text and reader.read() == text + "x"
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
 def test_equal_rows_are_one_file_and_what_json_lacks_is_left_out() -> None:
     rows = [{"question": "a", "answer": "b", "when": datetime.date(2020, 1, 1), "score": float("nan")}, ROWS[0]]
     first, again = (run_config(None, {"data": rows, "reward": "json:dumps"}).task.data for _ in range(2))
