@@ -114,7 +114,7 @@ def test_sums_in_the_switch_of_gpus_are_as_the_node_says_whatever_the_controller
 def test_a_users_file_with_the_name_of_a_module_of_pythons_does_not_hide_it_on_a_node(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('the wrong one')\n")
     agent = HostAgent(Node(name="a", cores=1, cuda_devices=0, address="10.0.0.1", space="", interface="eth1"))
-    path = agent._environment({"apart": False, "folders": [str(tmp_path)], "environment": {}, "gpus": []})["PYTHONPATH"]
+    path = agent._environment({"apart": False, "folders": [str(tmp_path)], "threads": 1, "gpus": []})["PYTHONPATH"]
     code = f"import queue, sys; print(queue.__file__ != {str(tmp_path / 'queue.py')!r}, {str(tmp_path)!r} in sys.path)"
     done = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"], done.stderr
