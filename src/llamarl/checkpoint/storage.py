@@ -425,13 +425,13 @@ class RunIdentity:
         return cls(path=path, device=found.st_dev, inode=found.st_ino, run_id=run_id)
 
     def change(self) -> str:
-        """What has become of the folder since, as the end of a sentence; empty if nothing."""
+        """What has become of the folder since, as the end of a sentence; empty if nothing, or if nothing can tell."""
         try:
             now = RunIdentity.of(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return "is not there any more"
-        except OSError as error:
-            return f"cannot be reached any more ({error.strerror})"
+        except OSError:  # out of reach is not gone: whoever writes waits for it, or says why it cannot
+            return ""
         if now == self:
             return ""
         if (now.device, now.inode) == (self.device, self.inode) and not now.run_id:

@@ -266,7 +266,7 @@ class Recorder:
             ("trace", TRACE_FILE),
             ("curves", TENSORBOARD_FOLDER),
         ):
-            if (self.run_dir / name).exists():
+            if os.path.exists(self.run_dir / name):  # False where the folder is out of reach
                 places[label] = str(self.run_dir / name)
         self._summary.stopped, self._summary.places = stopped, places
         self._summary.failures = tuple(self._causes.lines())

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -285,10 +285,11 @@ class RunParts:
             hosts.close()
         self.recorder.close(stopped)
         if stopped and not self._folder.identity.change():
-            last = next(reversed(self._store.list()), None)
-            journaled = any((run_dir / JOURNAL_FOLDER).glob("*"))
-            said = what_is_saved(run_dir, last, num_rows(run_dir), num_ticks, journaled=journaled)
-            print(f"\n{said}", file=sys.stderr)
+            with suppress(OSError):  # out of reach
+                last = next(reversed(self._store.list()), None)
+                journaled = any((run_dir / JOURNAL_FOLDER).glob("*"))
+                said = what_is_saved(run_dir, last, num_rows(run_dir), num_ticks, journaled=journaled)
+                print(f"\n{said}", file=sys.stderr)
 
     def _facts(self) -> dict[str, Any]:
         """What the console says of the run before its first tick."""

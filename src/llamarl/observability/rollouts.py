@@ -63,9 +63,9 @@ class Rollout:
 
 def remove_partial(run_dir: Path) -> None:
     """Remove what processes that were ended in the middle of a file have left of it; nobody writes now."""
-    for path in run_dir.glob("*/.tick_*.partial"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with contextlib.suppress(OSError):  # the folder may be out of reach: that is why the run ends
+        for path in run_dir.glob("*/.tick_*.partial"):
+            path.unlink(missing_ok=True)
 
 
 def write_rollouts(run_dir: Path, tick: int, groups: Sequence[Group], patience: Patience | None = None) -> Path:

@@ -19,6 +19,7 @@ from llamarl.controller.run_folder import (
     who_holds,
 )
 from llamarl.errors import ConfigError, RunFolderLost
+from llamarl.observability.rollouts import remove_partial
 
 
 def test_a_second_process_is_refused_and_named_the_first_and_may_run_after_it(tmp_path: Path) -> None:
@@ -213,6 +214,24 @@ def test_a_folder_that_is_removed_or_started_over_under_its_run_is_noticed(tmp_p
         assert "start it anew" in folder.lost() and "--resume" not in folder.lost()
         with pytest.raises(RunFolderLost, match="nothing more is written"):
             folder.identity.check()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_folder_that_is_out_of_reach_is_not_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def stat(*_: object, **__: object) -> os.stat_result:
+        raise OSError(number, os.strerror(number))
+
+    with held(tmp_path) as folder:
+        folder.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stat)
+            folder.check()
+            folder.identity.check()
+            lost = folder.lost()
+            remove_partial(tmp_path)
+        assert lost == folder.lost() == ""
 
 
 def test_a_run_keeps_its_identity_through_a_resume_and_a_new_one_gets_its_own(tmp_path: Path) -> None:
