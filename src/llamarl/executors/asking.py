@@ -66,7 +66,6 @@ class Verdict:
     """Between 0 and 1; None where there is none."""
     cause: str = ""
     """Why there is none; the same words for the same trouble, so that it is counted together."""
-    timed_out: bool = False
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -145,12 +144,11 @@ class _NoReply(Exception):
     Attributes:
         may_pass: Whether another attempt may do better.
         wait_s: Seconds after which the server asks to be tried again; 0 where it does not say.
-        timed_out: Whether the time was up.
     """
 
-    def __init__(self, detail: str, *, may_pass: bool, wait_s: float = 0.0, timed_out: bool = False) -> None:
+    def __init__(self, detail: str, *, may_pass: bool, wait_s: float = 0.0) -> None:
         super().__init__(detail)
-        self.may_pass, self.wait_s, self.timed_out = may_pass, wait_s, timed_out
+        self.may_pass, self.wait_s = may_pass, wait_s
 
 
 class _StaysThere(urllib.request.HTTPRedirectHandler):
@@ -186,7 +184,7 @@ class ServerJudge:
 
     def _one(self, question: Question, tick_until_s: float) -> Verdict:
         until_s = min(running_s() + self._config.deadline_s, tick_until_s)
-        verdict = Verdict(score=None, cause="no time was left in this tick (deadlines.step_s)", timed_out=True)
+        verdict = Verdict(score=None, cause="no time was left in this tick (deadlines.step_s)")
         for attempt in range(self._config.attempts):
             if running_s() >= until_s:
                 break
@@ -195,7 +193,7 @@ class ServerJudge:
                 new = self._verdict(self._post(question, attempt, until_s))
                 may_pass = True
             except _NoReply as error:
-                new = Verdict(score=None, cause=str(error), timed_out=error.timed_out, requests=1)
+                new = Verdict(score=None, cause=str(error), requests=1)
                 may_pass, wait_s = error.may_pass, error.wait_s
             verdict = _together(verdict, new)
             if verdict.score is not None or not may_pass:
@@ -235,7 +233,7 @@ class ServerJudge:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                raise _NoReply(f"{self._url} gave no reply in time", may_pass=False, timed_out=True) from None
+                raise _NoReply(f"{self._url} gave no reply in time", may_pass=False) from None
             detail = f"{self._url} cannot be reached: {self._clean(str(reason) or type(reason).__name__)}"
             raise _NoReply(detail, may_pass=True) from None
 

@@ -108,8 +108,7 @@ class JudgeExecutor(Stateless, BaseExecutor):
 
     def _judged(self, response: Response, verdict: Verdict) -> Response:
         if verdict.score is None:
-            detail = f"{self.settings.name}: {verdict.cause}"
-            failure = Failure(kind="timeout" if verdict.timed_out else "judge", detail=detail)
+            failure = Failure(kind="judge", detail=f"{self.settings.name}: {verdict.cause}")
             return dataclasses.replace(response, outcome=failure)
         return with_score(response, verdict.score, name=self.settings.name, weight=self.settings.weight)
 

@@ -28,6 +28,8 @@ from llamarl.executors.asking import Question, Verdict
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.conversations import fill, score_in
 from llamarl.executors.judge import JudgeExecutor, VerdictLog
+from llamarl.executors.reward import failure_cause
+from llamarl.observability.findings import remedy
 from llamarl.settings.executors import JudgeConfig
 from llamarl.types import Failure, Group, Response, Score
 
@@ -291,8 +293,9 @@ def test_a_slow_server_costs_its_deadline_and_no_more() -> None:
         assert time.monotonic() - started < 5
         release.set()
     for response in responses:
-        assert isinstance(response.outcome, Failure) and response.outcome.kind == "timeout"
+        assert isinstance(response.outcome, Failure) and response.outcome.kind == "judge"
         assert "gave no reply in time" in response.outcome.detail
+        assert remedy(failure_cause(response.outcome)).startswith("No model that judges gave a verdict")
 
 
 def test_a_server_that_sends_a_little_at_a_time_costs_its_deadline_too() -> None:
@@ -311,7 +314,7 @@ def test_a_server_that_sends_a_little_at_a_time_costs_its_deadline_too() -> None
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         (response,), _ = judge(executor(url=url, model="m", deadline_s=0.3), respond("four"))
     assert time.monotonic() - started < 5
-    assert isinstance(response.outcome, Failure) and response.outcome.kind == "timeout"
+    assert isinstance(response.outcome, Failure) and response.outcome.kind == "judge"
 
 
 def test_no_more_requests_than_allowed_are_under_way_at_once() -> None:
