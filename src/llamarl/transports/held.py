@@ -9,7 +9,6 @@ several hosts what is held is offered to the others by this process's own server
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +63,9 @@ class HeldSegment:
 
 def _runs(pid: int) -> bool:
     """False for a process that has ended, also where nobody has buried it yet."""
-    state = ""
-    with contextlib.suppress(OSError, IndexError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state not in ("", "Z", "X")
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:  # this process may open nothing more: that says nothing of the other one
+        return True

@@ -18,6 +18,7 @@ says in which space it lies and where that server listens: a reader elsewhere as
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -160,6 +161,8 @@ def open_segment(handle: SegmentHandle) -> MappedSegment:
             raise SourceGone(f"{where}: the descriptor now belongs to something else; its owner closed it or restarted")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ChannelError(f"{where}: cannot be opened ({error}): raise the limit of open files (ulimit -n)") from error
         raise SourceGone(f"{where}: cannot be opened ({error}); its owner has ended or closed it") from error
     try:
         status = os.fstat(fd)

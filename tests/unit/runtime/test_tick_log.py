@@ -1,8 +1,10 @@
 """What is held of an executor, for how long, and what happens where it cannot be."""
 
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +19,7 @@ from llamarl.runtime.base import Report, SetupReport
 from llamarl.runtime.tick_log import TickLog
 from llamarl.runtime.tick_record import State, read_state, write_state
 from llamarl.transports.held import HeldSegment
-from llamarl.transports.segments import Segment
+from llamarl.transports.segments import Segment, SegmentHandle, open_segment
 from llamarl.transports.slots import SlotState, Word
 
 CHANNEL = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1)
@@ -215,6 +217,19 @@ def test_a_held_segment_is_the_same_memory_and_its_descriptor_goes_with_the_last
     with pytest.raises(ChannelError, match="cannot be held") as raised:
         HeldSegment(segment.handle)
     assert not isinstance(raised.value, SourceGone)  # its owner lives
+
+
+@pytest.mark.parametrize("take", [HeldSegment, open_segment])
+def test_who_may_open_no_more_files_does_not_take_the_owner_for_gone(take: Callable[[SegmentHandle], object]) -> None:
+    segment, limits = Segment(8), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(ChannelError, match="Too many open files") as raised:
+            take(segment.handle)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not isinstance(raised.value, SourceGone)
+    segment.close()
 
 
 def test_a_state_that_was_altered_is_refused() -> None:
