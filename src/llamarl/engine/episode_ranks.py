@@ -36,6 +36,10 @@ class SharedEpisodes:
         self._pool = pool
         self._share = share
 
+    def begin(self, limit_s: float) -> None:
+        if self._pool is not None:
+            self._pool.begin(limit_s)
+
     def ask(self, ask: Ask) -> None:
         if self._pool is not None:
             self._pool.ask(ask)

@@ -9,6 +9,7 @@ when: an answer is a function of its ask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from llamarl.environments.episodes import Ask, Play, digest_of, words_of
 from llamarl.environments.messages import Answer as AnyAnswer
 from llamarl.environments.worker_pool import WorkerPool
 from llamarl.environments.worker_process import Job
+from llamarl.running_time import running_s
 from llamarl.settings.environments import TaskConfig
 from llamarl.types import Failure, Opening, Prompt, Score
 
@@ -30,6 +32,7 @@ Answer = Observation | Step | Failure
 class Environments(Protocol):
     """Whoever answers asks: ``EpisodePool``, whose methods these are, or one that hears another rank's."""
 
+    def begin(self, limit_s: float) -> None: ...
     def ask(self, ask: Ask) -> None: ...
     def poll(self) -> None: ...
     def answered(self, ask: Ask) -> bool: ...
@@ -58,15 +61,31 @@ class EpisodePool(WorkerPool):
 
     def __init__(self, task_config: TaskConfig) -> None:
         suspect = f" (it imports task.environment {task_config.environment!r})"
+        self._end = math.inf
+        self._late = (
+            "no answer in the time of a tick (nine tenths of deadlines.step_s): see what the environment waits for, raise "
+            f"task.pool.num_workers ({task_config.pool.num_workers}) or deadlines.step_s, or lower task.pool.timeout_s "
+            f"({task_config.pool.timeout_s})"
+        )
         super().__init__(("play", task_config, 0), task_config.pool, suspect)
+
+    def begin(self, limit_s: float) -> None:
+        """A tick begins: what has no answer after so many seconds fails, so that one in which every answer is slow keeps
+        its deadline, and is told of."""
+        self._end = running_s() + limit_s
 
     def ask(self, ask: Ask) -> None:
         """Put a question, unless it has been put; returns at once."""
         name = _name(ask)
         busy = any(worker.job is not None and worker.job.name == name for worker in self._workers)
-        if not busy and name not in self._answers and name not in self._queue:
+        if busy or name in self._answers or name in self._queue:
+            return
+        if running_s() < self._end:
             self.put(name, ask, ask.key if ask.replies else None)
             self.poll()
+        else:
+            self.release(ask.key)
+            self._answers[name] = Failure(kind="timeout", detail=self._late)
 
     def poll(self) -> None:
         """Read what has come and hand out what waits, without waiting."""
@@ -98,7 +117,10 @@ class EpisodePool(WorkerPool):
         if not any(map(self.answered, asks)):
             self.watch()
         while not any(map(self.answered, asks)):
-            self.turn()
+            if running_s() < self._end:
+                self.turn(self._end)
+            else:
+                self.fail_all("timeout", self._late)
 
     def agree(self, arrived: Sequence[bool]) -> Sequence[bool]:
         """Which of some replies have arrived, as all who play with them see it."""

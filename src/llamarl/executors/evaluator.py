@@ -124,6 +124,8 @@ class EvaluatorExecutor(Stateless, BaseExecutor):
 
     def _evaluate(self, version: int) -> dict[str, float]:
         started = running_s()
+        if self.environments is not None:
+            self.environments.begin(JUDGING_SHARE * self.config.deadlines.step_s)
         groups = sample_groups(
             make_player(self.config, self.engine, self.tokenizer, self.environments),
             self.prompts,

@@ -52,6 +52,7 @@ from llamarl.executors.device_lease import DeviceLease
 from llamarl.executors.generator_ranks import generator_layout, generator_weights, replicas_of, why_ranks_unfit
 from llamarl.executors.generator_shard import ActiveGroup, GeneratorShard, num_sampled, shards_of_rank
 from llamarl.executors.in_flight import Moment, SwapPolicy, swap_policy, tick_event
+from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.executors.version_loader import Served, VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.observability.keys import REPLICA_KEY, own_metrics
@@ -141,6 +142,8 @@ class GeneratorExecutor(BaseExecutor):
     def step(self, tick: int, inputs: Mapping[str, Any]) -> StepResult:
         self._steps, self._swaps, self._sync_spans = 0, [], []
         began = time.monotonic()
+        if self.environments is not None:
+            self.environments.begin(JUDGING_SHARE * self.config.deadlines.step_s)
         if self._outcomes is not None:
             self._rates.add(inputs[self._outcomes.name])
         if self._lease is not None:

@@ -92,6 +92,8 @@ class LatePool:
         self.asked: list[Ask] = []
         self.released: list[Any] = []
 
+    def begin(self, limit_s: float) -> None: ...
+
     def ask(self, ask: Ask) -> None:
         name = ask.key, len(ask.replies)
         if name not in self.left:
