@@ -82,6 +82,10 @@ class _Renderer:
         answer: dict[str, str] = json.loads(b"".join(pieces))
         return answer
 
+    def has_ended(self) -> bool:
+        """Whether somebody has killed the child, which ends by itself only while it renders."""
+        return self._child.poll() is not None
+
     def close(self) -> None:
         """End the child."""
         self._child.kill()
@@ -134,6 +138,8 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
     with _lock:
         if template in _refused:
             raise TemplateLimitError(_refused[template])
+        if key in _renderers and _renderers[key].has_ended():
+            _close(key)
         renderer = _renderers.pop(key, None) or _Renderer(template)
         try:
             answer = renderer.render(variables)

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 import llamarl.data.prompts as chat
 from llamarl.data.items import TaskItem
-from llamarl.data.template_process import render_template
+from llamarl.data.template_process import _renderers, render_template
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
 from llamarl.settings.data import DataConfig
@@ -136,6 +136,15 @@ def test_a_fork_renders_by_a_process_of_its_own() -> None:
         os._exit(0 if render("{{ messages[0].content }} before a fork") == "1+1= before a fork" else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert render("{{ messages[0].content }} before a fork") == "1+1= before a fork"
+
+
+def test_a_process_that_somebody_has_killed_is_replaced_and_its_template_is_not_refused() -> None:
+    template = "{{ a }} is rendered again"
+    assert render_template(template, {"a": "one"}) == "one is rendered again"
+    child = _renderers[os.getpid(), template]._child
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert render_template(template, {"a": "two"}) == "two is rendered again"
 
 
 def test_a_run_without_a_template_starts_no_process() -> None:
