@@ -5,6 +5,7 @@ In: ``eval_weights`` (nothing at most ticks). Sampling seeds are fixed, so two e
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,12 +26,13 @@ from llamarl.environments.episode_pool import Environments
 from llamarl.environments.episodes import begin_episode
 from llamarl.environments.factory import make_prompt_stream
 from llamarl.environments.pool import RewardPool
-from llamarl.executors.base import BaseExecutor, Stateless, StepResult
+from llamarl.executors.base import BaseExecutor, ExecutorContext, Stateless, StepResult
 from llamarl.executors.generator_ranks import evaluator_weights
-from llamarl.executors.reward import JUDGING_SHARE, part_means
+from llamarl.executors.reward import JUDGING_SHARE, count_causes, part_means
 from llamarl.executors.version_loader import VersionLoader
 from llamarl.models.loading import load_tokenizer
 from llamarl.models.parallel import ParallelLayout, make_layout, new_group
+from llamarl.observability.findings import Causes
 from llamarl.progress import watch
 from llamarl.running_time import running_s
 from llamarl.types import Failure, Group, Prompt, Score
@@ -40,6 +42,8 @@ __all__ = ["EvaluatorExecutor", "evaluate", "sample_groups", "standard_error"]
 _EVALUATION_SEED = 2
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class EvaluatorRanks:
@@ -84,6 +88,10 @@ class EvaluatorExecutor(Stateless, BaseExecutor):
 
     environments: Environments | None = None
     ranks: EvaluatorRanks | None = None
+
+    def __init__(self, config: RunConfig, context: ExecutorContext) -> None:
+        super().__init__(config, context)
+        self._causes = Causes()
 
     def setup(self) -> None:
         model = self.config.model
@@ -144,6 +152,8 @@ class EvaluatorExecutor(Stateless, BaseExecutor):
         together = groups if self.ranks is None else self.ranks.together(groups)
         if together is None:
             return {}  # rank 0 says it
+        for cause in self._causes.add(count_causes(together)):
+            _log.warning("held-out responses fail, from policy version %d: %s", version, cause)
         scores = evaluate(together, list(self.config.task.tasks))
         return {f"eval/{key}": value for key, value in scores.items()} | {"eval/policy_version": float(version)}
 

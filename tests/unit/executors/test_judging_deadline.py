@@ -1,9 +1,11 @@
 """Judging ends before the tick's deadline does, so that a judge that hangs costs samples and not the run."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.config import validate
@@ -11,6 +13,7 @@ from llamarl.executors import evaluator
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.evaluator import EvaluatorExecutor
 from llamarl.executors.reward import RewardExecutor
+from llamarl.types import Failure
 
 
 class Pool:
@@ -34,6 +37,23 @@ def test_the_reward_executor_gives_judging_nine_tenths_of_the_tick() -> None:
     executor.pool = pool = Pool()  # type: ignore[assignment]
     executor.step(0, {"completions": []})
     assert pool.limit_s == 9.0
+
+
+def test_why_held_out_responses_fail_is_told_once_a_kind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = EvaluatorExecutor(CONFIG, dataclasses.replace(CONTEXT, reads=(VERSIONS,)))
+    executor.pool = Pool()  # type: ignore[assignment]
+    executor.engine = executor.prompts = executor.params = executor.tokenizer = None  # type: ignore[assignment]
+    failed = Failure(kind="exception", detail="KeyError: 'answer'")
+    groups = [made_group(made_response(i, tokens=[0], outcome=failed) for i in range(2))]
+    monkeypatch.setattr(evaluator, "sample_groups", lambda *_, **__: groups)
+    for _ in range(2):
+        metrics = executor.step(0, {"eval_weights": None}).metrics
+    assert metrics["eval/failed"] == 2.0 and math.isnan(metrics["eval/accuracy"])
+    assert [record.message for record in caplog.records] == [
+        "held-out responses fail, from policy version 0: exception: KeyError: 'answer'"
+    ]
 
 
 def test_the_evaluator_takes_off_what_sampling_took(monkeypatch: pytest.MonkeyPatch) -> None:
