@@ -104,15 +104,24 @@ def run(args: argparse.Namespace) -> int:
         )
     _compute_as_in_a_run(config.evaluation.threads)
     with OutputFile(args.responses, "--responses") if args.responses else contextlib.nullcontext() as responses:
-        scores = _evaluate(config, named, responses, greedy=args.greedy, rate=bool(args.best_of))
-    if args.json:
-        print(json.dumps({key: None if value != value else value for key, value in scores.items()}))  # JSON has no NaN
-    else:
-        intervals = scores.pop("intervals")
-        for key, value in scores.items():
-            between = "   [{:.4f}, {:.4f}]".format(*intervals[key]) if key in intervals else ""
-            print(f"{key:<20} {value:.4f}{between}" if isinstance(value, float) else f"{key:<20} {value}")
+        scores, lines = _evaluate(config, named, greedy=args.greedy, rate=bool(args.best_of))
+        try:
+            if responses is not None:
+                for line in lines:
+                    responses.write_line(json.dumps(line))
+        finally:  # a full disk costs no scores
+            _show(scores, as_json=args.json)
     return 1 if scores["failed"] == scores["samples"] else 0
+
+
+def _show(scores: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({key: None if value != value else value for key, value in scores.items()}))  # JSON has no NaN
+        return
+    intervals = scores.pop("intervals")
+    for key, value in scores.items():
+        between = "   [{:.4f}, {:.4f}]".format(*intervals[key]) if key in intervals else ""
+        print(f"{key:<20} {value:.4f}{between}" if isinstance(value, float) else f"{key:<20} {value}")
 
 
 def _of_other_task(args: argparse.Namespace, recipe: str | None) -> dict[str, tuple[str, Any]]:
@@ -156,8 +165,9 @@ def _num_prompts(args: argparse.Namespace) -> int | None:
 
 
 def _evaluate(
-    config: Any, named: NamedModel, responses: OutputFile | None, *, greedy: bool, rate: bool
-) -> dict[str, Any]:
+    config: Any, named: NamedModel, *, greedy: bool, rate: bool
+) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """The scores, and a line of each response."""
     from llamarl.engine.episodes import make_player
     from llamarl.engine.factory import make_engine, resolve_device, sampling_params
     from llamarl.environments.episode_pool import EpisodePool
@@ -200,18 +210,19 @@ def _evaluate(
             player = make_player(config, engine, tokenizer, environments)
             sure = sample_groups(player, prompts, surest, tokenizer, samples_per_prompt=1, seed=config.run.seed)
             sure = judged(sure)
-    if responses is not None:
-        for mark, asked in (({}, groups), ({"greedy": True}, sure)):
-            for group in asked:
-                for response in group.responses:
-                    responses.write_line(json.dumps(_line(group, response) | mark))
+    lines = (
+        _line(group, response) | mark
+        for mark, asked in (({}, groups), ({"greedy": True}, sure))
+        for group in asked
+        for response in group.responses
+    )
     for cause, count in itertools.islice(count_causes([*groups, *sure]).items(), _MAX_CAUSES):
         print(f"failed, so in no figure: {count} x {cause}", file=sys.stderr)
     tasks = list(config.task.tasks)
     scores = evaluate(groups, tasks)
     of_greedy = {f"greedy_{key}": one for key, one in measures(sure).items()} if sure else {}
     found = {**of_greedy, **measures(groups, ratings)}
-    return {
+    all_scores = {
         "model": named.words,
         "task": config.task.titles,
         "prompts": len(prompts),
@@ -228,6 +239,7 @@ def _evaluate(
         "failed": int(scores["failed"]),
         **{key: value for key, value in scores.items() if key.startswith(("tasks/", "parts/"))},
     }
+    return all_scores, lines
 
 
 def _ratings(config: Any, groups: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from llamarl.errors import ConfigError, LlamaRLError, Mistake
@@ -50,9 +51,14 @@ class OutputFile:
         Raises:
             LlamaRLError: The disk is full, or gone.
         """
-        try:
+        with self._writing():
             self._drop_earlier()
             print(text, file=self._file, flush=True)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise LlamaRLError(f"{self._name}: cannot write: {error.strerror}") from error
 
@@ -62,6 +68,10 @@ class OutputFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is not None:
+            with contextlib.suppress(OSError):  # of what could not be written: that is told already
+                self._file.close()
+            return
+        with self._writing():
             self._drop_earlier()
-        self._file.close()
+            self._file.close()

@@ -162,7 +162,9 @@ def open_segment(handle: SegmentHandle) -> MappedSegment:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise ChannelError(f"{where}: cannot be opened ({error}): raise the limit of open files (ulimit -n)") from error
+            raise ChannelError(
+                f"{where}: cannot be opened ({error}): raise the limit of open files (ulimit -n)"
+            ) from error
         raise SourceGone(f"{where}: cannot be opened ({error}); its owner has ended or closed it") from error
     try:
         status = os.fstat(fd)

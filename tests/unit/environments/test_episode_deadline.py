@@ -52,7 +52,9 @@ def test_what_has_no_answer_when_the_ticks_time_is_over_fails_and_nobody_is_aske
         for number in range(3):
             answer = pool.wait(ask(number))
             assert isinstance(answer, Failure) and answer.kind == "environment"
-            assert answer.detail.startswith("timeout: no answer in the time of a tick (nine tenths of deadlines.step_s)")
+            assert answer.detail.startswith(
+                "timeout: no answer in the time of a tick (nine tenths of deadlines.step_s)"
+            )
         assert pool.num_replaced == 1  # that of the first; the third was asked of nobody
         pool.begin(10.0)
         pool.ask(ask(3))
