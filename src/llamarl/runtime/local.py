@@ -92,9 +92,14 @@ class LocalLauncher:
         self, plans: Sequence[WorkerPlan], labels: Sequence[str], output: OutputReader
     ) -> tuple[list[LocalLink], str]:
         rendezvous = self._stores.new(plans[0].spec.name) if len(plans) > 1 else ""
-        links = [await self._start_one(plan, label, output) for plan, label in zip(plans, labels, strict=True)]
-        for link in links:
-            await link.open()
+        links: list[LocalLink] = []
+        try:
+            for plan, label in zip(plans, labels, strict=True):
+                links.append(await self._start_one(plan, label, output))
+        except BaseException:  # nobody else knows of those that have begun
+            for link in links:
+                link.kill(at_once=True)
+            raise
         return links, rendezvous
 
     async def stop(self) -> None:
@@ -116,6 +121,7 @@ class LocalLauncher:
             for pipe in pipes.values():
                 os.close(pipe)
         link = LocalLink(*started)
+        await link.open()
         self._links.append(link)
         return link
 

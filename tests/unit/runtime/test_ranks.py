@@ -1,6 +1,10 @@
 """Ranks that are not wanted any more before they have begun; what many are told."""
 
 import asyncio
+import errno
+import os
+import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
+from llamarl.runtime import local
 from llamarl.runtime.children import is_stopped
 from llamarl.runtime.output import OutputReader
 from llamarl.runtime.ranks import Ranks
@@ -53,6 +58,50 @@ class Launcher:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Guard:
+    """A process that has begun, and ends by the first signal."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self._ended = asyncio.Event()
+
+    async def code(self) -> int:
+        await self._ended.wait()
+        return -self.signals[0]
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        self._ended.set()
+
+
+def test_where_the_system_gives_no_further_process_those_that_have_begun_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guards: list[Guard] = []
+
+    async def start_rank(*_: Any, **__: Any) -> Any:
+        if guards:
+            raise OSError(errno.EAGAIN, "no more processes")
+        guards.append(Guard())
+        return socket.socketpair()[0], guards[0]
+
+    async def start() -> None:
+        launcher: Any = local.LocalLauncher()
+        plan = SimpleNamespace(spec=SimpleNamespace(name="generator", threads=1))
+        output = SimpleNamespace(pipe=lambda *_: os.open(os.devnull, os.O_WRONLY))
+        with pytest.raises(OSError, match="no more processes"):
+            await launcher.start([plan, plan], ["generator 0", "generator 1"], output)
+        await asyncio.wait_for(launcher.stop(), 5.0)
+        launcher.close()
+
+    monkeypatch.setattr(local, "start_rank", start_rank)
+    monkeypatch.setattr(local, "shares_imports", lambda spec: False)
+    asyncio.run(start())
+    assert guards[0].signals == [signal.SIGKILL]
 
 
 @pytest.mark.parametrize("prepares", [False, True])
