@@ -28,7 +28,7 @@ from pathlib import Path
 
 from llamarl.checkpoint.storage import RUN_ID_FILE, CheckpointStore, RunIdentity
 from llamarl.config import RunConfig
-from llamarl.errors import ConfigError, FileError, RunFolderLost
+from llamarl.errors import ConfigError, FileError, LlamaRLError, RunFolderLost
 from llamarl.observability.writing import replace_file
 from llamarl.reading import read_bytes
 from llamarl.roles import ROLES
@@ -278,10 +278,13 @@ def _is_alive(owner: str) -> bool:
 
 
 def _in_use(run_dir: Path, owner: str) -> ConfigError:
-    return ConfigError(
+    error = ConfigError(
         f"run.dir: {run_dir} is in use by another llamarl train (process {owner}): wait for it or stop it, or choose another "
         "--run.dir"
     )
+    if not _is_alive(owner):  # a file server holds the lock of a machine that was lost for a minute or two
+        error.exit_code = LlamaRLError.exit_code
+    return error
 
 
 def _holds_something(path: Path) -> bool:

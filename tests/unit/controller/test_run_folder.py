@@ -63,6 +63,17 @@ def test_a_folder_that_another_machine_holds_is_not_taken_for_held_by_the_proces
     assert f"in use by another llamarl train ({told})" in outcome
 
 
+@pytest.mark.parametrize(("host", "status"), [(platform.node()[:32], 2), ("another-head", 1)])
+def test_a_folder_whose_holder_may_be_lost_is_refused_as_one_that_another_attempt_may_have(
+    tmp_path: Path, host: str, status: int
+) -> None:
+    with held(tmp_path):
+        (tmp_path / ".lock").write_text(f"{os.getpid()} on {host}\n")
+        with pytest.raises(ConfigError) as refused, held(tmp_path):
+            pass
+    assert refused.value.exit_code == status
+
+
 def test_one_who_asks_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
     with held(tmp_path):
         pass
