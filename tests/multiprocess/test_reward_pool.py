@@ -29,6 +29,9 @@ def reward(prompt, response, answer):
         re.match(r"(a+)+$", "a" * 50 + "b")  # never gives the interpreter lock back
     if response == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if response == "interrupted" and not os.path.exists(first := __file__ + ".once"):
+        open(first, "w").close()
+        os.kill(os.getpid(), signal.SIGINT)
     if response == "exit":
         print("leaving now", file=sys.stderr)
         sys.exit(3)
@@ -71,6 +74,12 @@ def _group(index: int, *texts: str) -> Group:
 
 def _outcomes(group: Group) -> list[Score | Failure | None]:
     return [response.outcome for response in group.responses]
+
+
+def test_ctrl_c_that_is_sent_to_a_whole_job_costs_no_verdict(config: TaskConfig) -> None:
+    with RewardPool(one_worker(config)) as pool:
+        (group,) = pool.score([_group(0, "interrupted")])
+        assert _outcomes(group) == [Score(value=16.0)] and pool.num_replaced == 1
 
 
 def _group_members(group: int) -> list[int]:

@@ -5,7 +5,7 @@
 
 What can go wrong with user code, and what comes of it: an exception, a NaN or a non-number fails
 the sample; a sample over its time has its worker killed and replaced; a worker that dies is
-replaced and its sample failed, or judged again where SIGKILL ended it, which may have come from
+replaced and its sample failed, or judged again where SIGKILL or SIGINT ended it, which may have come from
 outside. A failed sample is a typed ``Failure``, never a zero. A verdict depends on the sample
 alone, not on the worker or the moment that judged it: every reply names the job that it answers,
 and is dropped where that is not the one the worker has.

@@ -63,7 +63,7 @@ class WorkerPool:
     busy_with: ClassVar[str]
     """For errors: what took too long."""
     redoes_exits: ClassVar[bool]
-    """Whether a job is put again also where its worker ended by itself; else only where SIGKILL ended it."""
+    """Whether a job is put again also where its worker ended by itself; else only where somebody killed it."""
 
     def __init__(self, hello: Any, config: RewardPoolConfig, suspect: str, *, needed: bool = True) -> None:
         self._config = config

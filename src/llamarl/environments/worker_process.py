@@ -108,7 +108,8 @@ class WorkerProcess:
         self._end: str | None = None
         self._has_ended = self._asked_to_end = False
         self.was_killed = False
-        """Whether SIGKILL ended it, or its guard: somebody else's doing. Known after :meth:`stop`."""
+        """Whether SIGKILL ended it, or its guard, or a Ctrl-C for the whole job: somebody else's doing. Known after
+        :meth:`stop`."""
         self.jobs, jobs = socket.socketpair()
         self.control, control = socket.socketpair()
         fds = (jobs.fileno(), control.fileno())
@@ -199,7 +200,7 @@ class WorkerProcess:
             self.jobs.close()
             self.control.close()
             status = self.guard.returncode
-            self.was_killed = status == -signal.SIGKILL and not self._asked_to_end
+            self.was_killed = status in (-signal.SIGKILL, -signal.SIGINT) and not self._asked_to_end
             how = "killed" if self._asked_to_end else _describe_status(status)
             self._end = "\n".join([how, *self._last_words.decode(errors="replace").splitlines()])
         return self._end
