@@ -98,7 +98,7 @@ class EventLog(LineLog):
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Write the events of a tick at once; none makes no file."""
         lines = [_line(event) for event in events]
-        if lines and not (self.path.exists() and self.path.stat().st_size):
+        if lines and not self._patience.write(self.path, lambda: self.path.exists() and self.path.stat().st_size):
             lines.insert(0, _line({"format": _FORMAT, "platform": dict(self._platform or platform_facts())}))
         if lines:
             self.append_lines(b"".join(lines))

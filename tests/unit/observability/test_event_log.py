@@ -1,13 +1,17 @@
 """The event log: what is written is read, and what is torn, altered or missing is refused by name."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamarl.errors import EventLogError
 from llamarl.observability.events import EVENTS_FILE, EventLog, TickEvent, event_platform, ranges, read_events
+from llamarl.observability.writing import Patience
 from llamarl.reading import read_bytes
 
 
@@ -38,6 +42,23 @@ def test_a_run_without_decisions_leaves_no_file(tmp_path: Path) -> None:
     log.append([])
     log.sync()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_out_of_reach_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, told, fails = os.stat, list[str](), [errno.ESTALE]
+
+    def stale(*args: Any, **options: Any) -> os.stat_result:
+        if fails:
+            number = fails.pop()
+            raise OSError(number, os.strerror(number))
+        return stat(*args, **options)
+
+    monkeypatch.setattr(os, "stat", stale)
+    EventLog(tmp_path, patience=Patience(60.0, told.append)).append([event(0).to_plain()])
+    assert read_events(tmp_path / EVENTS_FILE, num_ticks=1) == {(0, 0): event(0)}
+    assert "Stale file handle. The run waits" in told[0] and told[1].endswith("the run goes on")
 
 
 @pytest.mark.parametrize(
