@@ -213,6 +213,8 @@ class CheckpointStore:
                 advice = "no other checkpoint of this run is good: start it anew, or restore the folder from a copy"
             else:
                 advice = f"the last good one is {good.path.name}: to go on from it, remove {path} and resume again"
+            if isinstance(error, OSError):  # which says nothing of what was written
+                advice = f"resume again when its disk can be read. If it never can: {advice}"
             raise CheckpointError(f"checkpoint {path} is refused: {error}; {advice}") from error
 
     # -- within -----------------------------------------------------------------------------------------------------
@@ -249,10 +251,13 @@ class CheckpointStore:
 
     def _entries(self) -> tuple[tuple[int, str, Path], ...]:
         """(tick, suffix, path) of what is ours in the folder, in order of ticks; other files are left alone."""
-        if not self.folder.is_dir():
+        try:
+            with os.scandir(self.folder) as entries:
+                named = [(match, one) for one in entries if (match := _NAME.fullmatch(one.name))]
+                found = [(int(match[1]), match[2] or "", Path(one.path)) for match, one in named if one.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):  # another error is no answer: a run would begin anew
             return ()
-        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return tuple(sorted((int(match[1]), match[2] or "", path) for match, path in found if path.is_dir()))
+        return tuple(sorted(found))
 
     def _good_among(self, paths: tuple[Path, ...]) -> Checkpoint | None:
         for path in reversed(paths):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, canonical_json
+from llamarl.checkpoint.snapshot import MANIFEST, FileRecord, Manifest, canonical_json, checksum_file
 from llamarl.checkpoint.storage import CheckpointStore, saving
 from llamarl.checkpoint.written import files_below, record_files
 from llamarl.config import validate
@@ -107,6 +107,35 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_last_good_one_offered(
     assert found in message
     assert "the last good one is tick_000002" in message
     assert store.load(2).tick == 2
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_to_be_removed_first(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path) -> tuple[int, str]:
+        if "tick_000002" in path.parts:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return checksum_file(path)
+
+    _write(store, 1)
+    _write(store, 2)
+    monkeypatch.setattr("llamarl.checkpoint.storage.checksum_file", stale)
+    again = (
+        r"Stale file handle; resume again when its disk can be read\. If it never can: the last good one is tick_000001"
+    )
+    with pytest.raises(CheckpointError, match=again):
+        store.load()
+
+
+def test_a_folder_that_cannot_be_read_now_is_not_one_without_checkpoints(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(store, 1)
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)  # what Python 3.14 answers where nothing can tell
+    assert _names(store) == ["tick_000001"]
+    monkeypatch.setattr(os, "scandir", lambda path: os.close(-1))
+    with pytest.raises(OSError):
+        store.list()
 
 
 def test_a_flip_of_any_single_byte_of_the_manifest_is_found(store: CheckpointStore) -> None:
