@@ -18,7 +18,7 @@ import contextlib
 import logging
 import math
 import selectors
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from itertools import count
 from types import TracebackType
@@ -70,7 +70,8 @@ class WorkerPool:
         self._hello = pack_request(hello)
         self._suspect = suspect
         self._numbers = count()
-        self._queue: dict[Hashable, Job] = {}  # in order, as long as no worker has it
+        # in order, as long as no worker has it; the first of a plain dict is looked for behind all that have left it
+        self._queue: OrderedDict[Hashable, Job] = OrderedDict()
         self._answers: dict[Hashable, Answer] = {}
         self._deaths: Counter[Hashable] = Counter()
         self._homes: dict[Hashable, int] = {}  # what a worker holds live -> the worker
@@ -296,7 +297,8 @@ class WorkerPool:
         if job is not None and kind == "crash" and (self.redoes_exits or worker.was_killed):
             self._deaths[job.name] += 1
             if self._deaths[job.name] < _MAX_DEATHS:
-                self._queue = {job.name: job, **self._queue}
+                self._queue[job.name] = job
+                self._queue.move_to_end(job.name, last=False)
                 job = None
             else:
                 first, *rest = detail.splitlines()
