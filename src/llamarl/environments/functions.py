@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llamarl.data.items import Split, TaskItem
 from llamarl.environments.base import Task
@@ -32,12 +33,15 @@ __all__ = [
     "NotANumber",
     "QuestionsTask",
     "RewardFailed",
+    "Tokens",
     "as_score",
     "finite",
     "how_to_call",
 ]
 
 
+Tokens = Sequence[int] | npt.NDArray[np.int32]
+"""Of a response."""
 _ONE = ("prompt", "response", "answer")
 _MANY = ("prompts", "responses", "answers")
 
@@ -283,7 +287,7 @@ class FunctionTask:
         (value,) = self.respond_to_batch([(prompt, turns, ())])
         return as_score(value)
 
-    def respond_to_batch(self, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[object]:
+    def respond_to_batch(self, episodes: Sequence[tuple[Prompt, Sequence[str], Tokens]]) -> list[object]:
         """A value for each sample (prompt, the policy's words, their tokens), not yet checked.
 
         Raises:
@@ -314,7 +318,7 @@ class FunctionTask:
         single = len(self._judges) == 1 and not judge.name
         return "task.reward" if single else f"task.rewards.{judge.part}"
 
-    def _values(self, call: Caller, episodes: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]]) -> list[object]:
+    def _values(self, call: Caller, episodes: Sequence[tuple[Prompt, Sequence[str], Tokens]]) -> list[object]:
         """What one function returns, one value a sample."""
         if not self._batch_size and not isinstance(call, CompletionsCaller):
             return [call(p.text, turns[-1], p.answer, dict(p.metadata)) for p, turns, _ in episodes]
@@ -323,7 +327,8 @@ class FunctionTask:
         responses, answers = [turns[-1] for _, turns, _ in episodes], [prompt.answer for prompt in prompts]
         texts = [prompt.text for prompt in prompts]
         if isinstance(call, CompletionsCaller):
-            values = call.judge(texts, responses, answers, metadata, [list(tokens) for _, _, tokens in episodes])
+            ids = [np.asarray(tokens, np.int64).tolist() for _, _, tokens in episodes]
+            values = call.judge(texts, responses, answers, metadata, ids)
         else:
             values = call(texts, responses, answers, metadata)
         if hasattr(values, "tolist"):  # arrays and tensors

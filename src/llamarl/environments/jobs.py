@@ -22,7 +22,7 @@ from llamarl.environments.code import CodeTask
 from llamarl.environments.episode import Environment, Observation, Step
 from llamarl.environments.episodes import Ask, digest_of
 from llamarl.environments.factory import make_task
-from llamarl.environments.functions import FunctionTask, NotANumber, as_score, finite
+from llamarl.environments.functions import FunctionTask, NotANumber, Tokens, as_score, finite
 from llamarl.environments.messages import Answer, plain_text
 from llamarl.environments.registry import make_environment
 from llamarl.settings.environments import TaskConfig, label_in
@@ -44,7 +44,7 @@ class Judge:
                 task.prepare()
 
     def answer(
-        self, samples: Sequence[tuple[Prompt, Sequence[str], Sequence[int]]], released: object = ()
+        self, samples: Sequence[tuple[Prompt, Sequence[str], Tokens]], released: object = ()
     ) -> tuple[Score | Failure, ...]:
         """The verdicts; raises what the user's code raises."""
         task = self._tasks[label_in(self._tasks, samples[0][0].task)]  # a job's samples are of one task

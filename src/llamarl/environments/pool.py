@@ -23,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from llamarl.environments.episodes import episode_score
 from llamarl.environments.messages import Answer
 from llamarl.environments.worker_pool import WorkerPool
@@ -33,8 +36,9 @@ from llamarl.types import Failure, Group, Prompt, Response, Score
 
 __all__ = ["RewardPool", "split_into_batches"]
 
-_Sample = tuple[Prompt, tuple[str, ...], list[int]]
-"""What a worker judges: prompt, the policy's words, and their tokens."""
+_Sample = tuple[Prompt, tuple[str, ...], npt.NDArray[np.int32]]
+"""What a worker judges: prompt, the policy's words, and their tokens, as the response has them: a tick's are many, and
+most judges read none."""
 
 _Place = tuple[int, int]
 """Of a sample: its group, and where in it."""
@@ -177,8 +181,8 @@ def _with_turns(response: Response, verdict: Score | Failure) -> Score | Failure
 def _sample(prompt: Prompt, response: Response) -> _Sample:
     """What a worker gets of a response: of an episode all its turns, the last of which is judged."""
     if not response.turns:
-        return prompt, (response.text,), response.tokens.tolist()
+        return prompt, (response.text,), response.tokens
     told = [{"reply": turn.reply, "observation": turn.observation, "reward": turn.reward} for turn in response.turns]
     last = response.turns[-1]
     prompt = replace(prompt, metadata={**prompt.metadata, "turns": told})
-    return prompt, tuple(turn.reply for turn in response.turns), response.tokens[last.start : last.end].tolist()
+    return prompt, tuple(turn.reply for turn in response.turns), response.tokens[last.start : last.end]

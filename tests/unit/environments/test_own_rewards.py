@@ -12,9 +12,9 @@ from made_responses import made_response
 from llamarl.api.settings import run_config
 from llamarl.config import load_config, save_config
 from llamarl.data.items import TaskItem
-from llamarl.environments.functions import FunctionTask, NotANumber, as_score
+from llamarl.environments.functions import FunctionTask, NotANumber, Tokens, as_score
 from llamarl.environments.jobs import _verdict
-from llamarl.environments.pool import RewardPool
+from llamarl.environments.pool import RewardPool, _sample
 from llamarl.errors import ConfigError, DataError
 from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Failure, Group, Prompt, Score
@@ -35,6 +35,9 @@ def infinite(response):
     return float("inf")
 
 # as TRL's documentation writes them
+def plain(completion_ids, **kwargs):
+    return [float([type(i) for i in ids] == [int, int]) for ids in completion_ids]
+
 def lengths(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
@@ -95,7 +98,7 @@ def prompt(metadata: Mapping[str, Any] | None = None, answer: str | None = "7") 
 
 
 def judged(
-    judges: Sequence[RewardPart], text: str, of: Prompt, tokens: Sequence[int] = (), batch_size: int = 0
+    judges: Sequence[RewardPart], text: str, of: Prompt, tokens: Tokens = (), batch_size: int = 0
 ) -> Score:
     task = FunctionTask(Items(), judges, batch_size)
     (value,) = task.respond_to_batch([(of, (text,), tokens)])
@@ -121,6 +124,12 @@ def test_one_that_fails_fails_the_sample_by_its_name(module: str) -> None:
     assert verdict("infinite") == Failure(kind="not_a_number", detail=told)
     with pytest.raises(RuntimeError, match="'second': KeyError: 'nothing'"):
         verdict("broken")
+
+
+def test_tokens_go_to_judges_without_a_number_each_and_reach_them_as_plain_numbers(module: str) -> None:
+    response = made_response(tokens=(5, 6), text="7")
+    assert _sample(prompt(), response)[2] is response.tokens
+    assert judged([RewardPart(function=f"{module}:plain")], "7", prompt(), response.tokens).value == 1.0
 
 
 def test_a_reward_of_trl_gets_columns_ids_and_conversations_by_name(module: str) -> None:
