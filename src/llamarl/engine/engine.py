@@ -208,9 +208,10 @@ class NativeEngine:
                 f"model's context of {self._runner.context_length} tokens: shorten the prompt or lower max_new_tokens"
             )
         vocabulary = self._runner.model_config.vocab_size
-        strange = next((t for t in (*sequence.prompt_tokens, *sequence.tokens) if not 0 <= t < vocabulary), None)
-        if strange is not None:
-            raise ValueError(f"{where}: token {strange} is not in the model's vocabulary of {vocabulary}")
+        for tokens in filter(None, (sequence.prompt_tokens, sequence.tokens)):
+            if not 0 <= min(tokens) <= max(tokens) < vocabulary:  # at C's speed: there may be 100,000
+                strange = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise ValueError(f"{where}: token {strange} is not in the model's vocabulary of {vocabulary}")
         self._stops.check(sequence, where)
         if self._ranks.size > 1 and is_filtered(params):
             raise ValueError(

@@ -159,6 +159,8 @@ class Scheduler:
         """
         self.check(sequence)
         key = (sequence.prompt_index, tuple(sequence.prompt_tokens))
+        if self.waiting and self.waiting[-1].key == key:
+            key = self.waiting[-1].key  # one for the group: found without a look at its tokens
         member = Member(self._next_order, sequence, key)
         self._next_order += 1
         self._unforked[key] = self._unforked.get(key, 0) + 1

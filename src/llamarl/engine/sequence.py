@@ -40,6 +40,7 @@ class Sequence:
     prompt_index: int
     sample_index: int
     prompt_tokens: list[int]
+    """Never changed: a group's sequences share it."""
     params: SamplingParams
     seed: int
     """64-bit; the draw at position t depends on (seed, t) alone, not on what else is in the batch."""

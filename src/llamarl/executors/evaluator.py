@@ -179,14 +179,14 @@ def sample_groups(
             TokenSequence(
                 prompt_index=prompt.index,
                 sample_index=sample,
-                prompt_tokens=prompt.tokens.tolist(),
+                prompt_tokens=prompt_tokens,
                 params=params,
                 seed=derive_seed(seed, _EVALUATION_SEED, prompt.index, sample),
                 episode=begin_episode(prompt, params.max_new_tokens),
             )
             for sample in range(samples_per_prompt)
         ]
-        for prompt in prompts
+        for prompt, prompt_tokens in ((prompt, prompt.tokens.tolist()) for prompt in prompts)
     ]
     every = [s for group in sequences for s in group]
     watch("evaluating", "response", len(every), lambda: sum(s.finished for s in every), lambda: written(every))

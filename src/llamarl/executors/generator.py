@@ -265,11 +265,12 @@ class GeneratorExecutor(BaseExecutor):
         if item is None and self._outcomes is not None:
             item = self._rates.choose(*self.prompts.candidates(index), index)
         prompt = self.prompts.get(index, item)
+        prompt_tokens = prompt.tokens.tolist()  # one list for the group: of 30,000 tokens it takes a megabyte
         sequences = [
             TokenSequence(
                 prompt_index=index,
                 sample_index=sample,
-                prompt_tokens=prompt.tokens.tolist(),
+                prompt_tokens=prompt_tokens,
                 params=self.params,
                 seed=derive_seed(self.config.run.seed, _SAMPLING_SEED, index, sample),
                 episode=begin_episode(prompt, self.params.max_new_tokens),

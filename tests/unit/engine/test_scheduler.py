@@ -132,6 +132,12 @@ def test_every_sequence_ends_over_the_right_tokens_within_memory_and_budget(
     assert scheduler.blocks.num_used == 0
 
 
+def test_a_groups_members_hold_its_prompts_tokens_once() -> None:
+    scheduler = Scheduler(num_blocks=40, block_size=BLOCK, max_batch_tokens=8, max_sequences=8)
+    first, second, other = (scheduler.add(_sequence([1, 2, 3], index, 0, 2)) for index in (0, 0, 1))
+    assert second.key is first.key and other.key != first.key
+
+
 def test_decodes_go_first_and_prompts_fill_what_is_left_of_the_budget() -> None:
     scheduler = Scheduler(num_blocks=40, block_size=BLOCK, max_batch_tokens=8, max_sequences=8)
     cache = _Cache(scheduler)
