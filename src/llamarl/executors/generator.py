@@ -284,7 +284,7 @@ class GeneratorExecutor(BaseExecutor):
         first = self._steps
         self._enter(shard, tick)
         watch("sampling", "group", shard.delivers(tick), lambda: len(shard.completed), lambda: _tokens_written(shard))
-        while (chosen := shard.deliverable(tick, self._deadlines(shard))) is None:
+        while (chosen := shard.deliverable(tick, latest_staleness=self._latest_staleness)) is None:
             if self._policy is not None and self._steps > first and self._take_weights(tick, weights):
                 self._enter(shard, tick)
             shard.heard_of(self.player.step())
@@ -292,9 +292,6 @@ class GeneratorExecutor(BaseExecutor):
         self.player.suspend()
         shard.inside.clear()
         return shard.take(chosen)
-
-    def _deadlines(self, shard: GeneratorShard) -> list[int]:
-        return shard.deadlines(latest_staleness=self._latest_staleness)
 
     def _enter(self, shard: GeneratorShard, tick: int) -> None:
         """Give the engine, in order of admission, the unfinished groups that it may sample and has not got."""
@@ -307,7 +304,8 @@ class GeneratorExecutor(BaseExecutor):
                 prompts_per_step=shard.delivers(tick),
                 later=shard.delivers_after(tick, staleness),
             )
-            groups = [groups[i] for i in sorted(urgency_order(self._deadlines(shard))[:startable])]
+            due = shard.deadlines(latest_staleness=staleness)
+            groups = [groups[i] for i in sorted(urgency_order(due)[:startable])]
         groups = [g for g in groups if g.prompt.index not in shard.inside]
         self.player.add([s for g in groups for s in g.sequences if not s.finished])
         shard.inside.update(g.prompt.index for g in groups)

@@ -152,15 +152,17 @@ class GeneratorShard:
         ).tolist()
         return found
 
-    def deliverable(self, tick: int, leave_by: Sequence[int]) -> list[int] | None:
+    def deliverable(self, tick: int, *, latest_staleness: int | None = None) -> list[int] | None:
         """Places of the groups that leave in this tick; None while too few are complete.
 
         Args:
-            leave_by: As ``deadlines`` says.
+            latest_staleness: As of ``deadlines``.
         """
-        completed = self._completed_places()
-        leaving, later = self.delivers(tick), self.delivers_after(tick, self._max_segments)
-        return select_due(list(leave_by), completed, tick=tick, prompts_per_step=leaving, later=later)
+        leaving = self.delivers(tick)
+        if len(self.completed) < leaving:  # asked in each step, of thousands of groups
+            return None
+        due, later = self.deadlines(latest_staleness=latest_staleness), self.delivers_after(tick, self._max_segments)
+        return select_due(due, self._completed_places(), tick=tick, prompts_per_step=leaving, later=later)
 
     def _completed_places(self) -> list[int]:
         """In ``active``, in order of completion."""

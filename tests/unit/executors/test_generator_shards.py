@@ -104,6 +104,21 @@ def test_every_response_has_a_seed_of_its_own() -> None:
     seeds = [sequence.seed for group in groups for sequence in group.sequences]
     assert len(set(seeds)) == len(seeds) == 6 * rank.config.generator.group_size > 6
     assert seeds == [sequence.seed for index in range(6) for sequence in rank._new_group(index, 3).sequences]
+    assert all(sequence.prompt_tokens is group.sequences[0].prompt_tokens for group in groups for sequence in group.sequences)
+
+
+def test_no_group_is_looked_at_while_too_few_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = ranks_of(recipe(1))
+    shard = rank.shards[0]
+    shard.admit(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "deadlines", lambda **_: pytest.fail("in each step, of thousands of groups"))
+        assert shard.deliverable(0) is None
+    for group in shard.active[:2]:
+        for sequence in group.sequences:
+            sequence.finish_reason = "stop"
+        shard.heard_of(group.sequences)
+    assert shard.deliverable(0) == [0, 1]  # two of three leave
 
 
 def stay(ranks: list[GeneratorExecutor], num_ranks: int, tick: int) -> list[GeneratorExecutor]:
