@@ -10,6 +10,7 @@ checkpoint whole that lacks a rank's state.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,10 +123,10 @@ def why_not_whole(folder: Path, written: Mapping[str, Sequence[FileRecord]], *, 
                 continue
             if records.setdefault(record.path, (writer, record))[1] != record:
                 troubles.append(f"{record.path} was written by {records[record.path][0]} and by {writer}, differently")
-    pause_s, until = _FIRST_PAUSE_S, time.monotonic() + patience_s
-    left = list(records.values())
+    pause_s, until, left = _FIRST_PAUSE_S, math.inf, list(records.values())
     while True:
         wrong = [(writer, record, text) for writer, record in left if (text := look_at(folder, record))]
+        until = min(until, time.monotonic() + patience_s)  # from the first look on, which reads terabytes for minutes
         if not wrong or time.monotonic() >= until:
             return troubles + [f"{text} (written by {writer})" for writer, _, text in wrong]
         left = [(writer, record) for writer, record, _ in wrong]

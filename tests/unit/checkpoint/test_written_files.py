@@ -4,12 +4,14 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llamarl.checkpoint import written
 from llamarl.checkpoint.snapshot import FileRecord, checksum_bytes
 from llamarl.checkpoint.storage import CheckpointStore
-from llamarl.checkpoint.written import is_inside, record_files, silent_ranks, sync_folder, why_not_whole
+from llamarl.checkpoint.written import is_inside, look_at, record_files, silent_ranks, sync_folder, why_not_whole
 from llamarl.errors import CheckpointError
 from llamarl.settings.checkpoint import CheckpointConfig
 
@@ -75,6 +77,23 @@ def test_a_file_that_is_shown_late_is_waited_for(tmp_path: Path) -> None:
     writer.start()
     assert why_not_whole(tmp_path, {"r": [RECORD]}, patience_s=20) == []
     writer.join()
+
+
+def test_the_time_that_reading_takes_is_none_of_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _put(tmp_path, RECORD.path)
+    late, now = FileRecord(path="b", num_bytes=7000, xxh3_128=RECORD.xxh3_128), [0.0]
+
+    def look(folder: Path, record: FileRecord) -> str:
+        now[0] += 600.0 * (record is RECORD)  # a terabyte
+        return look_at(folder, record)
+
+    def sleep(pause_s: float) -> None:
+        now[0] += pause_s
+        _put(tmp_path, "b")  # was on its way
+
+    monkeypatch.setattr(written, "look_at", look)
+    monkeypatch.setattr(written, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert why_not_whole(tmp_path, {"r": [late, RECORD]}, patience_s=30) == []
 
 
 def test_the_wait_for_a_file_that_never_comes_is_bounded(tmp_path: Path) -> None:
