@@ -14,14 +14,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from llamarl.errors import ConfigError, FileError, LlamaRLError
 from llamarl.observability.keys import is_integer_key, is_timing_key, key_order
 from llamarl.observability.writing import LineLog, Patience, writes
-from llamarl.reading import parse_json, read_bytes
+from llamarl.reading import open_regular, parse_json, read_bytes
 
 __all__ = [
     "METRICS_FILE",
@@ -101,7 +102,7 @@ class MetricsLog(LineLog):
                     f"run.dir: {self.path.parent} already holds a run ({METRICS_FILE}): resume it with "
                     f"--resume {self.path.parent}, or choose another run.dir"
                 )
-            rows = _whole_rows(read_bytes(self.path, max_bytes=None))
+            rows = _whole_rows(self.path)
             kept = [(row, line) for row, line in rows if int(row.get("step") or 0) <= resume_after_tick]
             self.replace(line for _, line in kept)
             self.rows = tuple(row for row, _ in kept)
@@ -161,7 +162,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[Row]:
     path = Path(run_dir)
     path = path / METRICS_FILE if path.is_dir() else path
     try:
-        return [row for row, _ in _whole_rows(read_bytes(path, max_bytes=None))]
+        return [row for row, _ in _whole_rows(path)]
     except FileError as error:
         raise LlamaRLError(str(error)) from error
 
@@ -180,18 +181,16 @@ def _plain(key: str, value: Any) -> float | int | None:
     return int(number) if is_integer_key(key) and number.is_integer() else number
 
 
-def _whole_rows(data: bytes) -> list[tuple[Row, bytes]]:
+def _whole_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
     """Rows with their lines; one that is not whole is left out."""
-    rows: list[tuple[Row, bytes]] = []
-    for line in data.splitlines(keepends=True):
-        try:
-            row = parse_json(line, METRICS_FILE)
-        except FileError:
-            continue
-        if not line.endswith(b"\n") or not isinstance(row, dict) or not all(map(_is_value, row.values())):
-            continue
-        rows.append((row, line))
-    return rows
+    with open_regular(path, max_bytes=None) as file:
+        for line in file:
+            try:
+                row = parse_json(line, METRICS_FILE)
+            except FileError:
+                continue
+            if line.endswith(b"\n") and isinstance(row, dict) and all(map(_is_value, row.values())):
+                yield {sys.intern(key): value for key, value in row.items()}, line  # each key once, not once a row
 
 
 def _is_value(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """metrics.jsonl: rows in order, one spelling, cut and continued on resume."""
 
 import math
+import operator
 import os
 from pathlib import Path
 
@@ -128,6 +129,12 @@ def test_reading_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 0}]
     with pytest.raises(LlamaRLError, match="cannot be read"):
         read_metrics(tmp_path / "nowhere.jsonl")
+
+
+def test_the_rows_of_a_long_run_hold_each_key_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "reward/mean": 0.5}\n{"step": 1, "reward/mean": 1.0}\n')
+    first, second = (list(row) for row in read_metrics(tmp_path))
+    assert first == ["step", "reward/mean"] and all(map(operator.is_, first, second))
 
 
 def full(data: bytes) -> int:
