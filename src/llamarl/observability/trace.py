@@ -19,7 +19,7 @@ from typing import Any
 
 from llamarl.errors import FileError
 from llamarl.observability.writing import append_all, replace_file, writes
-from llamarl.reading import parse_json, read_bytes
+from llamarl.reading import open_regular, parse_json
 
 __all__ = ["TRACE_FILE", "Slice", "Trace", "TraceWriter", "idle_share", "read_trace"]
 
@@ -65,22 +65,27 @@ class TraceWriter:
         """
         self.path = Path(path)
         self._origin_s: float | None = None
-        events = [] if resume_after_tick is None else _kept_events(self.path, resume_after_tick)
-        ends = [event["ts"] + event.get("dur", 0.0) for event in events if "ts" in event]
-        self._shift_us = max(ends, default=0.0) + _LEAD_S * 1e6
-        if ends:
+        lines: list[bytes] = []  # of a long run they are a gigabyte, and their values several
+        self._lane: dict[str, Any] = {}
+        ends = [0.0]
+        for event in () if resume_after_tick is None else _kept_events(self.path, resume_after_tick):
+            lines.append(_line(event))
+            if "ts" in event:
+                ends.append(event["ts"] + event.get("dur", 0.0))
+            if event.get("name") == "thread_name":
+                self._lane[str(event.get("args", {}).get("name"))] = event.get("tid")
+        self._shift_us = max(ends) + _LEAD_S * 1e6
+        if len(ends) > 1:
             resumed = {"name": f"resumed after tick {resume_after_tick}", "ph": "i", "s": "g", "ts": self._shift_us}
-            events.append(resumed | {"pid": 1, "tid": 0, "args": {"tick": resume_after_tick}})
+            lines.append(_line(resumed | {"pid": 1, "tid": 0, "args": {"tick": resume_after_tick}}))
         else:
-            events = [_metadata("process_name", 0, {"name": "llamarl"})]
-        known = [event for event in events if event.get("name") == "thread_name"]
-        self._lane = {str(event.get("args", {}).get("name")): event.get("tid") for event in known}
+            lines, self._lane = [_line(_metadata("process_name", 0, {"name": "llamarl"}))], {}
         for name in lanes:
             if name not in self._lane:  # of executors that a resume adds too
                 self._lane[name] = number = len(self._lane) + 1
-                events.append(_metadata("thread_name", number, {"name": name}))
-                events.append(_metadata("thread_sort_index", number, {"sort_index": number}))
-        head = b"[\n" + b",\n".join(_line(event) for event in events)
+                lines.append(_line(_metadata("thread_name", number, {"name": name})))
+                lines.append(_line(_metadata("thread_sort_index", number, {"sort_index": number})))
+        head = b"[\n" + b",\n".join(lines)
         with writes(self.path):
             replace_file(self.path, head + _END)
             self._file = os.open(self.path, os.O_WRONLY)
@@ -146,27 +151,26 @@ def _line(event: Mapping[str, Any]) -> bytes:
     return json.dumps(event, separators=(",", ":")).encode()
 
 
-def _kept_events(path: Path, after_tick: int) -> list[dict[str, Any]]:
+def _kept_events(path: Path, after_tick: int) -> Iterator[dict[str, Any]]:
     """Events of an earlier file up to a tick."""
-    kept = []
     for event in _events(path) if path.exists() else ():
         try:
             if event["ph"] in ("M", "X", "i") and int(event.get("args", {}).get("tick", -1)) <= after_tick:
-                kept.append(event)
+                yield event
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
             continue  # no event of ours
-    return kept
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a file. A bracket, or a line in which a kill fell, is left out."""
-    for line in read_bytes(path, max_bytes=None).splitlines():
-        try:
-            event = parse_json(line.rstrip(b","), str(path))
-        except FileError:
-            continue
-        if isinstance(event, dict):
-            yield event
+    with open_regular(path, max_bytes=None) as file:
+        for line in file:
+            try:
+                event = parse_json(line.rstrip(b"\r\n,"), str(path))
+            except FileError:
+                continue
+            if isinstance(event, dict):
+                yield event
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,17 @@ def test_a_resumed_trace_cuts_repeated_ticks_and_goes_on_at_its_end(tmp_path: Pa
     events = json.loads(path.read_text())
     assert sum(e["name"] == "thread_name" for e in events) == 2
     assert [e["name"] for e in events if e["ph"] == "i"] == ["resumed after tick 1"]
+
+
+def test_a_resume_holds_the_lines_of_its_trace_and_not_their_values(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "trace.json", ["trainer"])
+    for tick in range(100):
+        trace.step("trainer", tick, float(tick), tick + 1.0, args={f"key/{i}": tick + i / 7 for i in range(100)})
+    tracemalloc.start()
+    TraceWriter(trace.path, ["trainer"], resume_after_tick=99)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 3.5 * trace.path.stat().st_size  # its lines, and the whole twice as it is written; with values 7
 
 
 def test_an_executor_that_a_resume_adds_or_drops_leaves_the_others_their_lanes(tmp_path: Path) -> None:
