@@ -1,7 +1,7 @@
 """A Hugging Face folder from a checkpoint: RUN/model at a run's end, and later by tick, in any precision; in one process
 without an optimizer.
 
-    RUN/checkpoints/tick_N/trainer/state ─▶ weights, a gigabyte at a time ─▶ (+ base, where adapters were trained) ─▶ OUT
+    RUN/checkpoints/tick_N/trainer/state ─▶ weights, one at a time ─▶ (+ base, where adapters were trained) ─▶ OUT
 
 What any layout of ranks wrote is read by its global coordinates, so nothing is put together in memory, and ranks need no
 way of their own to bring whole weights to one of them.
@@ -36,11 +36,10 @@ from llamarl.models.parallel import ParameterShard
 from llamarl.models.precision import resolve_precision
 from llamarl.models.sharded_loading import make_skeleton, read_parts, stored_buffers, where_stored
 from llamarl.models.value import value_skeleton
-from llamarl.trainer.sharded_state import read_state
+from llamarl.trainer.sharded_state import read_state, read_tensors
 
 __all__ = ["export_checkpoint", "write_adapter", "write_critic"]
 
-_READ_BYTES = 1 << 30
 _FILE_BYTES = 4 << 30
 """Size at which a new file of weights is begun."""
 
@@ -141,11 +140,8 @@ def _count(state: Path, shapes: Mapping[str, tuple[int, ...]], name: str) -> int
 def _stored(state: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Master weights by name, in order."""
     shards = _whole(shapes)
-    sizes = {name: 4 * int(torch.Size(shape).numel()) for name, shape in shapes.items()}
-    for names in _plan_files(sizes, _READ_BYTES):
-        tensors, _ = read_state(state, lambda _: shards, only=[f"weight/{name}" for name in names])
-        for name in names:
-            yield name, tensors.pop(f"weight/{name}")
+    for key, tensor in read_tensors(state, lambda _: shards, [f"weight/{name}" for name in shapes]):
+        yield key.removeprefix("weight/"), tensor
 
 
 def _merged(config: RunConfig, model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

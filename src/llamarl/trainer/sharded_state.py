@@ -16,7 +16,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from llamarl.checkpoint.storage import save_failed
 from llamarl.errors import CheckpointError
 from llamarl.models.parallel import ParameterShard
 
-__all__ = ["Shard", "StagedState", "in_background", "read_state", "stage", "write_state"]
+__all__ = ["Shard", "StagedState", "in_background", "read_state", "read_tensors", "stage", "write_state"]
 
 _VALUES = "values.json"
 _PARTS = "parts"
@@ -167,33 +167,47 @@ def read_state(
     Raises:
         CheckpointError: Missing, torn, or of another model.
     """
-    read: dict[str, Tensor] = {}
-    try:
+    with _reading(folder):
         values = json.loads((folder / _VALUES).read_text(encoding="utf-8"))
-        with contextlib.ExitStack() as files:
-            stored: dict[str, list[tuple[Any, _Place]]] = {}
-            for path in sorted(folder.glob("rank_*.safetensors")):
-                file = files.enter_context(safe_open(path, framework="pt"))
-                for key, place in json.loads((file.metadata() or {})[_PARTS]).items():
-                    if only is None or key in only:
-                        stored.setdefault(key, []).append((file, place))
-            for key, parts in stored.items():
-                kind, _, name = key.partition("/")
-                shape, shard = tuple(parts[0][1][0]), shards_of(kind).get(name)
-                if shard is None or shape not in (shard.shape, ()):
-                    here = "no such parameter" if shard is None else f"shape {shard.shape}"
-                    raise CheckpointError(
-                        f"trainer state in {folder} is of another model: it holds {name} of shape {shape}, "
-                        f"this one has {here}"
-                    )
-                read[key] = _assemble(key, parts, shape, shard.box if shape else ())
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"trainer state in {folder} cannot be read: {error}") from error
-    if only is not None and (missing := sorted(set(only) - read.keys())):
-        raise CheckpointError(f"trainer state in {folder} is of another model: it does not hold {missing[0]}")
+    read = dict(read_tensors(folder, shards_of, only))
     if only is None and not read:
         raise CheckpointError(f"trainer state in {folder} cannot be read: it holds no tensors (rank_*.safetensors)")
     return read, values
+
+
+def read_tensors(
+    folder: Path,
+    shards_of: Callable[[str], Mapping[str, ParameterShard]],
+    only: Collection[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``read_state``, each when it is asked for, in the order of ``only``: hundreds of files are opened once."""
+    with _reading(folder), contextlib.ExitStack() as files:
+        stored: dict[str, list[tuple[Any, _Place]]] = {key: [] for key in only or ()}
+        for path in sorted(folder.glob("rank_*.safetensors")):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            for key, place in json.loads((file.metadata() or {})[_PARTS]).items():
+                if only is None or key in stored:
+                    stored.setdefault(key, []).append((file, place))
+        for key, parts in stored.items():
+            if not parts:
+                raise CheckpointError(f"trainer state in {folder} is of another model: it does not hold {key}")
+            kind, _, name = key.partition("/")
+            shape, shard = tuple(parts[0][1][0]), shards_of(kind).get(name)
+            if shard is None or shape not in (shard.shape, ()):
+                here = "no such parameter" if shard is None else f"shape {shard.shape}"
+                raise CheckpointError(
+                    f"trainer state in {folder} is of another model: it holds {name} of shape {shape}, "
+                    f"this one has {here}"
+                )
+            yield key, _assemble(key, parts, shape, shard.box if shape else ())
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"trainer state in {folder} cannot be read: {error}") from error
 
 
 def _assemble(key: str, parts: Sequence[tuple[Any, _Place]], shape: tuple[int, ...], box: _Box) -> Tensor:

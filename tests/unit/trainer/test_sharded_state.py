@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.errors import CheckpointError
 from llamarl.models.parallel import ParameterShard
-from llamarl.trainer.sharded_state import read_state, share_out, stage, write_state
+from llamarl.trainer import sharded_state
+from llamarl.trainer.sharded_state import read_state, read_tensors, share_out, stage, write_state
 
 
 def shard(*box: tuple[int, int], shape: tuple[int, ...] = (2, 3)) -> dict[str, ParameterShard]:
@@ -63,6 +64,20 @@ def test_a_rank_of_another_layout_reads_its_slice_out_of_several_files(tmp_path:
     (tmp_path / "rank_1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="9 of 12 numbers of weight/a are there"):
         read_state(tmp_path, lambda kind: shard((0, 1), (0, 3), shape=(4, 3)))
+
+
+def test_tensors_come_in_the_order_asked_from_files_that_are_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def open_one(path: Path, framework: str) -> Any:
+        opened.append(path.name)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(sharded_state, "safe_open", open_one)
+    found = read_tensors(written(tmp_path), lambda kind: WHOLE, ["weight/a", "exp_avg/a"])
+    assert [key for key, _ in found] == ["weight/a", "exp_avg/a"] and opened == ["rank_0.safetensors"]
 
 
 def test_replicas_write_a_part_once_and_share_the_work() -> None:
