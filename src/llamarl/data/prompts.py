@@ -25,6 +25,7 @@ from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.data.template_process import TemplateLimitError, render_template
 from llamarl.determinism import derive_seed
 from llamarl.errors import DataError
+from llamarl.progress import watch
 from llamarl.settings.data import DataConfig
 from llamarl.types import EVAL_INDEX_OFFSET, Opening, Prompt
 
@@ -368,8 +369,9 @@ class PromptStream:
         if num_prompts is not None and num_prompts < num_items and self._config.too_long == "error":
             places = sorted(map(self._place, range(num_prompts)))
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
-        rendered, marks = [], _marks(self._tokenizer, self._config)
-        for place in places:
+        rendered, marks, number = [], _marks(self._tokenizer, self._config), 0
+        watch("checking", "training prompt", len(places), lambda: number)
+        for number, place in enumerate(places):
             item = self._task.item("train", place)
             tokens = self.read(item, render_prompt(item, self._tokenizer, self._config)[1])
             if len(tokens) > self._limit:

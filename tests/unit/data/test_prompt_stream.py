@@ -15,6 +15,7 @@ from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
+from llamarl.progress import told
 from llamarl.settings.data import DataConfig
 from llamarl.settings.environments import TaskConfig
 from llamarl.types import EVAL_INDEX_OFFSET, Opening
@@ -163,6 +164,18 @@ def test_the_room_that_the_context_leaves_is_a_limit_too() -> None:
     assert [skipping.get(i).answer for i in range(24)] == [limited.get(i).answer for i in range(24)]
     assert skipping.num_skipped >= 4  # two of twelve are too long, in two epochs, besides replacements that are
     assert [len(p.tokens) for p in skipping.eval_prompts(12)] == list(range(1, 11))
+
+
+def test_the_check_of_training_prompts_says_how_far_it_is() -> None:
+    said: list[str] = []
+
+    class Watched(Items):
+        def item(self, split: Split, index: int) -> TaskItem:
+            said.append(told())
+            return super().item(split, index + 1)
+
+    PromptStream(Watched(3), Letters(), DataConfig(), 0).check_training_prompts()
+    assert said == [f"checking {done}3 training prompts" for done in ("", "1 of ", "2 of ")]
 
 
 def test_all_prompts_of_a_finite_task_are_checked_and_none_of_an_endless_one() -> None:
