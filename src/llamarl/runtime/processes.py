@@ -349,7 +349,7 @@ class ProcessRuntime:
             executor=executor,
             incarnation=self._incarnations.get(executor, 0),
             doing=doing,
-            cause=f"{told} gave no answer within {limit_s:g} s",
+            cause=f"{told} gave no answer within {limit_s:g} s (deadlines.{'setup' if doing == 'setup' else 'step'}_s)",
             rank=(stopped or late)[0].rank,
             from_outside=bool(stopped),
         )

@@ -5,6 +5,8 @@ import os
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,18 @@ def test_a_job_takes_as_many_open_files_as_it_may(monkeypatch: pytest.MonkeyPatc
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 1 << 16)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_tick_that_takes_too_long_names_its_key() -> None:
+    runtime = processes.ProcessRuntime()
+    ranks: Any = SimpleNamespace(
+        of={"trainer": [SimpleNamespace(rank=rank, pid=100 + rank) for rank in range(6)]},
+        where=lambda some: ["all_reduce" if one.rank else "log" for one in some],
+        stopped=lambda some: [],
+    )
+    runtime._ranks = ranks
+    cause = runtime._overdue("trainer", "tick 3", 1800.0, [5]).cause
+    assert cause == "it gave no answer within 1800 s (deadlines.step_s)"
 
 
 def test_all_thread_pools_of_a_worker_get_the_same_count() -> None:
