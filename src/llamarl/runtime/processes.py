@@ -39,6 +39,7 @@ from llamarl.runtime.rank_plans import (
     combine_setups,
     deaths_alone,
     executor_failed,
+    few_ranks,
     must_follow_from_a_death,
     plan_workers,
     readers_of_the_dead,
@@ -471,12 +472,11 @@ class ProcessRuntime:
         """Who has not answered, since when, and where it is now."""
         assert self._ranks is not None
         missing = [rank for rank in self._ranks.of[executor] if rank.rank not in reported]
-        head = f"{executor!r}, {doing}, out for {self.now() - sent_s:.1f} s: no report from rank"
-        places = self._ranks.where(missing)
-        return "\n".join(
-            f"{head} {rank.rank} (pid {rank.pid}), which is at: {place}"
-            for rank, place in zip(missing, places, strict=True)
-        )
+        head = f"{executor!r}, {doing}, out for {self.now() - sent_s:.1f} s: no report from"
+        at: dict[str, list[str]] = {}
+        for rank, place in zip(missing, self._ranks.where(missing), strict=True):
+            at.setdefault(place, []).append(f"{rank.rank} (pid {rank.pid})")
+        return "\n".join(f"{head} {few_ranks(ranks)}, which is at: {place}" for place, ranks in at.items())
 
 
 def _resumed_plans(plans: tuple[WorkerPlan, ...], resumed: Sequence[Report]) -> tuple[WorkerPlan, ...]:

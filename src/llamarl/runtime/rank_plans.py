@@ -22,11 +22,14 @@ __all__ = [
     "combine_setups",
     "deaths_alone",
     "executor_failed",
+    "few_ranks",
     "must_follow_from_a_death",
     "plan_workers",
     "readers_of_the_dead",
     "with_states",
 ]
+
+_SHOWN_RANKS = 4
 
 
 def plan_workers(
@@ -168,10 +171,20 @@ def must_follow_from_a_death(failures: Sequence[RankFailure]) -> bool:
 
 
 def executor_failed(failures: Sequence[RankFailure]) -> ExecutorFailed:
-    """One error for failures that came together: the earliest whole, the others, which mostly follow, a line each."""
+    """One error for failures that came together: the earliest whole, the others, which mostly follow, a line each; one
+    for all ranks that say the same."""
     first, *others = sorted(failures, key=lambda failure: failure.at_s)
+    same: dict[tuple[str, str, str], list[str]] = {}
+    for other in others:
+        same.setdefault((other.executor, other.doing, other.cause), []).append(str(other.rank))
     lines = [first.message()]
-    lines += [f"also: {other.executor!r} rank {other.rank}, {other.doing}: {other.cause}" for other in others]
+    lines += [f"also: {name!r} {few_ranks(ranks)}, {doing}: {cause}" for (name, doing, cause), ranks in same.items()]
     error = ExecutorFailed("\n".join(lines))
     error.exit_code = first.exit_code
     return error
+
+
+def few_ranks(ranks: Sequence[str]) -> str:
+    """Ranks of which the same is to be said: ``rank 3``, of many ``rank 0, 1, 2, 3 and 508 more``."""
+    more = len(ranks) - _SHOWN_RANKS
+    return f"rank {', '.join(ranks[:_SHOWN_RANKS])}" + (f" and {more} more" if more > 0 else "")

@@ -38,7 +38,7 @@ def test_a_job_takes_as_many_open_files_as_it_may(monkeypatch: pytest.MonkeyPatc
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_tick_that_takes_too_long_names_its_key() -> None:
+def test_a_tick_that_takes_too_long_names_its_key_and_ranks_at_one_place_together() -> None:
     runtime = processes.ProcessRuntime()
     ranks: Any = SimpleNamespace(
         of={"trainer": [SimpleNamespace(rank=rank, pid=100 + rank) for rank in range(6)]},
@@ -46,6 +46,9 @@ def test_a_tick_that_takes_too_long_names_its_key() -> None:
         stopped=lambda some: [],
     )
     runtime._ranks = ranks
+    first, second = runtime._late("trainer", "tick 3", runtime.now(), [5]).splitlines()
+    assert first.endswith("no report from rank 0 (pid 100), which is at: log")
+    assert second.endswith("from rank 1 (pid 101), 2 (pid 102), 3 (pid 103), 4 (pid 104), which is at: all_reduce")
     cause = runtime._overdue("trainer", "tick 3", 1800.0, [5]).cause
     assert cause == "it gave no answer within 1800 s (deadlines.step_s)"
 

@@ -284,6 +284,15 @@ def test_of_failures_that_come_together_the_earliest_is_told_whole() -> None:
     assert error.exit_code == TrainingDiverged.exit_code
 
 
+def test_ranks_that_say_the_same_are_told_in_a_line() -> None:
+    first, *others = (failure("a", rank, float(rank), ValueError("x" if rank else "cause")) for rank in range(512))
+    said = str(executor_failed([first, failure("b", 7, 9.5, ValueError("y")), *others])).splitlines()
+    assert said[-2:] == [
+        "also: 'a' rank 1, 2, 3, 4 and 507 more, tick 2: ValueError: x",
+        "also: 'b' rank 7, tick 2: ValueError: y",
+    ]
+
+
 def test_a_users_mistake_needs_no_traceback() -> None:
     assert "\n" not in failure("a", 0, 0.0, DataError("line 3")).message()
     assert "\n" in failure("a", 0, 0.0, RuntimeError("bug")).message()
