@@ -42,11 +42,11 @@ class ExpertRecord:
     """Of its prompt's tokens; None until the prompt has been computed for it."""
     parts: list[Experts] = field(default_factory=list)
     """Of its own tokens, in order, as far as they have been computed."""
+    num_tokens: int = field(init=False)
+    """Own tokens that have their choices: counted as they come, for each decode step asks, and adds a part."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Own tokens that have their choices."""
-        return sum(map(len, self.parts))
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(map(len, self.parts))
 
     def note(self, start: int, rows: Experts) -> None:
         """A pass has computed own tokens from the ``start``-th on; those that were computed before
@@ -55,6 +55,7 @@ class ExpertRecord:
         assert known >= 0, "a token is computed on top of those before it"
         if known < len(rows):
             self.parts.append(rows[known:])
+            self.num_tokens += len(rows) - known
 
     def rows(self, num_tokens: int) -> Experts | None:
         """[num_tokens, layers, k]; 0 where a token was never put in, as the last one. None where

@@ -152,6 +152,20 @@ def test_a_dense_model_has_nothing_to_note(tmp_path: Path) -> None:
         engine_of(tmp_path)
 
 
+def test_a_step_does_not_go_over_the_parts_of_all_steps_before_it() -> None:
+    class Part(np.ndarray):
+        def __len__(self) -> int:
+            asked.append(self.shape[0])
+            return self.shape[0]
+
+    asked: list[int] = []
+    record = ExpertRecord(np.zeros((2, 1, 1), np.uint8))
+    for start in range(100):
+        record.note(start, np.zeros((1, 1, 1), np.uint8).view(Part))
+        assert record.num_tokens == start + 1
+    assert len(asked) <= 200  # of the new part alone, in each step
+
+
 def test_more_than_256_experts_take_two_bytes() -> None:
     from llamarl.engine.expert_record import narrowed
 
