@@ -8,6 +8,7 @@ is written as the shortest text that reads back to it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -78,9 +79,11 @@ def write_rollouts(run_dir: Path, tick: int, groups: Sequence[Group], patience: 
         LlamaRLError: The disk is full or not writable; no part of the file is left.
     """
     records = (_record(tick, group.prompt, response) for group in groups for response in group.responses)
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)  # one at a time: a tick may be of GBs
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    data = io.BytesIO()  # bytes.join would hold all lines beside the whole: a tick may be of GBs
+    data.writelines(line.encode("utf-8", "backslashreplace") for line in lines)
     path = run_dir / ROLLOUTS_FOLDER / f"tick_{tick:06d}.jsonl"
-    (patience or Patience()).replace(path, b"".join(line.encode("utf-8", "backslashreplace") for line in lines))
+    (patience or Patience()).replace(path, data.getbuffer())
     return path
 
 

@@ -85,7 +85,7 @@ class Patience:
 
         self.write(path, write_rest)
 
-    def replace(self, path: Path, data: bytes) -> None:
+    def replace(self, path: Path, data: bytes | memoryview) -> None:
         """A file whole or not at all; its folder is made, but not that one's.
 
         Raises:
@@ -192,7 +192,7 @@ def keep_file(path: Path, data: bytes) -> None:
         replace_file(path, data, writer=str(os.getpid()))
 
 
-def replace_file(path: Path, data: bytes, *, writer: str = "") -> None:
+def replace_file(path: Path, data: bytes | memoryview, *, writer: str = "") -> None:
     """Write a file whole or not at all.
 
     Args:

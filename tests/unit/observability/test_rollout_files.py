@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,15 @@ def test_a_batch_reads_back_exactly(tmp_path: Path) -> None:
             got, want = getattr(response, name), getattr(original, name)
             assert got.dtype == want.dtype
             np.testing.assert_array_equal(got, want)  # NaN equals NaN, otherwise every bit
+
+
+def test_a_large_tick_is_held_once_while_it_is_written(tmp_path: Path) -> None:
+    groups = [_group("x" * 50_000) for _ in range(20)]
+    tracemalloc.start()
+    path = write_rollouts(tmp_path, 0, groups)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1.5 * path.stat().st_size
 
 
 def test_what_a_kill_left_of_a_file_is_removed_and_nothing_else(tmp_path: Path) -> None:
