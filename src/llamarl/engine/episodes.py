@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,8 @@ class EpisodeEngine:
         self._rule: StatedStep | OnArrival | AsLogged = OnArrival(pool.agree) if on_arrival else self._clock
         self._step = 0  # of this tick
         self._joins: list[Join] = []  # of this tick
-        self._order: dict[Key, None] = {}  # what is inside, in order of admission
+        self._order: dict[Key, int] = {}  # what is inside, in order of admission, and its place in that
+        self._places = count()
         self._waiting: dict[Key, _Waiting] = {}
         self._ended: list[TokenSequence] = []
         self._times = ReplyTimes()
@@ -125,7 +127,7 @@ class EpisodeEngine:
         inside = []
         for sequence in sequences:
             episode = sequence.episode
-            self._order[_key(sequence)] = None
+            self._order.setdefault(_key(sequence), next(self._places))
             if episode is None:
                 inside.append(sequence)
             elif episode.failure:
@@ -153,11 +155,7 @@ class EpisodeEngine:
                     self._ended.append(sequence)
                 else:
                     self._end_turn(sequence, sequence.episode)
-        if not self._ended:
-            return []
-        places = {key: place for place, key in enumerate(self._order)}
-        ended = sorted(self._ended, key=lambda sequence: places[_key(sequence)])
-        self._ended = []
+        ended, self._ended = sorted(self._ended, key=lambda sequence: self._order[_key(sequence)]), []
         for sequence in ended:
             del self._order[_key(sequence)]
         return ended
