@@ -246,7 +246,7 @@ class LLM:
             TokenSequence(
                 prompt_index=index,
                 sample_index=sample,
-                prompt_tokens=list(prompt),
+                prompt_tokens=prompt,
                 params=params[index],
                 seed=derive_seed(seed, index, sample),
             )
