@@ -141,12 +141,12 @@ def repeated_share(
 ) -> float:
     """Share of a response's runs of ``size`` tokens that were there before (arXiv:2502.03373); 0 of
     a shorter one. A run with a token that is not ``written`` is none: an environment repeats itself."""
-    runs = [
-        tuple(tokens[i : i + size])
-        for i in range(len(tokens) - size + 1)
-        if written is None or written[i : i + size].all()
-    ]
-    return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
+    data = np.asarray(tokens, np.int64).tobytes()  # slices of bytes: of 100,000 tokens each run is made and compared
+    starts: Sequence[int] = range(len(tokens) - size + 1)
+    if written is not None and starts:
+        starts = np.flatnonzero(np.lib.stride_tricks.sliding_window_view(written, size).all(axis=1)).tolist()
+    runs = {data[8 * start : 8 * (start + size)] for start in starts}
+    return 1.0 - len(runs) / len(starts) if starts else 0.0
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Rewards]] = {
