@@ -371,7 +371,7 @@ class PromptStream:
         long, unread, unknown = [], [], unknown_token_id(self._tokenizer)
         rendered, marks, number = [], _marks(self._tokenizer, self._config), 0
         watch("checking", "training prompt", len(places), lambda: number)
-        for number, place in enumerate(places):
+        for place in places:
             item = self._task.item("train", place)
             tokens = self.read(item, render_prompt(item, self._tokenizer, self._config)[1])
             if len(tokens) > self._limit:
@@ -380,6 +380,7 @@ class PromptStream:
                 unread.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
             if any(mark in item.question for mark in marks):
                 rendered.append(f"{item.where or f'item {place}'}, {item.question[:80]!r},")
+            number += 1
         if unread:
             words = unknown_text_warning(len(unread), len(places), "training prompts", unread[0])
             _log.warning("task %r: %s", self._task.name, words)

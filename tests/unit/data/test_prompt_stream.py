@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from llamarl import progress
 from llamarl.data.items import Split, TaskItem
 from llamarl.data.prompts import Opened, PromptStream, plain_tokens, with_answer
 from llamarl.determinism import _splitmix64, derive_seed
 from llamarl.environments.math import MathTask
 from llamarl.errors import DataError
 from llamarl.models.loading import load_tokenizer
-from llamarl.progress import told
 from llamarl.settings.data import DataConfig
 from llamarl.settings.environments import TaskConfig
 from llamarl.types import EVAL_INDEX_OFFSET, Opening
@@ -171,7 +171,7 @@ def test_the_check_of_training_prompts_says_how_far_it_is() -> None:
 
     class Watched(Items):
         def item(self, split: Split, index: int) -> TaskItem:
-            said.append(told())
+            said.append(progress.told())
             return super().item(split, index + 1)
 
     PromptStream(Watched(3), Letters(), DataConfig(), 0).check_training_prompts()

@@ -97,9 +97,7 @@ def prompt(metadata: Mapping[str, Any] | None = None, answer: str | None = "7") 
     return Prompt(index=0, tokens=np.array([1]), text="3+4?", answer=answer, task="t", metadata=dict(metadata or {}))
 
 
-def judged(
-    judges: Sequence[RewardPart], text: str, of: Prompt, tokens: Tokens = (), batch_size: int = 0
-) -> Score:
+def judged(judges: Sequence[RewardPart], text: str, of: Prompt, tokens: Tokens = (), batch_size: int = 0) -> Score:
     task = FunctionTask(Items(), judges, batch_size)
     (value,) = task.respond_to_batch([(of, (text,), tokens)])
     return as_score(value)

@@ -104,7 +104,9 @@ def test_every_response_has_a_seed_of_its_own() -> None:
     seeds = [sequence.seed for group in groups for sequence in group.sequences]
     assert len(set(seeds)) == len(seeds) == 6 * rank.config.generator.group_size > 6
     assert seeds == [sequence.seed for index in range(6) for sequence in rank._new_group(index, 3).sequences]
-    assert all(sequence.prompt_tokens is group.sequences[0].prompt_tokens for group in groups for sequence in group.sequences)
+    assert all(
+        sequence.prompt_tokens is group.sequences[0].prompt_tokens for group in groups for sequence in group.sequences
+    )
 
 
 def test_no_group_is_looked_at_while_too_few_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
