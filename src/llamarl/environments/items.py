@@ -38,7 +38,7 @@ from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
 from llamarl.reading import parse_json, read_lines, read_text, user_path
 from llamarl.settings.environments import TaskConfig
 
-__all__ = ["TableItems", "is_decoded", "local_data", "question_item", "question_of", "text_field"]
+__all__ = ["TableItems", "is_decoded", "local_data", "question_item", "question_of", "text_field", "with_verl_answer"]
 
 _log = logging.getLogger(__name__)
 
@@ -129,14 +129,11 @@ def _words(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[st
 def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
     """A record's question or conversation, and its answer if there is one; the other fields become the item's metadata.
 
-    The answer may also stand as ``ground_truth`` in ``reward_model``, where verl's tables have it.
-
     Raises:
         DataError: No question, or a conversation that is malformed or holds its own answer; names ``where``.
     """
     question, messages = question_of(record, where)
-    if "answer" not in record and isinstance(of_verl := record.get("reward_model"), Mapping):
-        record = {**record, "answer": of_verl.get("ground_truth")}
+    record = with_verl_answer(record)
     taken = (_asked(record), "messages", "answer")
     return TaskItem(
         question=question,
@@ -145,6 +142,13 @@ def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
         messages=messages,
         where=where,
     )
+
+
+def with_verl_answer(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record without an ``answer``, with that which verl's tables have as ``ground_truth`` in ``reward_model``."""
+    of_verl = record.get("reward_model")
+    found = of_verl.get("ground_truth") if isinstance(of_verl, Mapping) else None
+    return record if "answer" in record or found is None else {**record, "answer": found}
 
 
 def local_data(named: str, key: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from llamarl.data.items import ItemSource, Split, TaskItem
 from llamarl.environments.answers import final_answers, last_boxed, tidy
-from llamarl.environments.items import TableItems, question_of, text_field
+from llamarl.environments.items import TableItems, question_of, text_field, with_verl_answer
 from llamarl.environments.math_equivalence import check_reference, equals_reference, is_words, why_unreadable
 from llamarl.errors import DataError
 from llamarl.settings.environments import TaskConfig
@@ -35,6 +35,7 @@ def math_item(record: Mapping[str, Any], where: str) -> TaskItem:
         DataError: No question, or no answer in either format; names ``where``.
     """
     question, messages = question_of(record, where)
+    record = with_verl_answer(record)
     if "answer" in record:
         answer = text_field(record, ("answer",), where, trim=True)
         if "####" in answer:

@@ -499,10 +499,12 @@ def test_a_prompt_that_is_a_list_of_messages_is_a_conversation(name: str, tmp_pa
     assert dict(item.metadata) == {"level": 1}
 
 
-def test_a_row_of_verl_has_its_answer_where_verl_puts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["function", "math"])
+def test_a_row_of_verl_has_its_answer_where_verl_puts_it(name: str, tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "1 + 1?"}]
     row = {"data_source": "sums", "prompt": talk, "reward_model": {"style": "rule", "ground_truth": "2"}}
-    task = make_task(TaskConfig(name="function", reward="json:dumps", data=_file(tmp_path / "verl.jsonl", row)), seed=0)
+    own = {"reward": "json:dumps"} if name == "function" else {}
+    task = make_task(TaskConfig(name=name, data=_file(tmp_path / "verl.jsonl", row), **own), seed=0)
     item = task.item("train", 0)
     assert (item.answer, item.messages, item.metadata["data_source"]) == ("2", tuple(talk), "sums")
 
