@@ -7,9 +7,9 @@ S is a word that no template knows. What follows it in the text is what the temp
 reply; only that is tokenised, and appended. Where the policy wrote the end of its turn itself, that
 token is not repeated; where a limit cut it, it is added.
 
-A template is looked at once, when a run starts: that it keeps a reply's words, ends every reply
-alike, and goes on after new messages as it ended before them. What the policy wrote stays as it
-was, so thinking that a template leaves out of earlier turns is kept.
+A template is looked at once, when a run starts: that it keeps a reply's words, and ends every reply alike, but that
+some end the text behind the last one. What the policy wrote stays as it was, so thinking that a template leaves out of
+earlier turns is kept.
 """
 
 from __future__ import annotations
@@ -50,23 +50,27 @@ class TurnTemplate:
         self._chat = uses_chat_template(tokenizer, config)
         self._forms: dict[tuple[str, ...], Mapping[str, Any]] = {}
         self.closing = ""
-        """What the template writes after a reply when nothing follows: the end of the turn, and a separator."""
+        """What the template writes after any reply: the end of the turn, and a separator where it is always there."""
         self.opens_thought = False
         """Whether a reply begins inside of a thought, which its prompt has opened."""
-        self._end: int | None = None
         self._end_text = ""
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        self._added = {str(token): int(number) for number, token in added.items() if str(token)}
         if self._chat:
-            text = apply_template(tokenizer, [_USER, _SAID], reply_follows=False, settings=config.chat_template_kwargs)
-            self.closing = _what_follows(text, _REPLY)
-            self._end, self._end_text = _first_special(tokenizer, self.closing.lstrip())
+            settings = config.chat_template_kwargs
+            last = apply_template(tokenizer, [_USER, _SAID], reply_follows=False, settings=settings)
+            self.closing = _what_follows(last, _REPLY)
+            earlier = _what_follows(apply_template(tokenizer, [_USER, _SAID, _USER], settings=settings), _REPLY)
+            if not earlier.startswith(self.closing):  # Phi 3 and OLMo 3 end the text there too, or in its place
+                self.closing = self._first_special(earlier) or self.closing
+            self._end_text = self._first_special(self.closing)
             self.opens_thought = (self._after([_USER]) + config.response_prefix).rstrip().endswith(THOUGHT)
             self.between(None, [_USER])  # what it does with the plainest case, before a run depends on it
 
     @property
     def end_token(self) -> int | None:
         """The token that ends a turn: the template's, or the end of the text; None where the tokenizer has neither."""
-        eos = getattr(self._tokenizer, "eos_token_id", None)
-        return self._end if self._end is not None else eos
+        return self._added.get(self._end_text, getattr(self._tokenizer, "eos_token_id", None))
 
     def between(self, last_token: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens from the end of the policy's turn to the beginning of its next one.
@@ -84,8 +88,12 @@ class TurnTemplate:
             words = "\n".join(str(message.get("content", "")) for message in messages)
             text = self._config.turn_template.replace("{text}", words)
         tokens = self._tokenizer(text + self._config.response_prefix, add_special_tokens=False)["input_ids"]
-        written = self._end is not None and last_token == self._end and tokens[0] == self._end
+        written = self._chat and last_token in self._added.values() and tokens[:1] == [last_token]
         return [int(token) for token in tokens[1 if written else 0 :]]
+
+    def _first_special(self, text: str) -> str:
+        """The tokenizer's added token with which ``text`` begins, behind white space; empty where it begins with none."""
+        return max((token for token in self._added if text.lstrip().startswith(token)), key=len, default="")
 
     def _after(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that follows the policy's words."""
@@ -135,12 +143,3 @@ def _what_follows(text: str, word: str) -> str:
     if not found:
         raise DataError("the chat template does not show what the policy wrote in an earlier turn")
     return after
-
-
-def _first_special(tokenizer: Tokenizer, text: str) -> tuple[int | None, str]:
-    """The token with which ``text`` begins and its own text, where that is one of the tokenizer's added tokens."""
-    added = {
-        str(token): int(number) for number, token in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items()
-    }
-    found = max((token for token in added if token and text.startswith(token)), key=len, default="")
-    return added.get(found), found

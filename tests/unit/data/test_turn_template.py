@@ -109,6 +109,42 @@ def test_a_space_before_the_end_of_a_turn_does_not_have_it_stand_twice() -> None
         assert tokenizer.decode(template.between(last, [USER]), skip_special_tokens=False) == expected
 
 
+PHI = CHATML.removesuffix("{%- endif %}") + "{%- else %}{{- eos_token }}{%- endif %}"
+OLMO = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{{- eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize("template", [PHI, OLMO], ids=["Phi 3", "OLMo"])
+def test_the_end_of_a_turn_is_not_the_end_of_the_text_that_stands_behind_the_last_one(template: str) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.chat_template = template
+    turns, end = TurnTemplate(tokenizer, DataConfig()), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert turns.end_token == end
+    expected = "\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(turns.between(end, [USER]), skip_special_tokens=False) == expected
+    assert tokenizer.decode(turns.between(ord("x"), [USER]), skip_special_tokens=False) == "<|im_end|>" + expected
+
+
+def test_the_head_of_the_next_message_stands_once_where_the_policy_ended_with_it() -> None:
+    """GLM 4 ends no turn: the head of a user's message ends its responses."""
+    tokenizer = make_tokenizer(LLAMA3)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|eot_id|>' + m.role + ' ' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|eot_id|>assistant {% endif %}"
+    )
+    turns, head = TurnTemplate(tokenizer, DataConfig()), tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    for last, expected in (
+        (head, "user and now?<|eot_id|>assistant "),
+        (ord("x"), "<|eot_id|>user and now?<|eot_id|>assistant "),
+    ):
+        assert tokenizer.decode(turns.between(last, [USER]), skip_special_tokens=False) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
