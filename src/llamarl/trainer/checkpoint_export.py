@@ -83,24 +83,27 @@ def export_checkpoint(
     dtype: torch.dtype = getattr(torch, export_dtype or served)
     weights = _merged(config, model, dict(_stored(state, trained))) if lora.rank else _stored(state, shapes)
     _export_folder(out, model, weights, shapes, source=config.model.path, dtype=dtype)
-    if config.algorithm.imitates and not config.task.rollouts:
-        _name_end_of_turn(out, config)
+    _name_ends(out, config)
     facts = ExportFacts(policy_version=version, dtype=str(dtype).removeprefix("torch."), served_dtype=served)
     write_export(out, facts)
     return facts
 
 
-def _name_end_of_turn(folder: Path, config: RunConfig) -> None:
-    """Add the token with which rows ended a turn to those at which a response ends: a base model's files name the end
-    of the text alone, and whoever generates would go on past the turn."""
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    end = TurnTemplate(tokenizer, config.data).end_token
+def _name_ends(folder: Path, config: RunConfig) -> None:
+    """Add the tokens at which responses ended, or with which rows ended a turn, to those that the folder names: a base
+    model's files name the end of the text alone, and whoever generates would go on past the turn."""
+    ends = list(config.generator.sampling.stop_token_ids)
+    if config.algorithm.imitates and not config.task.rollouts:
+        tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        end = TurnTemplate(tokenizer, config.data).end_token
+        ends += [] if end is None else [end]
     file = folder / "generation_config.json"
     values = json.loads(file.read_bytes()) if file.is_file() else {}
     known = values.get("eos_token_id", json.loads((folder / "config.json").read_bytes()).get("eos_token_id"))
     known = known if isinstance(known, list) else [known] if known is not None else []
-    if end is not None and end not in known:
-        file.write_text(json.dumps(values | {"eos_token_id": [*known, end]}, indent=2) + "\n", encoding="utf-8")
+    if not set(ends) <= set(known):
+        named = list(dict.fromkeys([*known, *ends]))
+        file.write_text(json.dumps(values | {"eos_token_id": named}, indent=2) + "\n", encoding="utf-8")
 
 
 def write_adapter(checkpoint: Path, config: RunConfig, out: Path) -> ExportFacts:

@@ -93,6 +93,16 @@ def test_a_fine_tuned_base_model_ends_its_responses_where_its_rows_ended_a_turn(
         assert why_incomplete(out) is None
 
 
+def test_a_trained_model_names_the_tokens_at_which_its_responses_were_ended(base: Path, tmp_path: Path) -> None:
+    trained(base).save(tmp_path / "checkpoint" / "trainer" / "state")
+    sampling = {"sampling": {"stop_token_ids": [7]}}
+    config = validate({"model": {"path": str(base)}, "generator": sampling})
+    export_checkpoint(tmp_path / "checkpoint", config, tmp_path / "out")
+    known = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert said["eos_token_id"] == [known, 7]
+
+
 def test_the_critic_keeps_what_it_learned_from_a_bfloat16_base(base: Path, tmp_path: Path) -> None:
     critic = Critic(base, CriticConfig(), AlgorithmConfig(), TrainerConfig(), OptimizerConfig(), device="cpu")
     export(critic, base, tmp_path / "critic")
