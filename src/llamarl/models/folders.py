@@ -85,6 +85,12 @@ def resolve_model_path(path: str | Path, *, key: str = "model.path", weights: bo
             f": no folder {folder}; give a Hugging Face folder, an id of the Hugging Face Hub (org/name), or one of "
             f"{', '.join(bundled)}",
         )
+    if (folder / "adapter_config.json").exists():
+        raise ModelError.at(
+            key,
+            f": {folder} holds an adapter (adapter_config.json) of another model: merge the two (peft: "
+            "merge_and_unload), and name the result",
+        )
     if not (folder / "config.json").is_file():
         hint = f"; its policy is {folder}/model" if (folder / "model" / "config.json").is_file() else ""
         raise ModelError.at(key, f": {folder} has no config.json, so it is not a Hugging Face model folder{hint}")
@@ -98,12 +104,7 @@ def resolve_model_path(path: str | Path, *, key: str = "model.path", weights: bo
 
 def _refuse_foreign_code(folder: Path, key: str) -> None:
     """Refuse what ``transformers`` would go elsewhere for: compiled kernels of the Hub, which
-    ``trust_remote_code=False`` does not keep out, and the model that an adapter names."""
-    if (folder / "adapter_config.json").exists():
-        raise ModelError.at(
-            key,
-            f": {folder} holds an adapter (adapter_config.json) of another model: merge the two, and name the result",
-        )
+    ``trust_remote_code=False`` does not keep out."""
     try:
         values = read_object(folder / "config.json")
     except FileError:  # told by those that read more of it

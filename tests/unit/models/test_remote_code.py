@@ -196,8 +196,10 @@ def test_weights_lie_in_the_folder_itself_and_no_pipe_at_any_depth(named: str, t
 def test_a_folder_that_is_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     shutil.copytree(resolve_model_path("bundled:tiny"), tmp_path / "model")
     (tmp_path / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
-    with pytest.raises(ModelError, match="holds an adapter"):
-        load_model(tmp_path / "model", dtype=torch.float32)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="holds an adapter"):
+            load_model(tmp_path / "model", dtype=torch.float32)
+        (tmp_path / "model" / "config.json").unlink(missing_ok=True)  # as peft writes such folders
 
 
 @pytest.mark.parametrize("place", ["alone", "index", "config"])
