@@ -23,7 +23,7 @@ from llamarl.errors import ConfigError, DataError, Mistake, ModelError
 from llamarl.executors.recorded import RecordedStream
 from llamarl.import_path import check
 from llamarl.model_support import Use, text_part, why_unsupported
-from llamarl.models.folders import check_supported, companion_files, read_model_config, resolve_model_path
+from llamarl.models.folders import check_supported, companion_files, hub_name, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, rollouts_in
 from llamarl.reading import read_object, user_path
@@ -93,7 +93,7 @@ def check_reward_models(config: RunConfig) -> None:
 
 
 def check_architectures(config: RunConfig) -> None:
-    """Refuse a model that has half a file of weights, or of which a small copy is not computed as transformers does.
+    """Refuse a model that has no weights or half a file of them, or of which a small copy is not computed as transformers does.
 
     Raises:
         ModelError: It names the difference, or the file.
@@ -108,7 +108,14 @@ def check_architectures(config: RunConfig) -> None:
         generated, trained = "generate" in asked, bool(asked & {"train", "critic"})
         if not generated and not trained:
             continue
-        for file in sorted(set(stored_files(path).values())):
+        files = sorted(set(stored_files(path).values()))
+        if not files and hub_name(Path(path)) is None:  # those of the Hub are fetched when the run starts
+            raise ModelError.at(
+                key,
+                f": {path} has no weights as safetensors (model.safetensors): others, such as *.bin, are programs to be run and "
+                "are not read; convert it (save_pretrained)",
+            )
+        for file in files:
             with open_tensors(file):  # a download that broke off: its header does not fit its length
                 pass
         if not record_of_check(load_model_config(path), generated=generated, trained=trained).is_file():

@@ -87,6 +87,7 @@ def test_the_first_prompt_is_shown_as_its_tokens_spell_it(tmp_path: Path) -> Non
         ({"file": True}, "is no folder; choose another --run.dir"),
         ({"held": True}, "is in use by another llamarl train"),
         ({"model": 0.5}, "model.safetensors is not a usable safetensors file"),  # of which half came
+        ({"model": 0.0}, "has no weights as safetensors"),
         ({"reward": "def reward(prompt, response, answer):\n    return 1.0\n\nraise RuntimeError('broken import')\n"}, "broken import"),
     ],
 )  # fmt: skip
@@ -105,6 +106,7 @@ def test_a_dry_run_refuses_what_a_start_would(change: dict[str, Any], why: str, 
     if "model" in change:
         weights = Path(shutil.copytree(resolve_model_path("bundled:tiny"), tmp_path / "model"), "model.safetensors")
         weights.write_bytes(weights.read_bytes()[: int(change["model"] * weights.stat().st_size)])
+        weights = weights if change["model"] else weights.rename(weights.with_name("pytorch_model.bin"))
         words += ["--model.path", str(weights.parent)]
     config = load_config(RECIPE, words)
     if "held" in change:
