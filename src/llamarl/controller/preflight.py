@@ -108,8 +108,9 @@ def check_architectures(config: RunConfig) -> None:
         generated, trained = "generate" in asked, bool(asked & {"train", "critic"})
         if not generated and not trained:
             continue
-        files = sorted(set(stored_files(path).values()))
-        if not files and hub_name(Path(path)) is None:  # those of the Hub are fetched when the run starts
+        of_hub = hub_name(Path(path)) is not None  # what is not here yet is fetched when the run starts
+        files = [file for file in sorted(set(stored_files(path).values())) if file.exists() or not of_hub]
+        if not files and not of_hub:
             raise ModelError.at(
                 key,
                 f": {path} has no weights as safetensors (model.safetensors): others, such as *.bin, are programs to be run and "

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llamarl.config import RunConfig, validate
 from llamarl.controller import preflight
 from llamarl.controller.preflight import (
     _check_temperature_of_rollouts,
+    check_architectures,
     check_engine,
     check_parallel_sizes,
     check_prompts,
@@ -43,6 +45,18 @@ def mesh(fsdp: int, tp: int, runtime: str = "local") -> RunConfig:
 def test_a_dry_run_refuses_a_size_that_does_not_divide_the_model_and_names_those_that_do() -> None:
     with pytest.raises(ModelError, match=r"trainer.tp = 7 does not divide.*sizes that fit: 1, 2"):
         plan_run(mesh(1, 7))
+
+
+def test_a_model_of_the_hub_of_which_some_shards_have_come_is_fetched_and_not_refused(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    for folder in (tmp_path / "models--lab--tiny" / "snapshots" / ("0" * 40), tmp_path / "mine"):
+        folder.mkdir(parents=True)
+        shutil.copy(FOLDER / "config.json", folder)
+        shutil.copy(FOLDER / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_architectures(validate({"model": {"path": str(next(tmp_path.glob("models--*/*/*")))}}))
+    with pytest.raises(ModelError, match="model-00002-of-00002.safetensors is not a usable safetensors file"):
+        check_architectures(validate({"model": {"path": str(tmp_path / "mine")}}))
 
 
 def test_one_process_cannot_hold_a_mesh() -> None:
