@@ -354,8 +354,10 @@ def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str)
     free = [column for column in row if column not in columns.values() and column.lower() not in _ANSWERS]
     role, found = "messages", [column for column in free if _is_conversation(row[column])]
     if not found:
+        like = [column for column in free if isinstance(row[column], str) and column.lower() in _LIKE_QUESTIONS]
         texts = [column for column in free if isinstance(row[column], str) and row[column].strip()]
-        role, found = "question", [column for column in texts if column.lower() in _LIKE_QUESTIONS] or texts
+        # of instruction and input, one may be blank in this row alone
+        role, found = "question", like if len(like) > 1 else [column for column in texts if column in like] or texts
     if len(found) != 1:
         return columns
     none = "" if "answer" in {*row, *columns} else ", none for the answer (task.columns.answer)"
