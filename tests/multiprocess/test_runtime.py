@@ -61,8 +61,7 @@ class Recorder:
 
 @pytest.fixture
 def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of our own executors are: what they need is imported once. Those of the programs below are no
-    forks, nor are any where there is no pidfd."""
+    """As those of our own executors are: what they need is imported once. Those of the programs below are no forks."""
     monkeypatch.setattr("llamarl.runtime.local.shares_imports", lambda spec: True)
     monkeypatch.setattr("llamarl.runtime.local.shared_modules", lambda specs, threads: ("llamarl.runtime.commands",))
 

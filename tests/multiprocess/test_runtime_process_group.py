@@ -2,9 +2,7 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from death_job import let_ranks_be_forks
@@ -51,20 +49,6 @@ def test_ranks_sum_over_gloo_and_one_that_fails_ends_the_job_though_its_peer_wai
     assert reduce_at(local, 0).metrics == {"sum": 1.0 + 2.0, "threads": 2.0, "deterministic": 1.0}
     with pytest.raises(ExecutorFailed, match=r"'reducer', rank 1 \(pid \d+\), tick 1: ValueError: the answer is 42"):
         reduce_at(local, 1)
-
-
-@pytest.mark.long  # what old kernels need; the first test of this file meets as new ones do
-def test_ranks_meet_in_a_private_folder_where_there_is_no_memfd_and_leave_none(
-    local: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delattr(os, "memfd_create", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    start(local, 2, Config())
-    (folder,) = tmp_path.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert reduce_at(local, 0).metrics["sum"] == 1.0 + 2.0
-    local.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_hangs_in_a_group_of_some_ranks_is_named_at_the_deadline_of_the_tick() -> None:

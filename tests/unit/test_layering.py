@@ -16,6 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {
             "bounded_server",
             "compiler",
+            "linux_calls",
             "plural",
             "progress",
             "reading",

@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Protocol
 
+from llamarl.linux_calls import new_memory, pidfd_open
 from llamarl.process_tree import spawn
 from llamarl.runtime.fork_server import ForkServer
 
@@ -71,7 +72,7 @@ class PlainChild:
         self._process = process
 
     async def code(self) -> int | None:
-        pidfd = os.pidfd_open(self._process.pid)
+        pidfd = pidfd_open(self._process.pid)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(pidfd, ended.set)
         try:
@@ -146,7 +147,7 @@ class Stores:
 
     def new(self, name: str) -> str:
         """An ``init_method`` of ``torch.distributed`` for ranks on this machine."""
-        self._made.append(os.memfd_create(f"llamarl-{name}"))
+        self._made.append(new_memory(f"llamarl-{name}"))
         return f"file:///proc/{os.getpid()}/fd/{self._made[-1]}"
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from llamarl.linux_calls import pidfd_open, pidfd_send_signal
 from llamarl.process_tree import end_process, end_with_parent, spawn
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class ForkedChild:
     def __init__(self, pid: int, code: asyncio.Future[int | None]) -> None:
         self.pid = pid
         self._code = code
-        self._pidfd = os.pidfd_open(pid)  # its number may be another's once the server has buried it
+        self._pidfd = pidfd_open(pid)  # its number may be another's once the server has buried it
 
     async def code(self) -> int | None:
         code = await self._code
@@ -184,7 +185,7 @@ class ForkedChild:
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, OSError):
-            signal.pidfd_send_signal(self._pidfd, number)
+            pidfd_send_signal(self._pidfd, number)
 
 
 def start_early(

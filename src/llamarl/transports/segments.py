@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -32,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamarl.errors import ChannelError, SourceGone
+from llamarl.linux_calls import SEAL_SIZE, new_memory, seal
 from llamarl.transports.network import mine
 from llamarl.transports.segment_server import Endpoint, server_here
 
@@ -199,10 +199,10 @@ def tensor_over(buffer: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 def _sealed_memory(total: int) -> tuple[int, mmap.mmap]:
-    fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = new_memory(_MEMFD_NAME)
     try:
         os.ftruncate(fd, total)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        seal(fd, SEAL_SIZE)
         return fd, mmap.mmap(fd, total)
     except OSError:
         os.close(fd)

@@ -30,6 +30,7 @@ _LOOK_S = 0.03
 _CHANNEL = 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _PR_SET_THP_DISABLE = 41
+_PIDFD_OPEN = 434
 _STARTED = b"started\n"
 
 # Name -> number on x86_64, on aarch64. Refused: memory that no limit counts (``vmsplice`` lets a pipe hold a whole huge page
@@ -358,7 +359,7 @@ def _run(job: dict[str, Any], wanted: int, status: int, channel: int) -> None:
     for fd in (0, 1, 2, *([channel] if channel >= 0 else ())):  # their ends are the program's alone
         os.dup2(null, fd)
     os.write(status, _STARTED)
-    watch = os.pidfd_open(program)
+    watch = ctypes.CDLL(None).syscall(_PIDFD_OPEN, program, 0)  # as linux_calls.pidfd_open
     poll = select.poll()
     poll.register(watch, select.POLLIN)
     poll.register(wanted, select.POLLIN)

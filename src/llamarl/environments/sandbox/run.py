@@ -16,7 +16,6 @@ does not hold: docs/code.md.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import selectors
@@ -36,6 +35,7 @@ from typing import Any, Literal
 
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
 from llamarl.environments.sandbox.memory_group import make_memory_group
+from llamarl.linux_calls import SEAL_CONTENT, new_memory, seal
 
 __all__ = [
     "Installation",
@@ -296,10 +296,10 @@ class _Box:
 
 def _sealed(data: bytes) -> int:
     """Make a file in memory that can be read from its beginning, and never changed."""
-    fd = os.memfd_create("box", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = new_memory("box")
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    seal(fd, SEAL_CONTENT)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
@@ -482,8 +482,6 @@ def _tasks_of(user: int) -> int:
 def why_no_box(kind: Kind) -> str:
     """Empty where boxes of a kind work here, else why not. Tried once a process, with a program
     that tells the answer."""
-    if not hasattr(os, "pidfd_open"):
-        return "boxes need Linux"
     try:
         found = run_together([Program(source="print(6 * 7)", limits=BoxLimits(wall_s=20.0))], kind)[0]
     except BoxFailed as error:
