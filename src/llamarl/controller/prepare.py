@@ -45,7 +45,7 @@ from llamarl.progress import shown
 from llamarl.reading import read_object, user_path
 from llamarl.roles import ROLES, present_roles
 from llamarl.runtime.fork_server import shared_modules, start_early
-from llamarl.runtime.placement import Placement, gpus_here, here, may_have_gpus, place
+from llamarl.runtime.placement import Placement, check_system, gpus_here, here, may_have_gpus, place
 
 if TYPE_CHECKING:
     from llamarl.controller.job_hosts import JobHosts
@@ -92,7 +92,12 @@ class Prepared:
 
 def start_fork_servers(config: RunConfig) -> None:
     """Preload imports in fork servers while the recipe is checked. Says nothing of mistakes: the
-    checks that follow do."""
+    checks that follow do.
+
+    Raises:
+        ConfigError: This is not Linux.
+    """
+    check_system()
     if config.run.runtime != "local" or config.hosts.wanted or may_have_gpus():
         return
     try:
@@ -132,6 +137,7 @@ def plan_run(
     Raises:
         LlamaRLError: The run would not start.
     """
+    check_system()
     check_folder(absolute_dir(config))
     if config.run.mirror:
         from llamarl.checkpoint.mirror import check_mirror

@@ -25,6 +25,7 @@ import contextlib
 import glob
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -49,6 +50,7 @@ __all__ = [
     "available_cores",
     "available_cuda_devices",
     "available_memory",
+    "check_system",
     "core_quota",
     "gpus_here",
     "here",
@@ -168,6 +170,12 @@ class Placement:
                 executors.append(replace(spec, num_ranks=len(own), device=here))
         group = self.colocated.among(executors) if self.colocated is not None else None
         return Placement(tuple(executors), self.cores_of[name], group)
+
+
+def check_system() -> None:
+    """Raises ConfigError on a system that starts no run."""
+    if sys.platform != "linux":
+        raise ConfigError(f"runs need Linux, and this is {platform.system()}: a container or virtual machine will do")
 
 
 def available_cores() -> int:

@@ -1,10 +1,14 @@
 """Placement on machines worked out by hand."""
 
+import platform
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llamarl.controller.prepare import plan_run, start_fork_servers
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime import placement as placement_module
@@ -223,3 +227,12 @@ def test_the_memory_that_control_groups_leave(tmp_path: Path) -> None:
     assert memory_limit("0::/pods/one\n", tmp_path) == 8 * 2**30
     limit("memory/docker/memory.limit_in_bytes", "1073741824\n")
     assert memory_limit("4:memory:/docker\n3:cpu,cpuacct:/\n0::/pods\n", tmp_path) == 2**30
+
+
+def test_another_system_is_told_before_anything_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    nothing: Any = None
+    for begins in (start_fork_servers, plan_run):
+        with pytest.raises(ConfigError, match="runs need Linux, and this is Darwin"):
+            begins(nothing)
