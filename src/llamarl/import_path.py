@@ -19,6 +19,7 @@ import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -38,6 +39,7 @@ __all__ = [
     "load_module",
     "own_line",
     "resolve",
+    "signature_of",
     "source_file",
 ]
 
@@ -283,3 +285,18 @@ def _load_file(path: Path, import_path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def signature_of(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """``inspect.signature`` of a user's function, whose annotations may name what only type checkers import: from
+    Python 3.14 on they are evaluated when they are asked for.
+
+    Raises:
+        TypeError, ValueError: It has none.
+    """
+    unevaluated: dict[str, Any] = {}
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        unevaluated["annotation_format"] = annotationlib.Format.FORWARDREF
+    return inspect.signature(function, follow_wrapped=follow_wrapped, **unevaluated)

@@ -1,13 +1,15 @@
 """Import paths of installed code and of a user's own files."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
 
+from llamarl.environments.functions import how_to_call
 from llamarl.environments.worker import _first_lines
 from llamarl.errors import ConfigError, DataError
-from llamarl.import_path import absolute_import_path, call, import_user, resolve
+from llamarl.import_path import absolute_import_path, call, import_user, resolve, signature_of
 
 
 def write(folder: Path, text: str, name: str = "own_task.py") -> Path:
@@ -105,3 +107,11 @@ def test_an_error_of_llamarls_own_names_no_line_of_the_users(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         call(f"{path}:raiser", "algorithm.name", 3)  # no iterable
     assert " at /" not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when a function is made")
+def test_annotations_may_name_what_type_checkers_alone_import(tmp_path: Path) -> None:
+    path = write(tmp_path, "def reward(prompt, response: Sequence, answer) -> float:\n    return 0.5\n")
+    reward = resolve(f"{path}:reward")
+    assert list(signature_of(reward).parameters) == ["prompt", "response", "answer"]
+    assert how_to_call(reward, str(path), batch_size=0)("p", "r", "a", {}) == 0.5

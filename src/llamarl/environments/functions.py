@@ -22,7 +22,7 @@ from llamarl.environments.base import Task
 from llamarl.environments.items import TableItems, question_item
 from llamarl.environments.tools import waited_for
 from llamarl.errors import DataError
-from llamarl.import_path import check, import_user
+from llamarl.import_path import check, import_user, signature_of
 from llamarl.settings.environments import RewardPart, TaskConfig
 from llamarl.types import Prompt, Score
 
@@ -108,8 +108,8 @@ def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> 
     """
     names = _MANY if batch_size else _ONE
     try:
-        own = inspect.signature(function, follow_wrapped=False)
-        told = inspect.signature(function)  # of what a decorator that uses functools.wraps has wrapped
+        own = signature_of(function, follow_wrapped=False)
+        told = signature_of(function)  # of what a decorator that uses functools.wraps has wrapped
     except (TypeError, ValueError):  # code in C without a signature: calling it is the only way to know
         return lambda prompt, response, answer, metadata: function(prompt, response, answer)
     shown = f"task.reward {path!r}: {getattr(function, '__name__', type(function).__name__)}{told}"

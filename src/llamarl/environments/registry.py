@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from llamarl.environments.episode import Environment
 from llamarl.errors import DataError, Mistake
-from llamarl.import_path import check, import_user, own_line
+from llamarl.import_path import check, import_user, own_line, signature_of
 from llamarl.strict import is_import_path, mistakes_of
 
 __all__ = ["BUILT_IN", "KINDS", "check_environment", "make_environment"]
@@ -113,7 +113,7 @@ def _own(name: str, make: Callable[..., Any], /, **options: Any) -> Environment:
     """An environment of the user's own."""
     made = make(**options)
     try:
-        inspect.signature(made.reset).bind(item=None, seed=0)
+        signature_of(made.reset).bind(item=None, seed=0)
         complete = callable(made.step)
     except (TypeError, ValueError, AttributeError):
         complete = False

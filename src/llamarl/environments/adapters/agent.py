@@ -12,7 +12,6 @@ as for any environment.
 
 from __future__ import annotations
 
-import inspect
 import queue
 import sys
 import threading
@@ -26,7 +25,7 @@ from llamarl.environments.episode import EpisodeOver, Observation, Step
 from llamarl.environments.functions import finite
 from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.environments.tools import waited_for
-from llamarl.import_path import import_user
+from llamarl.import_path import import_user, signature_of
 
 __all__ = ["AgentFailed", "AgentProgram"]
 
@@ -162,7 +161,7 @@ def _given(function: Callable[..., Any], settings: Mapping[str, Any]) -> list[st
     known = ("item", "base_url", "api_key", "model", "seed")
     if clash := sorted(set(settings) & set(known)):
         raise TypeError(f"{clash[0]} is given by the episode, and cannot be an option")
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     given = [name for name in known if takes_all or name in signature.parameters]
     if "base_url" not in given:

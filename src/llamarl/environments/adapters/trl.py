@@ -13,7 +13,6 @@ Python's and numpy's global generators.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from llamarl.environments.functions import finite
 from llamarl.environments.games.game import OwnRandomness, checked
 from llamarl.environments.math import judge_answer
 from llamarl.environments.tools import Tool, ToolEnvironment, tools_of, waited_for
-from llamarl.import_path import import_user
+from llamarl.import_path import import_user, signature_of
 
 __all__ = ["TrlEnvironment", "trl"]
 
@@ -157,7 +156,7 @@ def _row(item: TaskItem, seed: int) -> dict[str, Any]:
 
 
 def _fitting(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(row)
     return {parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row}
