@@ -28,8 +28,8 @@ def check_compiler(user: str, otherwise: str) -> None:
         otherwise: What a recipe can say to do without.
 
     Raises:
-        ConfigError: One is missing, or the folder is another user's. Nothing falls back to other kernels unsaid: their
-            bits are others.
+        ConfigError: One is missing, or the folder is another user's or cannot be made. Nothing falls back to other
+            kernels unsaid: their bits are others.
     """
     compilers = [os.environ["CC"].split()[0]] if os.environ.get("CC", "").strip() else ["gcc", "clang"]
     if find_spec("triton") is None:
@@ -52,7 +52,11 @@ def check_compiler(user: str, otherwise: str) -> None:
 
 def _own_folder() -> Path:
     folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        told = f"what is compiled needs {folder}, which cannot be made ({error.strerror})"
+        raise ConfigError(f"{told}: set XDG_CACHE_HOME to a folder of your own") from error
     if folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} is another user's: set XDG_CACHE_HOME to a folder of your own")
     return folder

@@ -43,6 +43,14 @@ def test_a_folder_of_another_user_is_refused(machine: Path, monkeypatch: pytest.
         check_compiler("kernels", "x = 1")
 
 
+def test_a_folder_that_cannot_be_made_is_told(machine: Path) -> None:
+    (machine / "cache").write_text("as the read-only / of a container whose user has no home")
+    with pytest.raises(
+        ConfigError, match=r"needs .*/cache/llamarl, which cannot be made \(.*\): set XDG_CACHE_HOME to"
+    ):
+        check_compiler("kernels", "x = 1")
+
+
 def test_what_is_missing_is_said_with_its_cure(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "Python.h").unlink()
     with pytest.raises(ConfigError, match="Python.h is missing: install Python's headers .*, or set x = 1"):
