@@ -119,7 +119,8 @@ def check_architectures(config: RunConfig) -> None:
         for file in files:
             with open_tensors(file):  # a download that broke off: its header does not fit its length
                 pass
-        if not record_of_check(load_model_config(path), generated=generated, trained=trained).is_file():
+        record = record_of_check(load_model_config(path), generated=generated, trained=trained)
+        if not os.path.isfile(record):  # False too where it may not be looked for
             from llamarl.executors.self_check import check_architecture
 
             check_architecture(path, key=key, generated=generated, trained=trained)

@@ -14,6 +14,7 @@ as a gap, whatever the family is called.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def check_architecture(
     """
     config = load_model_config(path)
     passed = record_of_check(config, generated=generated, trained=trained)
-    if passed.is_file():
+    if os.path.isfile(passed):  # False too where it may not be looked for
         return
     where = f": {path}: architecture {config.model_type!r} is not supported"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

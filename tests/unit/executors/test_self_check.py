@@ -12,6 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import llamarl.executors.self_check as self_check
 from llamarl import model_support as support
+from llamarl.config import RunConfig
+from llamarl.controller.preflight import check_architectures
 from llamarl.engine.model_runner import ModelRunner
 from llamarl.errors import ModelError
 from llamarl.executors.self_check import Finding, check_architecture, find_differences
@@ -195,3 +197,10 @@ def test_weights_that_are_read_otherwise_are_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     assert "packed" in ways_found(tiny_config("qwen3"))
+
+
+def test_a_cache_that_may_not_be_looked_into_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another user's home is; as root that fails otherwise, by a name that no folder can have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 300)
+    monkeypatch.setattr(self_check, "find_differences", lambda config, **uses: [])
+    check_architectures(RunConfig())
