@@ -409,8 +409,12 @@ def _disk() -> str:
 def _cuda() -> str:
     import torch
 
+    from llamarl.runtime.placement import may_have_gpus
+
     if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device; runs use the CPU")
+        built = torch.version.cuda or torch.version.hip
+        why = "no CUDA device" if built or not may_have_gpus() else "a GPU, and a torch that is built for CPUs alone"
+        raise RuntimeError(f"{why}; runs use the CPU")
     return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from llamarl.cli.doctor import _vllm, first_difference, play, random_reply
+from llamarl.cli.doctor import _cuda, _vllm, first_difference, play, random_reply
 from llamarl.cli.main import main
 from llamarl.environments.tool_calls import Call, read_calls
 from llamarl.executors.base import ExecutorSpec
@@ -246,3 +247,13 @@ def test_vllms_build_for_cpus_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) ->
     installed.clear()
     with pytest.raises(RuntimeError, match="not installed; runs use the native engine"):
         _vllm()
+
+
+@pytest.mark.parametrize("built", [None, "13.0"])
+def test_a_gpu_and_a_torch_without_cuda_are_told(built: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr("llamarl.runtime.placement.may_have_gpus", lambda: True)
+    with pytest.raises(RuntimeError, match="no CUDA device" if built else "a torch that is built for CPUs alone"):
+        _cuda()
