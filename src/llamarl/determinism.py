@@ -21,13 +21,13 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import llamarl
-from llamarl.process_tree import import_folders
 
 __all__ = [
     "GPU",
     "LOOPBACK",
     "derive_seed",
     "environment",
+    "import_folders",
     "joint_facts",
     "pin",
     "platform_differences",
@@ -159,6 +159,11 @@ def pin(threads: int) -> None:
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of a job that stays on one machine: where process groups listen, which by themselves
 ask for the host's name and take its address. A lone rank's group listens too."""
+
+
+def import_folders() -> list[str]:
+    """Where this process looks for modules, for those that it starts; a ``Path`` there Python itself passes over."""
+    return list(dict.fromkeys(path or os.getcwd() for path in sys.path if isinstance(path, str)))
 
 
 def rank_environment(threads: int) -> dict[str, str]:

@@ -47,7 +47,6 @@ __all__ = [
     "end_process",
     "end_with_parent",
     "hide_memory",
-    "import_folders",
     "spawn",
 ]
 
@@ -93,11 +92,6 @@ def spawn(
         env=dict(environment),
         start_new_session=True,
     )
-
-
-def import_folders() -> list[str]:
-    """Where this process looks for modules, for those that it starts; a ``Path`` there Python itself passes over."""
-    return list(dict.fromkeys(path or os.getcwd() for path in sys.path if isinstance(path, str)))
 
 
 class OutputTail:

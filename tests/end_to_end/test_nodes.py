@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import OF_EXAMPLES, REPOSITORY, as_flags, rows
+from safetensors.torch import save_file
 from same_run import untimed
 from transformers import AutoModelForTokenClassification
 
@@ -57,5 +59,6 @@ def test_a_reference_of_another_vocabulary_is_refused_before_anything_starts(tmp
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 7}), encoding="utf-8")
+    save_file({"a": torch.zeros(1)}, other / "model.safetensors")
     with pytest.raises(ConfigError, match=r"reference\.path: .* has a vocabulary of 7 tokens"):
         plan_run(_config(tmp_path / "run", **{"reference.path": json.dumps(str(other))}))

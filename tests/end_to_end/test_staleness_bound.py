@@ -9,7 +9,7 @@ from conftest import LONG_LEDGERS, RECIPE, arguments
 from llamarl.config import load_config
 from llamarl.controller.run import start_run
 from llamarl.errors import ExecutorFailed
-from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.generator_shard import GeneratorShard
 
 BOUND = 2
 """max_staleness 1 + max_segments 2 - 1."""
@@ -42,8 +42,8 @@ def test_the_bound_is_reached_and_never_passed(tmp_path: Path) -> None:
 def test_a_generator_that_keeps_groups_a_tick_too_long_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = GeneratorExecutor._deadlines
-    monkeypatch.setattr(GeneratorExecutor, "_deadlines", lambda *of: [tick + 1 for tick in right(*of)])
+    right = GeneratorShard.deadlines
+    monkeypatch.setattr(GeneratorShard, "deadlines", lambda *of, **by: [tick + 1 for tick in right(*of, **by)])
     with pytest.raises(
         ExecutorFailed, match=r"trainer.*StaleTokenError: trainer: tick 5: response 9/0, token 0 was sampled by"
     ):

@@ -31,6 +31,7 @@ def reward(prompt, response, answer):
         os.kill(os.getpid(), signal.SIGKILL)
     if response == "interrupted" and not os.path.exists(first := __file__ + ".once"):
         open(first, "w").close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever began the tests may ignore it
         os.kill(os.getpid(), signal.SIGINT)
     if response == "exit":
         print("leaving now", file=sys.stderr)

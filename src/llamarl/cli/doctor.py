@@ -606,8 +606,8 @@ def _random_value(rng: random.Random, about: Mapping[str, Any], words: Sequence[
 
 
 def _recorded(request: Mapping[str, Any]) -> dict[str, Any]:
+    from llamarl.determinism import import_folders
     from llamarl.environments.worker_process import worker_environment
-    from llamarl.process_tree import import_folders
 
     with tempfile.TemporaryDirectory() as folder:
         answered = Path(folder, "record.json")

@@ -26,6 +26,7 @@ from llamarl.model_support import Use, text_part, why_unsupported
 from llamarl.models.folders import check_supported, companion_files, hub_name, read_model_config, resolve_model_path
 from llamarl.models.sizes import check_tensor_parallel_size, experts_of, why_experts_not_spread, why_heads_not_shared
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, rollouts_in
+from llamarl.progress import shown
 from llamarl.reading import read_object, user_path
 from llamarl.roles import MODEL_SECTIONS, ROLES, Role, present_roles
 from llamarl.runtime.placement import available_cuda_devices, may_have_gpus
@@ -329,7 +330,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
     if config.algorithm.imitates:
         assert rows is not None
         if isinstance(rows, PromptStream):
-            rows.check_training_prompts(num_prompts)
+            _check_training_prompts(config, rows, num_prompts)
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
     if rows is not None:
         _check_temperature_of_rollouts(config)
@@ -339,7 +340,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         if name not in ROLES and own.factory == ROLES["demonstrations"].factory:  # rows beside what is sampled
             beside = make_demonstrations(config.for_executor(name), tokenizer)
             if isinstance(beside, PromptStream):
-                beside.check_training_prompts()
+                _check_training_prompts(config, beside, None)
     turns = None
     if uses_chat_template(tokenizer, config.data):
         with contextlib.suppress(DataError):  # of a template that takes one turn alone
@@ -352,7 +353,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             TurnTemplate(tokenizer, config.data)
             environments = pools.enter_context(EpisodePool(_with_one_worker(config.task)))
         stream = make_prompt_stream(config, tokenizer, environments)
-        stream.check_training_prompts(num_prompts)
+        _check_training_prompts(config, stream, num_prompts)
         first = _first_prompts(config, stream)
         for prompt in first:
             if prompt.opening is not None and prompt.opening.failure:
@@ -364,6 +365,13 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             stream.eval_prompts(config.evaluation.num_prompts)
         found = _found(stream, first[0], tokenizer)
         return found if rows is None else dataclasses.replace(found, num_training=rows.num_items("train"))
+
+
+def _check_training_prompts(config: RunConfig, stream: PromptStream | MixedStream, num_prompts: int | None) -> None:
+    """Check what is finite, and show how far that is: a million prompts take minutes."""
+    shows = config.observability.console != "none" and stream.num_items("train") is not None
+    with shown() if shows else contextlib.nullcontext():
+        stream.check_training_prompts(num_prompts)
 
 
 def _check_shown_answers(

@@ -7,7 +7,6 @@ recipe ─┬─▶ fork servers that import meanwhile
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -41,7 +40,6 @@ from llamarl.determinism import GPU, platform_facts, rank_environment
 from llamarl.errors import ConfigError, LlamaRLError, ModelError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.models.folders import resolve_model_path
-from llamarl.progress import shown
 from llamarl.reading import read_object, user_path
 from llamarl.roles import ROLES, present_roles
 from llamarl.runtime.fork_server import shared_modules, start_early
@@ -190,8 +188,7 @@ def prepare(config: RunConfig, begun: RunConfig | None = None) -> Prepared:
     check_reward_models(config)
     check_architectures(config)
     folder = resolve_model_path(config.model.path)
-    with shown() if config.observability.console != "none" else contextlib.nullcontext():  # a million take minutes
-        questions = check_prompts(config, folder)
+    questions = check_prompts(config, folder)
     if not questions.holds_out and config.evaluation.every:
         if config.evaluation.patience:
             raise ConfigError.at(

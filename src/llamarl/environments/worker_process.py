@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from llamarl.determinism import import_folders
 from llamarl.environments.messages import MAX_REPLY_BYTES, Answered, Ready, Refused, parse_reply
 from llamarl.frames import BrokenFrame, Frames
-from llamarl.process_tree import import_folders, spawn
+from llamarl.process_tree import spawn
 from llamarl.running_time import running_s
 from llamarl.settings.environments import RewardPoolConfig
 

@@ -72,7 +72,7 @@ def test_what_is_no_number_is_null_in_the_json_of_an_evaluation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = {"samples": 1, "failed": 0, "accuracy": 1.0, "accuracy_error": float("nan")}
-    monkeypatch.setattr(eval_verb, "_evaluate", lambda *_, **__: scores)
+    monkeypatch.setattr(eval_verb, "_evaluate", lambda *_, **__: (scores, iter(())))
     monkeypatch.setattr(eval_verb, "_compute_as_in_a_run", lambda threads: None)
     assert main(["eval", "bundled:tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == scores | {"accuracy_error": None}

@@ -191,9 +191,9 @@ def test_another_task_to_evaluate_on_brings_its_own_data(
     monkeypatch.chdir(tmp_path)
     found: list[RunConfig] = []
 
-    def evaluate(config: RunConfig, *rest: Any, **flags: Any) -> dict[str, Any]:
+    def evaluate(config: RunConfig, *rest: Any, **flags: Any) -> tuple[dict[str, Any], list[Any]]:
         found.append(config)
-        return {"failed": 0, "samples": 1, "intervals": {}}
+        return {"failed": 0, "samples": 1, "intervals": {}}, []
 
     monkeypatch.setattr(eval_verb, "_evaluate", evaluate)
     monkeypatch.setattr(eval_verb, "_compute_as_in_a_run", lambda threads: None)

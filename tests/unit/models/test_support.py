@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from engine_runs import run
+from safetensors.torch import save_file
 from tiny_models import FAMILIES as TINY
 from tiny_models import tiny_config
 from training_fixtures import make_groups
@@ -244,6 +245,7 @@ def test_adapters_of_latent_attention_lie_where_its_configuration_has_layers(
 
 def test_a_family_outside_the_table_gets_what_needs_no_knowledge(folders: Path, tmp_path: Path) -> None:
     AutoConfig.for_model("arcee", **_SHAPE).save_pretrained(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for file in (folders / "llama").glob("tokenizer*"):
         shutil.copy(file, tmp_path)
     for asked in ({}, {"generator": {"dp": 2}}, {"lora": {"rank": 2}}):

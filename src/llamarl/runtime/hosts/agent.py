@@ -18,10 +18,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from llamarl.determinism import LOOPBACK, environment
+from llamarl.determinism import LOOPBACK, environment, import_folders
 from llamarl.errors import LlamaRLError, TransferError
 from llamarl.files.host_files import HostFiles, default_base
-from llamarl.process_tree import import_folders
 from llamarl.runtime.children import Stores, raise_open_files
 from llamarl.runtime.fork_server import ForkServer
 from llamarl.runtime.hosts.hosted_rank import HostedRank, Say, Word

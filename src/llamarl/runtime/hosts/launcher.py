@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from llamarl.determinism import import_folders
 from llamarl.executors.base import ExecutorSpec
-from llamarl.process_tree import import_folders
 from llamarl.runtime.children import Killed, cause_of_death
 from llamarl.runtime.commands import Link
 from llamarl.runtime.fork_server import shares_imports
