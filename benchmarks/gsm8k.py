@@ -84,8 +84,7 @@ def main() -> None:
                 name = f"{arm}_seed_{seed}"
                 results["curves"][name] = rl(args, arm, seed, tuned, within_reach)
                 add(name, args.runs / name / "model", args.n if first else max(1, args.n // 4))
-        if first:  # the base model late: its answers are the longest
-            add("base", Path(args.model), args.n)
+    add("base", Path(args.model), args.n)  # late: its answers are the longest
     if args.trl_env:
         results["curves"]["trl_seed_0"], (model, n) = trl_arm(args, tuned, within_reach)
         add("trl_seed_0", model, n)
