@@ -132,10 +132,12 @@ def rl(args: argparse.Namespace, arm: str, seed: int, tuned: Path, questions: Pa
 
 
 def differences(found: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
-    """Of shares of right answers at temperature 1, paired: each arm less SFT, staleness 1 less 0, TRL less staleness 1."""
+    """Of shares of right answers at temperature 1, paired: each arm less SFT, staleness 1 less 0, 4 less both,
+    TRL less staleness 1."""
     pairs = [(f"{arm}_seed_{seed}", "sft") for arm in ARMS for seed in seeds]
     pairs += [(f"staleness_1_seed_{seed}", f"staleness_0_seed_{seed}") for seed in seeds]
-    pairs += [(f"staleness_4_seed_{seeds[0]}", f"staleness_1_seed_{seeds[0]}"), ("sft", "base")]
+    pairs += [(f"staleness_4_seed_{seeds[0]}", f"staleness_{less}_seed_{seeds[0]}") for less in (0, 1)]
+    pairs.append(("sft", "base"))
     pairs.append(("trl_seed_0", f"staleness_1_seed_{seeds[0]}"))
     said = {
         f"{one} less {other}": paired(found[one], found[other]) for one, other in pairs if {one, other} <= set(found)

@@ -61,6 +61,7 @@ __all__ = [
     "stand_in",
 ]
 
+_GROUPS = Path("/sys/fs/cgroup")
 _MOST_S = 120.0
 """Until a process has asked the driver."""
 
@@ -232,9 +233,6 @@ def _least(own: str, root: Path, controller: str, of_group: Callable[[Path, bool
             with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
                 found.append(of_group(group, number != "0"))
     return min(found)
-
-
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 def _own_groups() -> str:
