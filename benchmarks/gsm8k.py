@@ -260,18 +260,24 @@ def curve(run: Path) -> dict[str, Any]:
 def draw(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.5))
+    arms: dict[str, list[list[float]]] = {}
     for name, found in results["curves"].items():
-        color = {"staleness_0": "C0", "staleness_1": "C1", "trl": "C3"}.get(name.partition("_seed")[0], "C2")
-        right = found["reward/mean"]
-        axes.plot(right, color=color, alpha=0.3, lw=0.7)
-        smooth = [statistics.mean(right[max(0, i - 4) : i + 1]) for i in range(len(right))]
-        axes.plot(smooth, color=color, label=name.replace("_", " "))
+        arms.setdefault(name.partition("_seed")[0], []).append(found["reward/mean"])
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    for i, (arm, seeds) in enumerate(arms.items()):
+        for right in seeds if len(seeds) > 1 else ():
+            axes.plot(_last_five(right), color=f"C{i}", alpha=0.35, lw=0.8)
+        label = arm.replace("_", " ") + (f", mean of {len(seeds)} seeds" if len(seeds) > 1 else ", one seed")
+        axes.plot(_last_five([statistics.mean(at) for at in zip(*seeds, strict=True)]), color=f"C{i}", label=label)
     axes.set_xlabel("tick")
-    axes.set_ylabel("right answers of a tick's samples\n(thick: mean of the last five)")
+    axes.set_ylabel("right answers of a tick's samples,\nmean of the last five ticks")
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def _last_five(values: list[float]) -> list[float]:
+    return [statistics.mean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
 
 
 if __name__ == "__main__":
