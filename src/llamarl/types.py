@@ -19,6 +19,7 @@ __all__ = [
     "DEMONSTRATIONS",
     "EVAL_INDEX_OFFSET",
     "OWN_PROMPTS",
+    "RIGHT",
     "Failure",
     "FailureKind",
     "FinishReason",
@@ -34,6 +35,8 @@ OWN_PROMPTS = 1 << 25
 """From here on indices are of prompts of executors of the user's own, as many for each."""
 EVAL_INDEX_OFFSET = 1 << 30
 """Held-out prompts are numbered from here, so that no sampling seed of theirs is a training prompt's."""
+RIGHT = 1 - 1e-6
+"""The least reward of a right answer: 1, less what rounding takes of a sum such as 0.6 + 0.3 + 0.1."""
 
 DEMONSTRATIONS = "demonstrations"
 """``Response.sampled_by`` of a row to imitate: nobody's distribution is known that wrote it."""

@@ -17,7 +17,7 @@ from llamarl.errors import ConfigError
 from llamarl.import_path import call
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.strict import is_import_path
-from llamarl.types import Response, Score
+from llamarl.types import RIGHT, Response, Score
 
 __all__ = [
     "ESTIMATORS",
@@ -113,7 +113,7 @@ def shaping(
         tokens: Of the response.
         written: True on those that the policy wrote; None: all. The others count in its length alone.
     """
-    added = cosine_length(len(tokens), config.cosine_length, right=value >= 1)
+    added = cosine_length(len(tokens), config.cosine_length, right=value >= RIGHT)
     if config.repetition_penalty:
         added -= config.repetition_penalty * repeated_share(tokens, config.repetition_ngram, written)
     return added - overlong_penalty(len(tokens), config)

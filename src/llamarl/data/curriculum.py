@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llamarl.types import OWN_PROMPTS, Group, Score
+from llamarl.types import OWN_PROMPTS, RIGHT, Group, Score
 
 __all__ = ["BANDS", "Outcome", "PassRates", "bands", "outcomes_of", "teaches"]
 
@@ -84,7 +84,7 @@ def outcomes_of(groups: Iterable[Group]) -> list[Outcome]:
         for response in group.responses:
             if isinstance(response.outcome, Score):
                 of_item = counts.setdefault((group.prompt.task, group.prompt.item), [group.prompt.index, 0, 0])
-                of_item[1 + (response.outcome.value < 1)] += 1
+                of_item[1 + (response.outcome.value < RIGHT)] += 1
     return [(task, item, index, right, wrong) for (task, item), (index, right, wrong) in sorted(counts.items())]
 
 

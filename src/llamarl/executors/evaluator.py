@@ -35,7 +35,7 @@ from llamarl.models.parallel import ParallelLayout, make_layout, new_group
 from llamarl.observability.findings import Causes
 from llamarl.progress import watch
 from llamarl.running_time import running_s
-from llamarl.types import Failure, Group, Prompt, Score
+from llamarl.types import RIGHT, Failure, Group, Prompt, Score
 
 __all__ = ["EvaluatorExecutor", "evaluate", "sample_groups", "standard_error"]
 
@@ -215,9 +215,9 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
     responses = [r for g in groups for r in g.responses]
     values = [r.outcome.value for r in responses if isinstance(r.outcome, Score)]
     of_prompts = [[r.outcome.value for r in g.responses if isinstance(r.outcome, Score)] for g in groups]
-    solved = [max(found) >= 1 for found in of_prompts if found]
+    solved = [max(found) >= RIGHT for found in of_prompts if found]
     return {
-        "accuracy": float(np.mean([v >= 1 for v in values])) if values else float("nan"),
+        "accuracy": float(np.mean([v >= RIGHT for v in values])) if values else float("nan"),
         "reward_mean": float(np.mean(values)) if values else float("nan"),
         "pass_at_k": float(np.mean(solved)) if solved else float("nan"),
         "length_mean": float(np.mean([len(r.tokens) for r in responses])) if responses else float("nan"),
@@ -229,6 +229,6 @@ def evaluate(groups: Sequence[Group], tasks: Sequence[str] = ()) -> dict[str, fl
 
 def standard_error(groups: Sequence[Group]) -> float:
     """Of ``accuracy``: over prompts, since responses to one are alike; NaN below two prompts with a verdict."""
-    scored = [[r.outcome.value >= 1 for r in g.responses if isinstance(r.outcome, Score)] for g in groups]
+    scored = [[r.outcome.value >= RIGHT for r in g.responses if isinstance(r.outcome, Score)] for g in groups]
     shares = [float(np.mean(one)) for one in scored if one]
     return float(np.std(shares, ddof=1) / np.sqrt(len(shares))) if len(shares) > 1 else float("nan")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llamarl.environments.answers import extract_answer, is_number
-from llamarl.types import Group, Response, Score
+from llamarl.types import RIGHT, Group, Response, Score
 
 __all__ = ["Measure", "answered", "best_of", "majority", "mean_of", "measures", "pass_at_k"]
 
@@ -112,7 +112,7 @@ def _is_judged(response: Response) -> bool:
 
 
 def _is_right(response: Response) -> bool:
-    return isinstance(response.outcome, Score) and response.outcome.value >= 1
+    return isinstance(response.outcome, Score) and response.outcome.value >= RIGHT
 
 
 def _is_numeric(group: Group) -> bool:

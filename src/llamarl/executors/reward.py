@@ -36,7 +36,7 @@ from llamarl.observability.writing import Patience
 from llamarl.progress import watch
 from llamarl.roles import ROLES
 from llamarl.settings.algorithms import AlgorithmConfig
-from llamarl.types import Failure, Group, Score
+from llamarl.types import RIGHT, Failure, Group, Score
 
 __all__ = ["JUDGING_SHARE", "RewardExecutor", "count_causes", "failure_cause", "part_means", "reward_metrics"]
 
@@ -230,7 +230,7 @@ def _of_task(groups: Sequence[Group], task: str) -> dict[str, float]:
     values = [r.outcome.value for g in mine for r in g.responses if isinstance(r.outcome, Score)]
     return {
         "mean": float(np.mean(values)) if values else float("nan"),
-        "accuracy": float(np.mean([value >= 1 for value in values])) if values else float("nan"),
+        "accuracy": float(np.mean([value >= RIGHT for value in values])) if values else float("nan"),
         "groups": float(len(mine)),
     }
 

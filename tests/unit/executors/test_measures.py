@@ -6,8 +6,12 @@ import math
 import pytest
 from made_responses import made_group, made_response
 
+from llamarl.algorithms.advantages import shaping
+from llamarl.data.curriculum import outcomes_of
 from llamarl.executors.evaluator import evaluate
 from llamarl.executors.measures import answered, best_of, majority, mean_of, measures, pass_at_k
+from llamarl.executors.reward import reward_metrics
+from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.types import Failure, Group, Response, Score
 
 
@@ -58,6 +62,18 @@ def test_a_prompt_without_a_verdict_counts_in_no_share_of_a_run_s_own_evaluation
     scores = evaluate(groups)
     assert (scores["pass_at_k"], scores["accuracy"], scores["failed"]) == (0.5, pytest.approx(1 / 3), 3.0)
     assert math.isnan(evaluate(groups[2:])["pass_at_k"])
+
+
+def test_a_reward_is_right_that_rounding_has_kept_below_one() -> None:
+    """As that of every full answer is where three rewards weigh 0.6, 0.3 and 0.1."""
+    total = 0.6 + 0.3 + 0.1
+    groups = [_group(("\\boxed{4}", total), ("\\boxed{5}", 0.99))]
+    scores = evaluate(groups, ["t"])
+    assert total < 1
+    assert (scores["accuracy"], scores["pass_at_k"], scores["tasks/t/accuracy"]) == (0.5, 1.0, 0.5)
+    assert reward_metrics(groups, ["t"])["reward/tasks/t/accuracy"] == 0.5
+    assert measures(groups)["pass@1"].value == 0.5 and outcomes_of(groups) == [("t", -1, 0, 1, 1)]
+    assert shaping(total, [], AlgorithmConfig(cosine_length=9)) == 0.0  # a wrong one's is -1
 
 
 def test_the_interval_is_wilsons() -> None:
