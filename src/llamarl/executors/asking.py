@@ -240,16 +240,20 @@ class ServerJudge:
     def _verdict(self, data: bytes) -> Verdict:
         try:
             said: Any = json.loads(data)
-            text = said["choices"][0]["message"]["content"]
+            choice = said["choices"][0]
+            text = choice["message"]["content"]
             usage = said.get("usage") or {}
             read, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+            cut = choice.get("finish_reason") == "length" or written >= self._config.max_new_tokens
+            if text is None and cut:  # in the middle of a thought, which the server keeps apart
+                text = ""
             if not isinstance(text, str):
                 raise TypeError("its content is no text")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             shown = self._clean(data[:_MAX_DETAIL].decode(errors="replace"))
             detail = f"{self._url} sent what is no chat completion ({type(error).__name__}: {error}): {shown}"
             raise _NoReply(detail, may_pass=True) from None
-        return _of_words(text, self._config, cut=written >= self._config.max_new_tokens, read=read, written=written)
+        return _of_words(text, self._config, cut=cut, read=read, written=written)
 
     def _clean(self, text: str) -> str:
         """One short line, without the key."""

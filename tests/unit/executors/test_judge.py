@@ -258,6 +258,10 @@ def test_a_refusal_whose_words_never_come_fails_its_sample_and_not_the_run() -> 
         (completion("I cannot say."), "it named no score between 0 and 10"),
         (completion("SCORE: 99"), "it named no score between 0 and 10"),
         (completion("", written=256), "was cut at judge.max_new_tokens = 256"),
+        (
+            (200, {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}),
+            "it named no score between 0 and 10 (judge.score_pattern), and was cut at judge.max_new_tokens = 256",
+        ),
         ((200, b"<html>hello</html>"), "sent what is no chat completion (JSONDecodeError"),
         ((200, {"choices": []}), "sent what is no chat completion (IndexError"),
         ((200, {"choices": [{"message": {"content": None}}]}), "sent what is no chat completion (TypeError"),
