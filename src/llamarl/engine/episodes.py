@@ -270,7 +270,8 @@ class EpisodeEngine:
         assert isinstance(answer, Step), "an episode that goes on is answered with a step"
         answer_turn(episode, answer)
         if answer.done:
-            self._end(sequence, "length" if answer.truncated else "stop")
+            out_of_tokens = episode.turns[-1].finish_reason == "length" and len(sequence.tokens) >= episode.max_tokens
+            self._end(sequence, "length" if answer.truncated or out_of_tokens else "stop")
             return False
         if len(episode.turns) < episode.opening.max_turns:
             try:

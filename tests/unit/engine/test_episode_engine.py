@@ -327,6 +327,16 @@ def test_a_limit_ends_the_episode_and_lets_its_environment_go(
     assert sorted(pool.released) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+@pytest.mark.parametrize(("changes", "reason"), [({}, "length"), ({"max_turn_tokens": 4}, "stop")])
+def test_an_episode_that_ran_out_of_tokens_is_cut_whatever_its_environment_makes_of_the_last_turn(
+    changes: dict[str, int], reason: str
+) -> None:
+    (sequence,) = sequences(1, max_tokens=5, **changes)
+    play(player(LatePool(episode_turns=1), BatchEngine(ends=0)), [sequence])
+    assert sequence.episode is not None and sequence.finish_reason == reason
+    assert [turn.finish_reason for turn in sequence.episode.turns] == ["length"]
+
+
 def test_an_environment_that_fails_fails_its_sample_and_the_others_go_on() -> None:
     class Failing(LatePool):
         def answer(self, ask: Ask) -> Answer:
