@@ -78,6 +78,16 @@ def test_an_episode_is_opened_answered_and_closed(pool: EpisodePool, log: Path) 
     assert calls(log) == ["0", "close", "0", "1", "2", "close"]  # one instance has answered both turns
 
 
+def test_a_pool_that_is_closed_closes_its_episodes_first(tmp_path: Path) -> None:
+    """What they hold may live elsewhere: a container, a sandbox behind a URL."""
+    log = tmp_path / "calls"
+    with EpisodePool(config("Awkward", log=str(log))) as own:
+        step(own.wait(ask("a")))
+        step(own.wait(ask("a", key=1)))
+        log.write_text("")
+    assert calls(log) == ["close", "close"]
+
+
 def test_an_episode_that_lost_its_worker_is_played_again(pool: EpisodePool, log: Path) -> None:
     first = step(pool.wait(ask("a")))
     (before,) = pool.worker_pids

@@ -10,6 +10,7 @@ when: an answer is a function of its ask.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,9 @@ from llamarl.types import Failure, Opening, Prompt, Score
 __all__ = ["Answer", "Environments", "EpisodeItems", "EpisodeOpener", "EpisodePool"]
 
 Answer = Observation | Step | Failure
+
+_CLOSE_S = 5.0
+"""For environments to close, when their pool is closed."""
 
 
 class Environments(Protocol):
@@ -131,6 +135,16 @@ class EpisodePool(WorkerPool):
         home = self._homes.pop(key, None)
         if home is not None:
             self._released.setdefault(home, []).append(key)
+
+    def close(self) -> None:
+        """End all workers. Those that wait close their episodes first, in a few seconds."""
+        waiting = [worker for worker in self._workers if worker.ready and worker.job is None]
+        for worker in waiting:
+            worker.begin_end()
+        until = running_s() + _CLOSE_S
+        while running_s() < until and not all([worker.has_ended() for worker in waiting]):
+            time.sleep(0.005)
+        super().close()
 
     def accepts(self, job: Job, answer: AnyAnswer) -> bool:
         return not isinstance(answer, tuple)

@@ -149,6 +149,11 @@ class Player:
     def _make(self, ask: Ask) -> Environment:
         return self._makers[label_in(self._makers, ask.play.task)]()
 
+    def close(self) -> None:
+        """End the episodes that are live."""
+        for key in list(self._live):
+            self._close(key)
+
     def _close(self, key: tuple[Any, ...]) -> None:
         live = self._live.pop(key, None)
         if live is not None:

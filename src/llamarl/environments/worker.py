@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llamarl.frames import Frames, frame
@@ -44,6 +45,8 @@ class _Pool:
         self._identities = {fd: _identify(fd), output: _identify(output), 0: _identify(0)}
         self._pid = os.getpid()
         self._streams: dict[str, Any] = {}
+        self.at_end: Callable[[], None] | None = None
+        """Called before the process ends because there is no pool any more."""
         os.register_at_fork(after_in_child=self._forked)
 
     def read(self) -> Any:
@@ -53,6 +56,8 @@ class _Pool:
         while not self._requests:
             self._check()
             if not (piece := os.read(self._fd, 1 << 20)):
+                if self.at_end is not None:
+                    self.at_end()
                 os._exit(0)
             self._requests += self._frames.feed(piece)
         return pickle.loads(self._requests.pop(0)[1])
@@ -187,6 +192,7 @@ def main() -> None:
     except Exception as error:  # user code at import; the pool turns it into its own error
         pool.reply(Refused(_first_lines(error, memory_limit_mb)))
         return
+    pool.at_end = getattr(work, "close", None)
     pool.reply(Ready(os.getpid()))
     while True:
         job, request, released = pool.read()

@@ -180,6 +180,11 @@ class WorkerProcess:
         self._has_ended = not piece
         return self._has_ended
 
+    def begin_end(self) -> None:
+        """Have a worker without a job close what it holds live, and end by itself."""
+        with contextlib.suppress(OSError):
+            self.jobs.shutdown(socket.SHUT_WR)
+
     def begin_stop(self) -> None:
         """Have the guard kill the worker and all that it started, without waiting for it."""
         if not self._has_ended:
