@@ -89,7 +89,7 @@ class CompletionsCaller:
         columns["completion_ids"] = tokens
         if missing := [name for name in self._needed if name not in columns]:
             raise TypeError(f"{self._shown} needs {missing[0]!r}, but there are only {', '.join(sorted(columns))}")
-        return waited_for(self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names}))
+        return self._function(**{k: v for k, v in columns.items() if self._takes_all or k in self._names})
 
 
 Caller = Callable[[Any, Any, Any, Any], Any] | CompletionsCaller
@@ -97,14 +97,14 @@ Caller = Callable[[Any, Any, Any, Any], Any] | CompletionsCaller
 
 
 def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> Caller:
-    """A function of (prompt, response, answer, metadata) that passes on what ``function`` takes.
+    """A function of (prompt, response, answer, metadata) that passes on what ``function``, also an async one, takes.
 
     Args:
         path: Its import path, for errors.
         batch_size: ``task.reward_batch_size``; 0 is one sample a call.
 
     Raises:
-        DataError: It cannot be called so: other parameters, too few, for one sample and not for a batch, or ``async``.
+        DataError: It cannot be called so: other parameters, too few, or for one sample and not for a batch.
     """
     names = _MANY if batch_size else _ONE
     try:
@@ -115,8 +115,6 @@ def how_to_call(function: Callable[..., Any], path: str, *, batch_size: int) -> 
     shown = f"task.reward {path!r}: {getattr(function, '__name__', type(function).__name__)}{told}"
     if {"completions", "completion_ids"} & set(told.parameters):
         return CompletionsCaller(function, told, shown)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        raise DataError(f"{shown} is async: write a plain function (it may call asyncio.run)")
     if {"solution_str", "ground_truth"} <= set(told.parameters):
         return _as_verl_calls(function, own, told, shown, batch_size)
     if set(told.parameters) & set(_ONE if batch_size else _MANY) and not set(told.parameters) & set(names):
@@ -157,8 +155,10 @@ def _as_verl_calls(
         raise DataError(f"{shown} is called with {', '.join(_OF_VERL)}, as verl does, and {why}")
 
     def call(prompt: Any, response: Any, answer: Any, metadata: Any) -> Any:
-        values = (metadata.get("data_source"), response, answer, metadata.get("extra_info") or {})
-        value = function(**{k: v for k, v in zip(_OF_VERL, values, strict=True) if k in names})
+        of_verl = metadata.get("reward_model")  # where what is no text was left
+        truth = of_verl.get("ground_truth") if answer is None and isinstance(of_verl, Mapping) else answer
+        values = (metadata.get("data_source"), response, truth, metadata.get("extra_info") or {})
+        value = waited_for(function(**{k: v for k, v in zip(_OF_VERL, values, strict=True) if k in names}))
         if not isinstance(value, Mapping) or "score" not in value:
             return value
         numeric: dict[str, Any] = {
@@ -321,16 +321,16 @@ class FunctionTask:
     def _values(self, call: Caller, episodes: Sequence[tuple[Prompt, Sequence[str], Tokens]]) -> list[object]:
         """What one function returns, one value a sample."""
         if not self._batch_size and not isinstance(call, CompletionsCaller):
-            return [call(p.text, turns[-1], p.answer, dict(p.metadata)) for p, turns, _ in episodes]
+            return [waited_for(call(p.text, turns[-1], p.answer, dict(p.metadata))) for p, turns, _ in episodes]
         prompts = [prompt for prompt, _, _ in episodes]
         metadata = [dict(prompt.metadata) for prompt in prompts]
         responses, answers = [turns[-1] for _, turns, _ in episodes], [prompt.answer for prompt in prompts]
         texts = [prompt.text for prompt in prompts]
         if isinstance(call, CompletionsCaller):
             ids = [np.asarray(tokens, np.int64).tolist() for _, _, tokens in episodes]
-            values = call.judge(texts, responses, answers, metadata, ids)
+            values = waited_for(call.judge(texts, responses, answers, metadata, ids))
         else:
-            values = call(texts, responses, answers, metadata)
+            values = waited_for(call(texts, responses, answers, metadata))
         if hasattr(values, "tolist"):  # arrays and tensors
             values = values.tolist()
         if isinstance(values, (str, bytes, Mapping, Score)) or not isinstance(values, Iterable):

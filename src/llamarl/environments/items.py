@@ -145,10 +145,16 @@ def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
 
 
 def with_verl_answer(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record without an ``answer``, with that which verl's tables have as ``ground_truth`` in ``reward_model``."""
+    """A record without an ``answer``, with that which verl's tables have as ``ground_truth`` in ``reward_model``; what is
+    neither text nor a number is left there, for a reward of verl's kind."""
     of_verl = record.get("reward_model")
     found = of_verl.get("ground_truth") if isinstance(of_verl, Mapping) else None
-    return record if "answer" in record or found is None else {**record, "answer": found}
+    if "answer" in record or found is None:
+        return record
+    if isinstance(found, bool) or not isinstance(found, str | int | float):
+        _tell("a ground_truth is no text and no number: a reward that is called as by verl gets it, others no answer")
+        return record
+    return {**record, "answer": found}
 
 
 def local_data(named: str, key: str) -> str:

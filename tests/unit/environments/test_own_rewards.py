@@ -68,6 +68,16 @@ def plain_score(solution_str, ground_truth, **kwargs):
 def more_score(data_source, solution_str, ground_truth, sandbox):
     return 0.0
 
+async def later_score(solution_str, ground_truth):
+    loops.add(asyncio.get_running_loop())
+    return {"score": float(solution_str in ground_truth["target"])}
+
+async def later_right(response, answer):
+    return float(answer in response)
+
+async def later_rights(responses, answers):
+    return [float(a in r) for a, r in zip(answers, responses)]
+
 def all_of_them(completions, **kwargs):
     return [float(sorted(kwargs) == ["answer", "completion_ids", "level", "prompts"]) for _ in completions]
 """
@@ -154,10 +164,18 @@ def test_a_reward_of_verl_gets_its_parameters_by_name(module: str) -> None:
     assert judged(one("compute_score"), "7", of) == Score(value=1.0, parts={"acc": 1.0})
     assert judged(one("compute_score"), "8", of) == Score(value=0.0, parts={"acc": 0.0})
     assert judged(one("plain_score"), "it is 7", prompt()).value == 1.0
+    kept = {"reward_model": {"style": "rule", "ground_truth": {"target": ["7", "seven"]}}}
+    assert [judged(one("later_score"), text, prompt(kept, answer=None)).value for text in ("7", "8")] == [1.0, 0.0]
     with pytest.raises(DataError, match="as verl does, and judges one sample a call: set task.reward_batch_size to 0"):
         judged(one("compute_score"), "7", of, batch_size=4)
     with pytest.raises(DataError, match="called with data_source, .*, as verl does, and needs other parameters"):
         judged(one("more_score"), "7", of)
+
+
+def test_an_async_reward_is_waited_for(module: str) -> None:
+    for name, batch_size in (("later_right", 0), ("later_rights", 4)):
+        judges = [RewardPart(function=f"{module}:{name}")]
+        assert [judged(judges, text, prompt(), batch_size=batch_size).value for text in ("7", "8")] == [1.0, 0.0]
 
 
 def test_none_is_a_reward_that_does_not_apply(module: str) -> None:

@@ -137,10 +137,6 @@ def test_a_function_gets_what_its_parameters_ask_for(function: Callable[..., Any
     assert how_to_call(function, "r.py:f", batch_size=0)("p", "r", "a", {"k": 1}) == got
 
 
-async def _later(prompt: str, response: str, answer: str) -> float:
-    return 1.0
-
-
 @pytest.mark.parametrize(
     ("function", "batch_size", "words"),
     [
@@ -151,7 +147,6 @@ async def _later(prompt: str, response: str, answer: str) -> float:
         (lambda: 0.0, 0, r"\(\) cannot be called"),
         (lambda prompts, responses, answers: [], 0, "takes lists, as task.reward_batch_size = 0 passes one sample"),
         (lambda prompt, response, answer: 0.0, 8, "one sample a call, as task.reward_batch_size = 8 passes lists"),
-        (_later, 0, "is async: write a plain function"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_with_what_it_gets(

@@ -509,6 +509,16 @@ def test_a_row_of_verl_has_its_answer_where_verl_puts_it(name: str, tmp_path: Pa
     assert (item.answer, item.messages, item.metadata["data_source"]) == ("2", tuple(talk), "sums")
 
 
+def test_a_ground_truth_of_verl_that_is_no_text_stays_for_rewards_of_its_kind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {"style": "rule", "ground_truth": {"target": ["two", "2"]}}
+    data = _file(tmp_path / "verl.jsonl", {"prompt": "1 + 1?", "reward_model": told})
+    item = make_task(TaskConfig(name="function", reward="json:dumps", data=data), seed=0).item("train", 0)
+    assert (item.answer, item.metadata) == (None, {"reward_model": told})
+    assert "others no answer" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("row", "question"),
     [
