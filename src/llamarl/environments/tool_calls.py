@@ -1,6 +1,7 @@
 """Calls of tools in a policy's reply, in the formats that the common chat templates teach.
 
     Hermes, Qwen       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Qwen3-Coder        <tool_call><function=add><parameter=a>1</parameter></function></tool_call>      values are text
     Llama 3            {"name": "add", "parameters": {"a": 1}}      also behind <|python_tag|>, several joined by ;
     Mistral            [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]      newer: [TOOL_CALLS]add[ARGS]{"a": 1}
     fenced             a block of three backquotes and json that holds such objects
@@ -38,6 +39,8 @@ class BadCall:
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _MISTRAL = "[TOOL_CALLS]"
 _FENCED = re.compile(r"```(?:json|tool_call)[ \t]*\n(.*?)```", re.DOTALL)
@@ -66,6 +69,8 @@ def read_calls(reply: str, known: Collection[str]) -> list[Call | BadCall]:
 
 def _marked(body: str) -> list[Call | BadCall]:
     """What stands behind a marker, where only calls may stand."""
+    if body.lstrip().startswith("<function="):
+        return [Call(name, dict(_PARAMETER.findall(inside))) for name, inside in _TAGGED.findall(body)]
     found: list[Call | BadCall] = []
     try:
         for value in _values(body):

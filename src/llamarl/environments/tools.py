@@ -106,13 +106,23 @@ class Tool:
         Raises:
             BadArguments: One is missing, unknown or of a wrong type.
         """
+        properties = self.schema["function"]["parameters"]["properties"]
+        nested = {name for name, schema in properties.items() if schema.get("type") in ("array", "object")}
         try:
-            model = self._model.model_validate(dict(arguments))
+            model = self._model.model_validate({k: _parsed(v) if k in nested else v for k, v in arguments.items()})
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:4]]
             raise BadArguments(f"{'; '.join(wrong)}. Expected {self.usage}") from error
         names = {field: str(of.alias) for field, of in type(model).model_fields.items()}
         return {names[field]: getattr(model, field) for field in model.model_fields_set}
+
+
+def _parsed(value: Any) -> Any:
+    """What stands in a text of JSON, as templates whose values are all text write lists and objects."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def tools_of(instance: object, *, leave_out: frozenset[str]) -> dict[str, Tool]:

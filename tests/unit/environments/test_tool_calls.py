@@ -23,6 +23,12 @@ KNOWN = ("add", "sub")
         ('<think><tool_call>{"name": "sub"}</tool_call></think><tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}'
          "</tool_call>", [ADD]),
         ('<tool_call>{"name": "now"}</tool_call>', [Call("now", {})]),
+        # Qwen3-Coder
+        ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n\n3\n</parameter>\n</function>\n"
+         "</tool_call>", [Call("add", {"a": "1", "b": "2\n\n3"})]),
+        ("So:<tool_call><function=now></function></tool_call><tool_call><function=sub><parameter=a>5</parameter>",
+         [Call("now", {}), Call("sub", {"a": "5"})]),
+        ('<tool_call>{"name": "sub", "arguments": {"a": "<function=x>"}}</tool_call>', [Call("sub", {"a": "<function=x>"})]),
         # Llama 3
         ('{"name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),

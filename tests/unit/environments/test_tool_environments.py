@@ -148,6 +148,22 @@ def test_quoted_numbers_are_taken() -> None:
     assert Tool(plain).checked({"a": "3"}) == {"a": 3}
 
 
+def test_lists_and_objects_in_text_are_taken_and_text_stays() -> None:
+    def put(rows: list[int], facts: dict[str, int], note: str) -> None:
+        """Put.
+
+        Args:
+            rows: Numbers.
+            facts: More.
+            note: Words.
+        """
+
+    given = {"rows": "[1, 2]", "facts": '{"x": 3}', "note": "[4]"}
+    assert Tool(put).checked(given) == {"rows": [1, 2], "facts": {"x": 3}, "note": "[4]"}
+    with pytest.raises(BadArguments, match="rows: Input should be a valid list"):
+        Tool(put).checked({**given, "rows": "[1"})
+
+
 class Shop:
     """TRL's shape."""
 
