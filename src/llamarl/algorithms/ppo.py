@@ -54,11 +54,12 @@ def truncated_is(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
 def gspo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
     """GSPO (arXiv:2507.18071): one ratio a response, the geometric mean of its tokens' ratios, clipped whole.
 
-    Each token carries its response's term, so normalisation by ``sequence`` is the paper's mean over responses.
+    Each token carries its response's term, so normalisation by ``sequence`` is the paper's mean over responses. The
+    gradient of a token's term is its own (Sec. 4.3, GSPO-token): where all have one advantage it sums up to the same.
     """
-    log_ratio = batch.log_ratio
-    means = sequence_means(log_ratio, batch)
-    return _clipped_surrogate(means[batch.sequence_ids], batch, config)
+    means = sequence_means(batch.log_ratio.detach(), batch)[batch.sequence_ids]
+    own = batch.policy_logprobs
+    return _clipped_surrogate(means + (own - own.detach()), batch, config)
 
 
 def _with_proximal_weight(batch: TokenBatch, config: AlgorithmConfig, most: float) -> TokenLosses:

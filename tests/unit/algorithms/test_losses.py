@@ -119,6 +119,19 @@ def _gradient(batch: TokenBatch, **config: Any) -> list[float]:
     return torch.autograd.grad(out.losses.sum(), batch.policy_logprobs)[0].tolist()
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_on_policy_each_token_moves_by_its_own_advantage(name: str) -> None:
+    batch = _batch([1.0, 1.0, 1.0, 1.0], [1.0, -2.0, 0.0, 3.0], [0, 0, 0, 1])
+    assert _gradient(batch, name=name) == pytest.approx([-1.0, 2.0, 0.0, -3.0], abs=1e-12)
+
+
+def test_gspo_leaves_a_masked_token_where_it_is_and_the_others_keep_the_ratio_of_all() -> None:
+    batch = _batch([1.21, 1.0], [1.0, 1.0])  # the response's ratio is 1.1
+    losses = LOSSES["gspo"](batch, AlgorithmConfig(name="gspo")).losses
+    (gradient,) = torch.autograd.grad(losses[0], batch.policy_logprobs)  # the second is masked
+    assert gradient.tolist() == pytest.approx([-1.1, 0.0], abs=1e-12)
+
+
 def test_with_one_update_a_tick_decoupled_ppo_is_plain_importance_sampling() -> None:
     ratios, advantages = [3.0, 0.5, 1.0], [1.0, -2.0, 1.0]
     assert _gradient(_batch(ratios, advantages), name="decoupled_ppo") == pytest.approx([-3.0, 1.0, -1.0])
