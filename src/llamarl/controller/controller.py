@@ -33,6 +33,7 @@ The standard job at tick k, with s = ``schedule.max_staleness``; nobody waits fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -187,4 +188,5 @@ class StopRequest:
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not self._show(_STOPPING):
-            os.write(2, f"\n{_STOPPING}\n".encode())  # a stream may be in the middle of a line
+            with contextlib.suppress(OSError):  # the same Ctrl-C has ended who reads it: `| tee`
+                os.write(2, f"\n{_STOPPING}\n".encode())  # a stream may be in the middle of a line

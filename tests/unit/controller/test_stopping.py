@@ -42,6 +42,21 @@ def test_a_live_display_says_it_in_place_of_standard_error(capfd: pytest.Capture
     assert "stopping after the next tick" in said[0] and not capfd.readouterr().err
 
 
+def test_a_ctrl_c_that_has_ended_the_reader_of_standard_error_asks_all_the_same() -> None:
+    terminal = os.dup(2)
+    read, write = os.pipe()
+    os.dup2(write, 2)
+    try:
+        os.close(read)  # `tee` ends by the same Ctrl-C
+        os.close(write)
+        with StopRequest() as request:
+            press()
+            assert request.take()
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+
+
 def test_a_handler_of_somebody_else_stays() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
