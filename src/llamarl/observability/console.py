@@ -6,6 +6,7 @@ What it says is made by plain functions: the head in ``job_description.py``, row
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -167,7 +168,9 @@ class ConsoleReporter:
         self._said_s = time.monotonic()
         encoding = self._console.encoding
         for line in lines:  # a question mark where the stream cannot hold a character
-            self._console.print(Text(line.rstrip().encode(encoding, "replace").decode(encoding), style), soft_wrap=True)
+            said = Text(line.rstrip().encode(encoding, "replace").decode(encoding), style)
+            with contextlib.suppress(OSError, SystemExit):  # rich ends a program whose reader is gone: a run goes on
+                self._console.print(said, soft_wrap=True)
         self._keep(lines, level)
 
     def _keep(self, lines: Iterable[str], level: str) -> None:

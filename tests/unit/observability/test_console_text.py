@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -289,6 +290,18 @@ def test_no_console_prints_nothing() -> None:
     reporter.on_row(_row(0))
     reporter.finish(RunSummary())
     assert out.getvalue() == ""
+
+
+def test_a_console_whose_reader_is_gone_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with open(write, "w", encoding="utf-8") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        reporter = ConsoleReporter(ObservabilityConfig(console="plain"), JOB, 60, log=tmp_path / "log.jsonl")
+        os.close(read)
+        reporter.message("a remark")
+        reporter.finish(RunSummary())
+        monkeypatch.undo()
+    assert "a remark" in (tmp_path / "log.jsonl").read_text()
 
 
 def test_a_stream_without_our_characters_gets_question_marks() -> None:
