@@ -145,10 +145,16 @@ class WorkerProcess:
             BrokenFrame: What has come is none.
             EOFError: Nothing more will come.
         """
+        with contextlib.suppress(BlockingIOError):
+            return self._read_piece()
+        return []
+
+    def _read_piece(self) -> list[Ready | Refused | Answered]:
+        """As ``read``; BlockingIOError where nothing has come."""
         try:
             piece = self.jobs.recv(_PIECE_BYTES)
         except BlockingIOError:
-            return []
+            raise
         except OSError:
             piece = b""
         if not piece:
@@ -164,9 +170,9 @@ class WorkerProcess:
 
     def read_rest(self) -> Iterator[Ready | Refused | Answered]:
         """What a worker that has ended still answered."""
-        with contextlib.suppress(EOFError, BrokenFrame):
-            while replies := self.read():
-                yield from replies
+        with contextlib.suppress(EOFError, BrokenFrame, BlockingIOError):
+            while True:  # a piece may hold no reply's end
+                yield from self._read_piece()
 
     def has_ended(self) -> bool:
         """Read what the guard tells of the worker's output; True once it has ended, and all that it guarded."""

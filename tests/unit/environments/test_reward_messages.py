@@ -3,6 +3,7 @@
 import enum
 import functools
 import math
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from llamarl.environments.messages import (
     reply_text,
 )
 from llamarl.environments.pool import split_into_batches
-from llamarl.environments.worker_process import worker_environment
+from llamarl.environments.worker_process import WorkerProcess, worker_environment
 from llamarl.errors import ConfigError, DataError
 from llamarl.executors.reward import count_causes, failure_cause
 from llamarl.frames import BrokenFrame, Frames, frame
@@ -39,6 +40,17 @@ def test_frames_come_whole_however_the_bytes_are_cut() -> None:
         assert [parse_reply(text) for _, text in got] == sent
     with pytest.raises(BrokenFrame, match=r"a message of 18446744073709551615 bytes"):
         Frames(most=1 << 26).feed(b"\xff" * 9)
+
+
+def test_the_long_answer_of_a_worker_that_has_ended_since_is_read_to_its_end() -> None:
+    answered = Answered(3, Observation(messages=({"role": "user", "content": "x" * 150_000},)))
+    worker = object.__new__(WorkerProcess)
+    worker.jobs, theirs = socket.socketpair()
+    with worker.jobs, theirs:
+        worker.jobs.setblocking(False)
+        worker._frames = Frames(1 << 26)
+        theirs.sendall(frame(0, reply_text(answered)))  # as much as a socket holds, and more than one read takes
+        assert list(worker.read_rest()) == [answered]  # also where somebody holds its end open
 
 
 @pytest.mark.parametrize(
