@@ -56,6 +56,8 @@ def command() -> int:
         from llamarl.runtime.fork_server import allow_fork_of_this_process
 
         allow_fork_of_this_process()
+        # who starts programs with it ignored hands that on: nobody would hear how a rank, or a worker, has ended
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # torch and transformers make a million objects that stay: to scan them every 700 is a seventh of a start
         gc.set_threshold(20_000, 10, 10)
         code = main()
