@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import socketserver
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["MAX_CONNECTIONS", "REQUEST_S", "BoundedServer", "QuietHandler"]
+__all__ = ["MAX_CONNECTIONS", "REQUEST_S", "BoundedServer", "NamelessServer", "QuietHandler"]
 
 REQUEST_S = 10.0
 MAX_CONNECTIONS = 16
@@ -43,7 +44,16 @@ class QuietHandler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-class BoundedServer(ThreadingHTTPServer):
+class NamelessServer(ThreadingHTTPServer):
+    """Begins without the look-up of this machine's name, which may ask the network, and wait for it."""
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), port
+
+
+class BoundedServer(NamelessServer):
     """Bounds its connections in number and time. Above the bound the oldest that was not recognized is ended."""
 
     request_queue_size = 128

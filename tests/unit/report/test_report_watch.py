@@ -54,6 +54,13 @@ def served(run: Path) -> Iterator[WatchServer]:
         yield server
 
 
+def test_the_start_waits_for_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda name="": pytest.fail(f"asked for the name of {name}"))
+    server = bounded_server.BoundedServer(("0.0.0.0", 0), bounded_server.QuietHandler)
+    server.server_close()
+    assert server.server_port > 0
+
+
 def answer_to(server: WatchServer, path: str, headers: dict[str, str]) -> tuple[http.client.HTTPResponse, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.request("GET", path, headers=headers)

@@ -20,10 +20,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from typing import Any
 
-from llamarl.bounded_server import QuietHandler
+from llamarl.bounded_server import NamelessServer, QuietHandler
 from llamarl.environments.adapters.chat_requests import (
     BadRequest,
     ChatRequest,
@@ -162,7 +161,7 @@ class ChatServer:
             raise
 
 
-class _Http(ThreadingHTTPServer):
+class _Http(NamelessServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 16
@@ -170,12 +169,6 @@ class _Http(ThreadingHTTPServer):
     def __init__(self, chat: ChatServer) -> None:
         self.chat = chat
         super().__init__(("127.0.0.1", 0), _Handler)
-
-    def server_bind(self) -> None:
-        """Without the look-up of this machine's name, which may ask the network."""
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
 
 class _Handler(QuietHandler):
