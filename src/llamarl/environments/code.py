@@ -25,7 +25,6 @@ import re
 import signal
 import socket
 import textwrap
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -43,6 +42,7 @@ from llamarl.environments.sandbox.memory_group import find_parent_of_groups
 from llamarl.environments.sandbox.run import Kind
 from llamarl.errors import DataError, Mistake
 from llamarl.process_tree import hide_memory
+from llamarl.running_time import running_s
 from llamarl.settings.environments import MixedTask, RewardPoolConfig, TaskConfig, TaskSection
 from llamarl.strict import STRICT, Reader
 from llamarl.types import Prompt, Score
@@ -248,10 +248,10 @@ def same_output(given: str, wanted: str) -> bool:
 
 def _judge_output(program: str, tests: Sequence[Mapping[str, str]], options: CodeOptions) -> Verdict:
     """Each input in a box of its own; what is expected never enters one."""
-    end = time.monotonic() + options.timeout_s
+    end = running_s() + options.timeout_s
     passed, limit, crashed, compiled = 0, None, False, True
     for test in tests:
-        left = end - time.monotonic()
+        left = end - running_s()
         if left <= 0:
             limit = "time"
             break

@@ -19,6 +19,7 @@ import pytest
 from hostile_programs import ENDLESS, HOSTILE, LIMITS, SHORT
 from waiting import wait_until
 
+from llamarl import running_time
 from llamarl.environments.code import CodeOptions, judge_program
 from llamarl.environments.sandbox import inside, run
 from llamarl.environments.sandbox.inside import syscall_filter
@@ -60,6 +61,21 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
 @pytest.fixture(autouse=True, scope="module")
 def _orphans_come_here() -> None:
     adopt_orphans()  # so that a process that outlived its box would be a child of this one
+
+
+def test_time_for_which_the_whole_job_was_stopped_is_none_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, stopped = [1000.0], list[str | None]()
+    monkeypatch.setattr(running_time, "_time", running_time.RunningTime(lambda: now_s[0]))
+    box = object.__new__(run._Box)
+    box.ended, box.deadline = False, running_time.running_s() + 5.0
+    box._stop = lambda selector, limit: stopped.append(limit)  # type: ignore[method-assign]
+    found = []
+    for step_s in (1.5, 60.0, 1.5, 1.5, 1.5):  # a minute of SIGSTOP, or of a paused container
+        now_s[0] += step_s
+        with selectors.DefaultSelector() as selector:
+            box.check_deadline(selector)
+        found.append(len(stopped))
+    assert found == [0, 0, 0, 0, 1] and stopped == ["time"]
 
 
 @pytest.fixture(autouse=True)

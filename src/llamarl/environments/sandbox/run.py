@@ -26,7 +26,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -36,6 +35,7 @@ from typing import Any, Literal
 from llamarl.environments.sandbox.limits import BoxFailed, BoxLimits, BoxResult, Limit, limit_in_words
 from llamarl.environments.sandbox.memory_group import make_memory_group
 from llamarl.linux_calls import SEAL_CONTENT, new_memory, seal
+from llamarl.running_time import running_s
 
 __all__ = [
     "Installation",
@@ -116,7 +116,7 @@ def run_together(
                 channel.close()
             while not boxes[0].ended:
                 nearest = min(box.deadline for box in boxes if not box.ended)
-                for key, _ in selector.select(max(0.0, nearest - time.monotonic())):
+                for key, _ in selector.select(max(0.0, nearest - running_s())):
                     if key.fd in selector.get_map():  # its box has not just been stopped
                         key.data(selector)
                 for box in boxes:
@@ -141,6 +141,8 @@ class _Box:
         """Its first process ended without a word, and nobody had ended it."""
         self.ended = False
         self.wall_s: float | None = None
+        self.started = running_s()
+        self.deadline = self.started + _START_S
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as passed:
             on_error.callback(self._remove_folder)
             pipes = [os.pipe() for _ in range(4)]
@@ -162,8 +164,6 @@ class _Box:
             join = self._group.words if self._group is not None else ()
             if self._group is not None:
                 on_error.callback(self._group.remove)
-            self.started = time.monotonic()
-            self.deadline = self.started + _START_S
             try:
                 command = _command(kind, limits, fds)
                 if not os.access(command[0], os.X_OK):  # a shell in front would say it in its own words
@@ -191,7 +191,7 @@ class _Box:
 
     def check_deadline(self, selector: selectors.BaseSelector) -> None:
         """End it where its time is over."""
-        if not self.ended and time.monotonic() >= self.deadline:
+        if not self.ended and running_s() >= self.deadline:
             self._stop(selector, "time")
 
     def end(self, selector: selectors.BaseSelector) -> None:
@@ -216,7 +216,7 @@ class _Box:
             if self._group.has_killed():
                 self._over = self._over or "memory"
             self._group.remove()
-        self.wall_s = time.monotonic() - self.started
+        self.wall_s = running_s() - self.started
 
     def result(self) -> BoxResult:
         """What became of the program; after ``end``.
@@ -274,7 +274,7 @@ class _Box:
         known = _STARTED in self._status
         self._status += piece
         if not known and _STARTED in self._status:
-            self.started = time.monotonic()
+            self.started = running_s()
             self.deadline = self.started + self._limits.wall_s
         if not piece:
             self._broke = self._status.endswith(_STARTED)
