@@ -125,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llamarl {args.verb}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
+        if args.verb in ("train", "sft"):  # whose streams outlive their readers: it is a run's own, and no end of it
+            raise
         return _read_enough()
     except KeyboardInterrupt as error:
         if TOLD not in error.args:

@@ -84,3 +84,18 @@ def test_a_terminal_is_still_seen_as_one() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=side, timeout=60).returncode == 0
     os.close(main)
     os.close(side)
+
+
+BROKEN = """
+import sys
+from llamarl.cli import main, train
+def run(args):
+    raise BrokenPipeError("a socket of the user's own")
+train.run = run
+sys.exit(main.main(["train", "tiny"]))
+"""
+
+
+def test_a_run_in_which_a_pipe_breaks_has_not_come_to_its_end() -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.endswith("BrokenPipeError: a socket of the user's own\n")
