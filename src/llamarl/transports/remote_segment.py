@@ -89,6 +89,8 @@ class RemoteSegment:
             assert self._stream is not None, "an expectation has a connection"
             try:
                 return self._stream.take(view, until, self._who)
+            except _HungUp:  # an owner ends who takes nothing for long, as this process while it was stopped
+                self.close()
             except BaseException:
                 self.close()
                 raise
@@ -155,15 +157,13 @@ class RemoteSegment:
             self._stream = None
 
     def _ask(self, offset: int, into: memoryview, until: float) -> None:
-        connection, is_new = self._owner.borrow(until, self._who)
+        connection = self._owner.borrow(until, self._who)
         try:
             try:
                 connection.ask(self.handle.nonce, offset, into.nbytes, until, self._who)
                 connection.take(into, until, self._who)
-            except _HungUp:
-                if is_new:
-                    raise
-                connection.close()  # one of an earlier read, ended since: by the owner's restart or on the way
+            except _HungUp:  # since an earlier read, or while this process was stopped; or its owner is gone
+                connection.close()
                 connection = self._owner.dial(until, self._who)
                 connection.ask(self.handle.nonce, offset, into.nbytes, until, self._who)
                 connection.take(into, until, self._who)
@@ -285,12 +285,12 @@ class _Owner:
     idle: list[_Connection] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def borrow(self, until: float, who: str) -> tuple[_Connection, bool]:
-        """A connection for one read, and whether it is new."""
+    def borrow(self, until: float, who: str) -> _Connection:
+        """A connection for one read."""
         with self.lock:
             if self.idle:
-                return self.idle.pop(), False
-        return self.dial(until, who), True
+                return self.idle.pop()
+        return self.dial(until, who)
 
     def give_back(self, connection: _Connection) -> None:
         with self.lock:

@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from other_space import KEY, being_at, place
 from waiting import wait_until
 
 from llamarl.errors import ChannelError, ConfigError, DeadlineExceeded
+from llamarl.transports import remote_segment
 from llamarl.transports.network import TlsFiles
 from llamarl.transports.remote_segment import RemoteSegment
 from llamarl.transports.run_key import KeyRefused, prove_as_client
@@ -224,6 +226,38 @@ def test_peer_that_takes_nothing_is_ended_and_others_are_served_meanwhile() -> N
     quick.sendall(struct.pack("<16sQQ", bytes(16), 0, 4))
     assert len(quick.recv(20, socket.MSG_WAITALL)) == 20
     wait_until(lambda: (len(server._unproved), len(server._proved)) == (0, 1))
+    server.close()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_reader_that_took_nothing_for_longer_than_its_owner_waits_reads_on(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memoryview(bytes(range(256)) * (1 << 17))  # 32 MiB: more than sockets hold
+    server = SegmentServer(A, Limits(stall_s=0.1))
+    server.register(bytes(16), memory)
+    with being_at(B):
+        remote = RemoteSegment(SegmentHandle(1, 1, memory.nbytes, bytes(16), "a", server.endpoint), 5.0)
+    remote._owner.idle.clear()
+
+    def stop() -> None:  # until the owner has ended what this process reads by
+        wait_until(lambda: server.sent_bytes == memory.nbytes and not server._proved)
+
+    if ahead:
+        remote.expect(0, memory.nbytes, 5.0)
+        stop()
+    else:
+        take, once = remote_segment._Connection.take, iter([stop])
+
+        def take_late(connection: Any, *words: Any) -> None:
+            next(once, lambda: None)()
+            take(connection, *words)
+
+        monkeypatch.setattr(remote_segment._Connection, "take", take_late)
+    into = np.zeros(memory.nbytes, np.uint8)
+    remote.read(0, into, 5.0, fresh=not ahead)
+    assert into.data == memory
+    remote.close()
     server.close()
 
 
