@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -33,6 +34,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
@@ -48,6 +50,7 @@ transformers_logging.disable_progress_bar()  # three processes would draw three 
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _WEIGHT_FILES = ("model.safetensors.index.json",)
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_PROBE = "It's 2023, isn't it?\n\n  x1 = 3.14159 * (40 + 2)\t# naïve, 中文"
 
 __all__ = [
     "cache_shape",
@@ -315,6 +318,24 @@ def _refuse_other_classes(folder: Path) -> None:
             raise ModelError(f"model.path: {folder / name} names {named!r:.60} as its tokenizer, which is no tokenizer")
 
 
+def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``tokenizer.json``. For many classes transformers 5 takes the vocabulary alone out of it, and
+    cuts text by rules of its own: github.com/huggingface/transformers/issues/45488 and 45920."""
+    file = folder / "tokenizer.json"
+    known = type(tokenizer) is PreTrainedTokenizerFast or not type(tokenizer).__module__.startswith("transformers.")
+    if known or not file.is_file():
+        return tokenizer
+    of_file = Tokenizer.from_file(str(file))
+    of_file.no_truncation()
+    of_file.no_padding()
+    expected = of_file.encode(_PROBE, add_special_tokens=False).ids
+    read = None
+    if hasattr(tokenizer, "backend_tokenizer"):
+        with contextlib.suppress(Exception):  # the library's plain one: the vocabulary lacks what the class counts on
+            read = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    return tokenizer if read == expected else PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a model.
 
@@ -331,6 +352,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
+            tokenizer = _as_its_file_says(tokenizer, folder)
             tokenizer.clean_up_tokenization_spaces = False  # Llama 3's folders ask for "x != y" to be read as "x!= y"
             read: set[int] = set(tokenizer("1", add_special_tokens=False)["input_ids"])
             tokenizer("1")  # a setting of a wrong kind ends where it is first used
