@@ -537,7 +537,21 @@ def _parse(text: str) -> Any:
 
 def _verify(target: Any, answer: Any) -> bool:
     verify = _library()[1]
-    return bool(verify(target, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    equal = bool(verify(target, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    return equal and not _are_apart(target, answer)
+
+
+def _are_apart(one: Any, other: Any) -> bool:
+    """Whether both are exact numbers that differ: ``math-verify`` takes those for equal that differ by less than 1e-15.
+
+    Below 1e-90 nobody is told apart: there what is zero, written as a difference, is rounding.
+    """
+    from sympy import Expr, Float
+
+    if not all(isinstance(x, Expr) and x.is_number and not x.has(Float) for x in (one, other)):
+        return False
+    gap, *sizes = (abs(x.evalf(15)) for x in (one - other, one, other))
+    return bool(gap.is_Float and max(sizes) > 1e-90 and gap > 1e-6 * max(sizes))
 
 
 def _within_calls(work: Callable[[], _Result], limit: int) -> _Result | None:

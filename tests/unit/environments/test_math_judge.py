@@ -68,6 +68,19 @@ def test_the_same_answer_in_another_form_is_right(reference: str, response: str)
     assert judge_answer(response, reference).value == 1.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
+        ("e^{-40}", "e^{-41}"),
+        ("\\frac{1}{3 \\cdot 2^{2006}}", "\\frac{2^{2005}+1}{3 \\cdot 2^{2006}}"),  # the latter is close to 1/6
+    ],
+)
+def test_numbers_are_not_equal_because_they_are_small(answer: str, reference: str) -> None:
+    assert not same_answer(answer, reference)
+    assert same_answer(f"2 \\cdot {reference} - {reference}", reference)
+
+
 @pytest.mark.parametrize(("reference", "response"), NEAR_MISSES)
 def test_a_near_miss_is_wrong(reference: str, response: str) -> None:
     assert judge_answer(response, reference).value == 0.0
