@@ -27,12 +27,15 @@ DATA_FOLDER = "llamarl_data"
 """In the working directory."""
 _MISSING = ("float", "NAType", "NaTType")
 """What stands for no answer in a frame: NaN and those of pandas."""
+_LOOKED_FOR = ("question", "problem", "prompt", "messages", "completion", "answer")
+"""Where such a column is missing in a row, another may take its place."""
 
 
 def file_of_rows(rows: Any, argument: str) -> str:
     """Write rows into a file of JSON lines; returns its path.
 
-    What JSON does not have (images, dates) is left out, unless it is the answer, and so is what is missing in a row.
+    What JSON does not have (images, dates) is left out, unless it is the answer. Missing values are null, as a reward
+    sees them in any other table.
 
     Args:
         rows: A ``datasets.Dataset``, a ``DatasetDict`` (of which its split ``train`` or its only one is
@@ -46,7 +49,11 @@ def file_of_rows(rows: Any, argument: str) -> str:
     for number, row in enumerate(_rows(rows, argument)):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{argument}: row {number} is {row!r:.60}, expected a mapping of columns to values")
-        kept = {str(name): plain for name, value in row.items() if (plain := _plain(value)) is not None}
+        kept = {
+            str(name): plain
+            for name, value in row.items()
+            if (plain := _plain(value)) is not None or (value is None and name not in _LOOKED_FOR)
+        }
         odd = row.get("answer")
         if odd is not None and "answer" not in kept and type(odd).__name__ not in _MISSING:
             raise ConfigError(f"{argument}: row {number}: answer is {odd!r:.60}, expected text or a number")
@@ -80,7 +87,7 @@ def _rows(rows: Any, argument: str) -> Iterable[Any]:
     if hasattr(rows, "to_dicts"):  # polars
         return rows.to_dicts()  # type: ignore[no-any-return]
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # pandas
-        return rows.to_dict("records")  # type: ignore[no-any-return]
+        return rows.astype(object).where(rows.notna(), None).to_dict("records")  # type: ignore[no-any-return]
     if hasattr(rows, "column_names"):  # of datasets, streamed ones too
         decoded = [column for column, feature in (getattr(rows, "features", None) or {}).items() if is_decoded(feature)]
         if decoded and hasattr(rows, "decode"):  # a streamed one would open them before they are left out

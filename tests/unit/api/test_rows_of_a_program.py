@@ -49,6 +49,18 @@ def test_rows_of_a_program_are_the_items_of_the_task(made: Any) -> None:
     assert all(item.messages == ({"role": "user", "content": item.question},) for item in items)
 
 
+@pytest.mark.parametrize("made", [list, as_dataset, as_frame])
+def test_what_is_missing_in_a_row_is_none_to_a_reward_and_no_question_or_answer(made: Any) -> None:
+    rows = [{"messages": None, "prompt": f"{n}?", "answer": None, "solution": "7" if n else None} for n in range(2)]
+    task = {"data": made(rows), "eval_fraction": 0.0}
+    items = make_task(run_config(None, {"model": "bundled:tiny", "task": task, "reward": "json:dumps"}).task, seed=0)
+    found = [items.item("train", place) for place in range(2)]
+    assert [(item.question, item.answer, item.metadata) for item in found] == [
+        ("0?", None, {"solution": None}),
+        ("1?", None, {"solution": "7"}),
+    ]
+
+
 def test_a_second_run_with_equal_rows_leaves_the_file_that_the_first_reads() -> None:
     file = Path(file_of_rows(ROWS, "data"))
     before = file.stat()
