@@ -9,6 +9,7 @@ it is served, exactly what it has learned to answer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ import numpy.typing as npt
 
 from llamarl.data.items import ItemSource, TaskItem
 from llamarl.data.prompts import PromptStream, Tokenizer
-from llamarl.data.turn_template import THOUGHT, TurnTemplate
+from llamarl.data.turn_template import END_OF_THOUGHT, THOUGHT, TurnTemplate
 from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
 from llamarl.types import DEMONSTRATIONS, Group, Prompt, Response, Score
 
 __all__ = ["CONTINUATION", "DemonstrationStream"]
+
+_log = logging.getLogger(__name__)
 
 CONTINUATION = "continuation"
 """Of an item's metadata: messages from the first assistant's turn to the last."""
@@ -45,6 +48,7 @@ class DemonstrationStream(PromptStream):
         super().__init__(task, tokenizer, config, seed, room=room)
         self._turns = TurnTemplate(tokenizer, config)
         self._thinks = self._turns.opens_thought
+        self._unended = ""
 
     def demonstration(self, index: int) -> Group:
         """Row ``index`` of the training stream, from 0 on without end; errors as ``get``."""
@@ -54,6 +58,17 @@ class DemonstrationStream(PromptStream):
         """The first ``num_rows`` held-out rows; fewer if there are fewer."""
         return [self._group(prompt) for prompt in self.eval_prompts(num_rows)]
 
+    def check_training_prompts(self, num_prompts: int | None = None) -> None:
+        """As of any prompts; a warning names the first row that leaves the thought open which its prompt has begun."""
+        super().check_training_prompts(num_prompts)
+        if self._unended:
+            _log.warning(
+                "%s: a completion has no %s, though the chat template ends the prompt with %s: the model would learn to answer "
+                "as a thought. Write %s before the answer, or where the template knows it set data.chat_template_kwargs = "
+                "{ enable_thinking = false }",
+                self._unended, END_OF_THOUGHT, THOUGHT, END_OF_THOUGHT,
+            )  # fmt: skip
+
     def read(self, item: TaskItem, prompt: npt.NDArray[np.int32]) -> Sequence[int]:
         """Those of prompt and completions together.
 
@@ -61,7 +76,11 @@ class DemonstrationStream(PromptStream):
             DataError: A completion would begin to think a second time.
         """
         for message in item.metadata[CONTINUATION] if self._thinks else ():
-            if message["role"] == "assistant" and message["content"].lstrip().startswith(THOUGHT):
+            if message["role"] != "assistant":
+                continue
+            if END_OF_THOUGHT not in message["content"]:
+                self._unended = self._unended or item.where
+            if message["content"].lstrip().startswith(THOUGHT):
                 raise DataError(
                     f"{item.where}: a completion begins with {THOUGHT}, with which the chat template ends the prompt: leave it "
                     "out of the rows (what the model writes begins behind it)"

@@ -21,9 +21,9 @@ from llamarl.data.prompts import Tokenizer, apply_template, uses_chat_template
 from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
 
-__all__ = ["THOUGHT", "TurnTemplate"]
+__all__ = ["END_OF_THOUGHT", "THOUGHT", "TurnTemplate"]
 
-THOUGHT = "<think>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 _REPLY = "qzReplyOfThePolicyzq"
 _PROBE = "qzWordsOfMessage{}zq"

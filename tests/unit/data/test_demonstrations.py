@@ -128,8 +128,8 @@ def test_thoughts_that_a_table_has_room_for_and_does_not_hold_change_nothing() -
 
 
 @pytest.mark.parametrize("settings", [{}, {"response_prefix": "<think>\n"}])
-def test_a_completion_does_not_open_the_thought_that_its_prompt_has_opened(
-    settings: dict[str, Any], tmp_path: Path
+def test_a_completion_ends_and_does_not_open_the_thought_that_its_prompt_has_opened(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     thinks = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
     assert thinks != CHATML
@@ -140,6 +140,11 @@ def test_a_completion_does_not_open_the_thought_that_its_prompt_has_opened(
     ]
     good, bad = (stream([row], tmp_path / str(n), template, **settings) for n, row in enumerate(rows))
     good.check_training_prompts()
+    stream([{"messages": TALK}], tmp_path / "2", CHATML).check_training_prompts()
+    told = "rows.jsonl:2: a completion has no </think>, though the chat template ends the prompt with <think>"
+    assert "</think>" not in caplog.text
+    stream([rows[0], {"messages": TALK}], tmp_path / "3", template, **settings).check_training_prompts()
+    assert told in caplog.text
     with pytest.raises(DataError, match="rows.jsonl:1: a completion begins with <think>, with which the chat template"):
         bad.check_training_prompts()
     stream([rows[1]], tmp_path, CHATML).check_training_prompts()
