@@ -15,7 +15,7 @@ from typing import Any
 
 from llamarl.data.demonstrations import CONTINUATION
 from llamarl.data.items import TaskItem, read_messages
-from llamarl.environments.items import TableItems, text_field
+from llamarl.environments.items import TableItems, tell, text_field
 from llamarl.errors import DataError
 from llamarl.settings.environments import TaskConfig
 from llamarl.types import Prompt, Score
@@ -39,6 +39,8 @@ def demonstration_item(record: Mapping[str, Any], where: str) -> TaskItem:
             f"{where}: its conversation was held with tools, which fine-tuning does not show: describe them in a system "
             "message, or leave the field 'tools' out"
         )
+    if record.get("chat_template_kwargs"):
+        tell("rows have chat_template_kwargs, which are not read: data.chat_template_kwargs is for all rows alike")
     if isinstance(record.get("prompt"), list):
         record = {**record, "messages": [*record["prompt"], *_as_messages(record.get("completion"), where)]}
     if "messages" in record:

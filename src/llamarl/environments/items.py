@@ -38,7 +38,16 @@ from llamarl.models.folders import fetch_dataset, is_hub_id, split_revision
 from llamarl.reading import parse_json, read_lines, read_text, user_path
 from llamarl.settings.environments import TaskConfig
 
-__all__ = ["TableItems", "is_decoded", "local_data", "question_item", "question_of", "text_field", "with_verl_answer"]
+__all__ = [
+    "TableItems",
+    "is_decoded",
+    "local_data",
+    "question_item",
+    "question_of",
+    "tell",
+    "text_field",
+    "with_verl_answer",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +116,7 @@ def question_of(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mappi
     asked = _asked(record)
     if len(found := [name for name in _QUESTIONS if name in record]) > 1:
         others = ", ".join(name for name in found if name != asked)
-        _tell(f"rows have {', '.join(found)}: {asked} is asked (task.columns.question names another: {others})")
+        tell(f"rows have {', '.join(found)}: {asked} is asked (task.columns.question names another: {others})")
     question, messages = _words(record, where)
     if messages and messages[-1]["role"] == "assistant":
         raise DataError(
@@ -367,12 +376,12 @@ def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str)
     if len(found) != 1:
         return columns
     none = "" if "answer" in {*row, *columns} else ", none for the answer (task.columns.answer)"
-    _tell(f"{name}: column {found[0]!r} is taken for the {role} (task.columns.{role} says otherwise){none}")
+    tell(f"{name}: column {found[0]!r} is taken for the {role} (task.columns.{role} says otherwise){none}")
     return {**columns, role: found[0]}
 
 
 @cache
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
     """Warn once: a task is made several times before a run."""
     _log.warning(line)
 

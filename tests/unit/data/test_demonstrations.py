@@ -10,6 +10,7 @@ from test_turn_template import CHATML, GEMMA, LLAMA3, MISTRAL, SPECIAL, make_tok
 
 from llamarl.data.demonstrations import DemonstrationStream
 from llamarl.environments.demonstrations import DemonstrationsTask, demonstration_item
+from llamarl.environments.items import tell
 from llamarl.errors import DataError
 from llamarl.settings.data import DataConfig
 from llamarl.settings.environments import TaskConfig
@@ -125,6 +126,14 @@ def test_a_row_from_which_nothing_can_be_learned_is_named(row: dict[str, Any], s
 def test_thoughts_that_a_table_has_room_for_and_does_not_hold_change_nothing() -> None:
     empty = [{**message, "thinking": None, "tool_calls": []} for message in TALK]
     assert demonstration_item({"messages": empty}, "w").question == "hi"
+
+
+def test_variables_of_the_template_in_rows_are_told_to_be_unread(caplog: pytest.LogCaptureFixture) -> None:
+    tell.cache_clear()
+    for own in ({"enable_thinking": False}, {"enable_thinking": True}, None):
+        demonstration_item({"messages": TALK, "chat_template_kwargs": own}, "w")
+    told = "rows have chat_template_kwargs, which are not read: data.chat_template_kwargs is for all rows alike"
+    assert caplog.messages == [told]
 
 
 @pytest.mark.parametrize("settings", [{}, {"response_prefix": "<think>\n"}])
