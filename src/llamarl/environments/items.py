@@ -63,7 +63,7 @@ _READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Ending of a file -> who reads it in ``datasets``, and how."""
 
-_TEXTS = ("question", "problem", "prompt")
+_TEXTS = ("prompt", "question", "problem")
 _QUESTIONS = (*_TEXTS, "messages")
 _LIKE_QUESTIONS = (*_QUESTIONS, "instruction", "query", "input", "conversation", "conversations")
 """Names by which one of several columns of text is known as the question, in lower or upper case."""
@@ -161,7 +161,7 @@ def with_verl_answer(record: Mapping[str, Any]) -> Mapping[str, Any]:
     if "answer" in record or found is None:
         return record
     if isinstance(found, bool) or not isinstance(found, str | int | float):
-        _tell("a ground_truth is no text and no number: a reward that is called as by verl gets it, others no answer")
+        tell("a ground_truth is no text and no number: a reward that is called as by verl gets it, others no answer")
         return record
     return {**record, "answer": found}
 

@@ -18,7 +18,7 @@ from huggingface_hub import constants  # noqa: E402
 from llamarl.config import RunConfig  # noqa: E402
 from llamarl.controller.settle import local, pinned  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
-from llamarl.environments.items import TableItems  # noqa: E402
+from llamarl.environments.items import TableItems, tell  # noqa: E402
 from llamarl.errors import DataError, FileError  # noqa: E402
 from llamarl.reading import read_lines  # noqa: E402
 from llamarl.settings.environments import TaskConfig, TaskSection  # noqa: E402
@@ -183,16 +183,20 @@ def test_a_conversation_that_holds_its_answer_is_no_question(tmp_path: Path) -> 
     assert "a.jsonl:1: the conversation in 'messages' ends" in mistakes(name="math", data=str(lines))
 
 
+@pytest.mark.parametrize(
+    "prompt", ["Say it. 1?", [{"role": "user", "content": "Say it. 1?"}]], ids=["text", "messages"]
+)
 def test_of_several_questions_one_is_asked_with_a_word_and_a_reward_gets_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prompt: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"prompt": [{"role": "user", "content": "Say it. 1?"}], "question": "1?", "problem": "one", "answer": "1"}]
+    tell.cache_clear()  # it says each line once
+    rows = [{"prompt": prompt, "question": "1?", "problem": "one", "answer": "1"}]
     file = write_parquet(tmp_path / "a.parquet", rows)
     item = make_task(TaskConfig(name="function", reward="json:dumps", data=str(file), eval_fraction=0), 0).item(
         "train", 0
     )
     assert (item.question, dict(item.metadata)) == ("Say it. 1?", {"question": "1?", "problem": "one"})
-    assert "rows have question, problem, prompt: prompt is asked" in caplog.text
+    assert "prompt is asked (task.columns.question names another: question, problem)" in caplog.text
 
 
 @pytest.mark.parametrize("task", ["function", "demonstrations"])
