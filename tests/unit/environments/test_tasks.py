@@ -284,7 +284,7 @@ def test_a_solution_of_math_may_box_its_answer_without_braces(tmp_path: Path, en
         ([GSM8K, '{"question": '], r":2: not JSON .*, got '\{\"question\":'; give one JSON object a line"),
         ([GSM8K, "[1]"], ":2: got list"),
         ([{"question": "Q"}], r":1: got fields \['question'\], expected one of \['solution'\]"),
-        ([{"text": "Q", "title": "T", "answer": "1"}], r":1: got fields .* one of \['question', 'problem', 'prompt'\]"),
+        ([{"text": "Q", "title": "T", "answer": "1"}], r":1: got fields .* one of \['prompt', 'question', 'problem'\]"),
         ([{"question": 3.5, "answer": None}], ":1: field 'answer' is NoneType"),
         ([{"question": " ", "answer": "1"}], ":1: field 'question' is blank"),
         ([{"problem": "Q", "solution": "no box"}], "no complete"),
