@@ -170,6 +170,7 @@ class ServerJudge:
         self._url = f"{config.url.rstrip('/')}/chat/completions"
         self._key = api_key
         self._open = urllib.request.build_opener(_StaysThere).open
+        self._limit = "max_tokens"
 
     def ask(self, questions: Sequence[Question], *, until_s: float) -> list[Verdict]:
         """Verdicts in order.
@@ -206,11 +207,12 @@ class ServerJudge:
 
     def _post(self, question: Question, attempt: int, until_s: float) -> bytes:
         """The body of the reply to one request, which waits for nothing beyond ``until_s``."""
+        limit = self._limit
         body = {
             "model": self._config.model,
             "messages": [{"role": "user", "content": question.text}],
             "temperature": self._config.temperature,
-            "max_tokens": self._config.max_new_tokens,
+            limit: self._config.max_new_tokens,
             "seed": question.seed(attempt) >> 33,  # many servers take 31 bits
         }
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -224,6 +226,9 @@ class ServerJudge:
             said = b""
             with contextlib.suppress(OSError, http.client.HTTPException):  # a connection may break off here too
                 said = error.read1(_MAX_DETAIL)
+            if limit == "max_tokens" and b"max_completion_tokens" in said:  # all that OpenAI's models that think know
+                self._limit = "max_completion_tokens"
+                return self._post(question, attempt, until_s)
             shown = self._clean(said.decode(errors="replace")) or error.reason
             detail = f"{self._url} refused with status {error.code}: {shown}"
             if place := error.headers.get("Location"):

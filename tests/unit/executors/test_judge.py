@@ -182,6 +182,20 @@ def test_a_server_that_is_busy_for_a_moment_is_asked_again() -> None:
     assert (metrics["judge/num_requests"], metrics["judge/num_retries"]) == (3, 2)
 
 
+def test_a_server_that_knows_the_limit_by_its_newer_name_alone_gets_it_by_that() -> None:
+    refusal = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+
+    def answer(number: int, body: dict[str, Any]) -> tuple[int, Any]:
+        return (400, {"error": {"message": refusal}}) if "max_tokens" in body else completion("SCORE: 5")
+
+    with serving(answer) as server:
+        asked = of_server(server, attempts=1, max_new_tokens=9, concurrency=1)
+        responses, _ = judge(asked, respond("four"), respond("five", 1))
+    assert [r.verdict and r.verdict.value for r in responses] == [0.5, 0.5]
+    limits = [(request.get("max_tokens"), request.get("max_completion_tokens")) for request in server.requests]
+    assert limits == [(9, None), (None, 9), (None, 9)]
+
+
 def test_attempts_end_and_the_sample_is_failed_with_the_cause() -> None:
     with serving(lambda number, body: (500, b"out of memory")) as server:
         (response,), metrics = judge(of_server(server, attempts=2), respond("four"))
