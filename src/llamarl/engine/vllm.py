@@ -124,7 +124,7 @@ class VllmEngine:
             max_num_seqs=config.max_sequences,
             max_num_batched_tokens=config.max_batch_tokens,
             enable_chunked_prefill=not on_cpu,
-            **({"max_model_len": longest} if on_cpu else {}),  # on a GPU vLLM's own, or the user's by options
+            **({"max_model_len": longest} if on_cpu else {}),  # on a GPU the user's by options, else as below
             kv_cache_memory_bytes=self._cache_bytes or None,  # None: a share of the card of its own choice
             enable_prefix_caching=True,  # the prompt of a group is computed once
             disable_log_stats=True,
@@ -136,7 +136,8 @@ class VllmEngine:
             settings["distributed_executor_backend"] = "mp"
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a memory node a rank
         with contextlib.nullcontext() if on_cpu else _seeing_gpus(device, ranks):
-            self._llm: Any = self._vllm.LLM(**settings, **config.options)
+            of_cache = {"max_model_len": -1}  # the model's context, or what of it the cache holds
+            self._llm: Any = self._vllm.LLM(**of_cache | settings | config.options)
         torch.set_num_threads = (
             set_num_threads  # on CPU vLLM has put a function there that does nothing, for all of the process
         )
@@ -242,7 +243,8 @@ class VllmEngine:
             raise ValueError(
                 f"{where}: {len(sequence.prompt_tokens)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed the "
                 f"{self._context} tokens that vLLM holds of one here (on CPU at most generator.engine.max_batch_tokens, "
-                f"{self.config.max_batch_tokens}): shorten the prompt, lower max_new_tokens or raise that budget"
+                f"{self.config.max_batch_tokens}, on a GPU what kv_cache_bytes has room for): shorten the prompt, lower "
+                "max_new_tokens or raise that limit"
             )
 
     def _sampling_params(self, sequence: TokenSequence) -> Any:

@@ -174,16 +174,16 @@ def test_a_prefix_cache_that_vllm_does_not_drop_is_an_error(engine: VllmEngine) 
 
 @pytest.mark.parametrize(
     ("on_cpu", "budget", "expected"),
-    [(True, 2048, (False, 256)), (True, 256, (False, 256)), (True, 100, (False, 100)), (False, 100, (True, None))],
+    [(True, 2048, (False, 256)), (True, 256, (False, 256)), (True, 100, (False, 100)), (False, 100, (True, -1))],
 )
 def test_prompts_are_cut_into_chunks_only_where_a_draw_can_be_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, budget: int, expected: tuple[bool, int | None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool, budget: int, expected: tuple[bool, int]
 ) -> None:
     _install(monkeypatch, on_cpu=on_cpu)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     tiny_model("llama", "sdpa").save_pretrained(tmp_path)  # its context is 256 tokens
     settings = VllmEngine(tmp_path, EngineConfig(max_batch_tokens=budget, max_sequences=8))._llm.settings
-    assert (settings["enable_chunked_prefill"], settings.get("max_model_len")) == expected
+    assert (settings["enable_chunked_prefill"], settings["max_model_len"]) == expected
 
 
 @pytest.mark.parametrize(
