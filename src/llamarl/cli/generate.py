@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens, 0 all (default: the run's, else 0)")
     parser.add_argument("--top-p", type=float, help="nucleus probability (default: the run's, else 1.0)")
     parser.add_argument(
-        "--stop", action="append", help="stop at this text; may be given more than once (default: the run's)"
+        "--stop", action="append", help="stop behind this text; may be given more than once (default: the run's)"
     )
     parser.add_argument("--samples", type=int, default=1, help="responses a prompt (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")

@@ -96,7 +96,7 @@ class SamplingConfig:
     """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
 
     stop_strings: ListOf[Annotated[str, AfterValidator(_not_empty)]] = ()
-    """A response ends when its text contains one of these. The end-of-text token always ends it."""
+    """A response ends when its text contains one of these, which stays in it. The end-of-text token always ends it."""
 
     stop_token_ids: ListOf[NonNegativeInt] = ()
     """A response ends with one of these tokens, besides those of the model's own tokenizer and generation config."""
