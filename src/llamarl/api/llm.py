@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,7 @@ class LLM:
         self.context_length = context_length(model.path) or 1 << 20
         """Tokens that prompt and response may have together."""
         self._of_a_run = named.run is not None
+        self._one_call = threading.Lock()
         self._engine = make_engine(config, self.tokenizer, device=resolve_device(config.generator.device))
         if named.adapter is not None:
             load_adapter(self._engine, named.adapter, model_path=model.path)
@@ -176,6 +178,8 @@ class LLM:
         **sampling: Any,
     ) -> list[Completion]:
         """Sample responses to all prompts at once; the same call gives the same responses.
+
+        Calls of several threads follow each other.
 
         Args:
             prompts: Text, or lists of messages ``{"role": ..., "content": ...}``; one text or conversation is a list of one.
@@ -196,8 +200,9 @@ class LLM:
         asked: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         if asked and all(isinstance(message, Mapping) for message in asked):
             asked = [asked]
-        sequences = self.sequences(asked, samples=samples, seed=seed, chat_template=chat_template, **sampling)
-        return [self._completion(asked[s.prompt_index], s) for s in self.decode(sequences)]
+        with self._one_call:  # of whose end the engine is emptied
+            sequences = self.sequences(asked, samples=samples, seed=seed, chat_template=chat_template, **sampling)
+            return [self._completion(asked[s.prompt_index], s) for s in self.decode(sequences)]
 
     def sequences(
         self,

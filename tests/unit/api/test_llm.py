@@ -1,10 +1,12 @@
 """``llamarl.LLM``: what a prompt and a sampling value may be."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from llamarl.api.llm import LLM
+from llamarl.api.llm import LLM, Completion
 from llamarl.errors import ConfigError, DataError
 
 
@@ -35,3 +37,15 @@ def test_a_wrong_value_is_told_in_words(llm: LLM, sampling: dict[str, Any], sent
 def test_one_message_is_a_conversation(llm: LLM) -> None:
     with pytest.raises(DataError, match="no chat template: give text instead of messages"):
         llm.generate({"role": "user", "content": "a3"})  # type: ignore[arg-type]
+
+
+def test_calls_of_two_threads_give_each_what_it_gives_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(num_tokens: int) -> list[Completion]:
+        return llm.generate("a3 b9 =", max_new_tokens=num_tokens, stop_strings=(), seed=num_tokens)
+
+    lengths, step = (40, 4), llm._engine.step
+    alone = [ask(num_tokens) for num_tokens in lengths]
+    monkeypatch.setattr(llm._engine, "step", lambda: (time.sleep(0.001), step())[1])  # time for the other to begin
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(ask, lengths)) == alone
+    assert all(len(completions) == 1 for completions in alone)
