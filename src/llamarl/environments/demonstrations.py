@@ -11,6 +11,7 @@ An item's question is what comes before the first completion; the rest of the co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from llamarl.data.demonstrations import CONTINUATION
@@ -76,13 +77,17 @@ def _of_conversation(messages: Sequence[Mapping[str, str]], where: str) -> TaskI
             )
     if any(later - place == 1 for place, later in zip(said, said[1:], strict=False)):
         raise DataError(f"{where}: two turns of the assistant follow each other: join them")
-    asked, rest = messages[: said[0]], messages[said[0] : said[-1] + 1]
+    asked, rest = _shown(messages), messages[said[0] : said[-1] + 1]
     return TaskItem(
         question="\n\n".join(message["content"] for message in asked),
-        messages=tuple(asked),
+        messages=asked,
         metadata={CONTINUATION: [dict(message) for message in rest]},
         where=where,
     )
+
+
+def _shown(messages: Sequence[Mapping[str, str]]) -> tuple[Mapping[str, str], ...]:
+    return tuple(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 class DemonstrationsTask(TableItems):
@@ -91,7 +96,7 @@ class DemonstrationsTask(TableItems):
     name = "demonstrations"
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        super().__init__(config, demonstration_item, seed=seed)
+        super().__init__(config, demonstration_item, seed=seed, shown=_shown)
 
     def respond(self, prompt: Prompt, turns: Sequence[str]) -> Score:
         """Refuse.

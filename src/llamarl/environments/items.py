@@ -77,6 +77,7 @@ _BATCH = 1000
 
 ToItem = Callable[[Mapping[str, Any], str], TaskItem]
 """Makes an item of one record; the second argument, which names its place, is for errors."""
+Shown = Callable[[Sequence[Mapping[str, str]]], Sequence[Mapping[str, str]]]
 
 
 def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str, *, trim: bool = False) -> str:
@@ -132,7 +133,11 @@ def _words(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[st
     if asked != "messages" and not isinstance(record.get(asked), list):
         return text_field(record, _TEXTS, where), None
     messages = read_messages(record, where, asked)
-    return "\n\n".join(message["content"] for message in messages), messages
+    return _joined(messages), messages
+
+
+def _joined(messages: Sequence[Mapping[str, str]]) -> str:
+    return "\n\n".join(message["content"] for message in messages)
 
 
 def question_item(record: Mapping[str, Any], where: str) -> TaskItem:
@@ -191,15 +196,19 @@ def local_data(named: str, key: str) -> str:
 class TableItems:
     """The train and eval items of one or two tables; an ``ItemSource`` but for its name. Opened when first asked.
 
+    Args:
+        shown: What is asked of a conversation: all of it, but where the rest is learned.
+
     Raises:
         DataError: From ``num_items`` and ``item``: no such table, split or column, an empty table,
             or a record that is no item.
     """
 
-    def __init__(self, config: TaskConfig, to_item: ToItem, *, seed: int) -> None:
+    def __init__(self, config: TaskConfig, to_item: ToItem, *, seed: int, shown: Shown = tuple) -> None:
         self._config = config
         self._to_item = to_item
         self._seed = seed
+        self._shown = shown
 
     def num_items(self, split: Split) -> int | None:
         return len(self._splits[split][1])
@@ -269,7 +278,7 @@ class TableItems:
         name = _choose(split, tuple(splits), named, split_key)
         if not len(splits[name]):
             raise DataError.at(split_key, f": split {name!r} of {named} has no row")
-        return _Mapped(f"{named} [{name}]", splits[name], config.columns, self._to_item)
+        return _Mapped(f"{named} [{name}]", splits[name], config.columns, self._to_item, self._shown)
 
 
 class _Lines:
@@ -309,8 +318,8 @@ class _Lines:
 class _Mapped:
     """Rows that ``datasets`` maps into memory."""
 
-    def __init__(self, name: str, rows: Any, columns: Mapping[str, str], to_item: ToItem) -> None:
-        self.name = name
+    def __init__(self, name: str, rows: Any, columns: Mapping[str, str], to_item: ToItem, shown: Shown) -> None:
+        self.name, self._shown = name, shown
         _check_columns(columns, rows.column_names, name)
         self._rows, self._columns, self._to_item = rows, with_question(columns, rows[0], name), to_item
 
@@ -340,10 +349,10 @@ class _Mapped:
         for batch in self._rows.select_columns(list(taken)).iter(_BATCH):
             for index in range(len(next(iter(batch.values())))):
                 record = {role: batch[column][index] for column, role in taken.items()}
-                question, _ = _words(
+                question, messages = _words(
                     {k: v for k, v in record.items() if v is not None}, f"{self.name} row {len(found)}"
                 )
-                found.append(question.strip())
+                found.append((question if messages is None else _joined(self._shown(messages))).strip())
         return found
 
 

@@ -17,6 +17,7 @@ from huggingface_hub import constants  # noqa: E402
 
 from llamarl.config import RunConfig  # noqa: E402
 from llamarl.controller.settle import local, pinned  # noqa: E402
+from llamarl.data.items import Split  # noqa: E402
 from llamarl.environments.factory import make_task, task_mistakes  # noqa: E402
 from llamarl.environments.items import TableItems, tell  # noqa: E402
 from llamarl.errors import DataError, FileError  # noqa: E402
@@ -24,6 +25,7 @@ from llamarl.reading import read_lines  # noqa: E402
 from llamarl.settings.environments import TaskConfig, TaskSection  # noqa: E402
 
 ROWS = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}.", "level": n} for n in range(12)]
+SPLITS: tuple[Split, Split] = ("train", "eval")
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +199,20 @@ def test_of_several_questions_one_is_asked_with_a_word_and_a_reward_gets_the_oth
     )
     assert (item.question, dict(item.metadata)) == ("Say it. 1?", {"question": "1?", "problem": "one"})
     assert "prompt is asked (task.columns.question names another: question, problem)" in caplog.text
+
+
+def test_conversations_to_learn_from_that_begin_alike_fall_on_one_side(tmp_path: Path) -> None:
+    said = [
+        [{"role": "user", "content": f"{n // 4}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)
+    ]
+    rows = [{"messages": talk} for talk in said]
+    (lines := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    halves = []
+    for file in (lines, write_parquet(tmp_path / "a.parquet", rows)):
+        config = TaskConfig(name="demonstrations", data=str(file), eval_fraction=0.3)
+        task = make_task(config, seed=0)
+        halves.append([[task.item(split, n).question for n in range(task.num_items(split))] for split in SPLITS])
+    assert halves[0] == halves[1] and not {*halves[0][0]} & {*halves[0][1]}
 
 
 @pytest.mark.parametrize("task", ["function", "demonstrations"])
