@@ -445,6 +445,16 @@ def is_decoded(feature: Any) -> bool:
     return hasattr(feature, "decode") or any(map(is_decoded, parts)) or inner is not None and is_decoded(inner)
 
 
+def _saved(path: Path) -> dict[str, list[str]]:
+    """The files of each split where ``save_to_disk`` of ``datasets`` wrote the folder, which its ``load_dataset`` refuses."""
+    folders = {"train": path} | {folder.name: folder for folder in sorted(path.iterdir()) if folder.is_dir()}
+    return {
+        name: sorted(map(str, folder.glob("*.arrow")))
+        for name, folder in folders.items()
+        if (folder / "state.json").is_file()
+    }
+
+
 def _load(path: Path, config: TaskConfig, key: str) -> Mapping[str, Any]:
     """The splits of a folder or file. Questions and answers of CSV are text as written: 007 is no 7, 1.50 no 1.5."""
     import datasets
@@ -454,6 +464,8 @@ def _load(path: Path, config: TaskConfig, key: str) -> Mapping[str, Any]:
         _refuse_addresses(path, key)
         source: tuple[Any, ...] = (str(path), config.subset or None)
         options: dict[str, Any] = {}
+        if not config.subset and (saved := _saved(path)):
+            source, options = ("arrow",), {"data_files": saved}
     else:
         if path.suffix not in _READERS:
             raise DataError.at(
@@ -462,7 +474,7 @@ def _load(path: Path, config: TaskConfig, key: str) -> Mapping[str, Any]:
         reader, options = _READERS[path.suffix]
         source, options = (reader,), {**options, "data_files": str(path)}
     try:
-        if path.is_dir() and hasattr(datasets.load_dataset_builder(*source).config, "keep_default_na"):
+        if path.is_dir() and not options and hasattr(datasets.load_dataset_builder(*source).config, "keep_default_na"):
             options = dict(_AS_WRITTEN)  # its files are CSV, its separator is of their ending or its card
         if "keep_default_na" in options:
             options["converters"] = {config.columns.get(role, role): str for role in _AS_TEXT}

@@ -89,6 +89,17 @@ def test_every_kind_of_file_gives_the_items_that_lines_of_json_give(name: str, t
     assert table.item("train", 0).where == f"{tmp_path / name} [train] row {table.item('train', 0).metadata['level']}"
 
 
+def test_a_folder_that_a_data_set_was_saved_to_is_read_split_by_split(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"easy": rows.select(range(9)), "hard": rows.select([9, 10, 11])}).save_to_disk(tmp_path / "two")
+    one = make_task(TaskConfig(name="math", data=str(tmp_path / "one"), eval_fraction=0.0), seed=0)
+    assert one.num_items("train") == 12 and one.item("train", 11).answer == "12"
+    config = TaskConfig(name="math", data=str(tmp_path / "two"), split="easy", eval_split="hard")
+    two = make_task(config, seed=0)
+    assert (two.num_items("train"), two.num_items("eval"), two.item("eval", 0).answer) == (9, 3, "10")
+
+
 def test_a_question_of_a_table_stays_as_it_was_written(tmp_path: Path) -> None:
     rows = [{"problem": "a3 b9 =\n", "solution": "\\boxed{12}", "level": 1}]
     file = write_parquet(tmp_path / "a.parquet", rows)
