@@ -56,14 +56,17 @@ def read_messages(record: Mapping[str, Any], where: str, name: str = "messages")
     messages, and templates ask whether one has, say, ``tool_calls``.
 
     Raises:
-        DataError: It is no list of objects with the texts ``role`` and ``content``; names ``where``.
+        DataError: It is no list of objects with the texts ``role`` and ``content``, or names roles otherwise; names ``where``.
     """
     messages = record[name]
-    good = isinstance(messages, list) and messages
-    if not good or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    ):
-        raise DataError(f"{where}: field {name!r} is {messages!r:.80}, expected a list of {{role, content}}")
+    wrong = f"{where}: field {name!r} is {messages!r:.80}, expected a list of {{role, content}}"
+    if not isinstance(messages, list) or not messages:
+        raise DataError(wrong)
+    for place, m in enumerate(messages):
+        if not (isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)):
+            raise DataError(f"{wrong}, both text: message {place} is {m!r:.80}")
+        if m["role"] in ("human", "gpt"):  # a template would write any name
+            raise DataError(f"{where}: message {place} has the role {m['role']!r} (ShareGPT's): write user and assistant")
     return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 

@@ -64,7 +64,10 @@ def _as_messages(completion: Any, where: str) -> list[Any]:
 def _of_conversation(messages: Sequence[Mapping[str, str]], where: str) -> TaskItem:
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not said or said[0] == 0:
-        raise DataError(f"{where}: the conversation needs a turn of the assistant after one of somebody else")
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise DataError(
+            f"{where}: the conversation needs a turn of the assistant after one of somebody else, its roles are {roles}"
+        )
     for place in said:
         if beside := next((key for key in _BESIDE if messages[place].get(key)), ""):
             raise DataError(

@@ -106,7 +106,10 @@ def test_what_follows_the_last_word_of_the_assistant_is_left_out(tmp_path: Path)
     [
         ({"question": "a"}, "expected one of"),
         ({"prompt": "a", "completion": "  "}, "'completion' is blank"),
-        ({"messages": TALK[:1]}, "needs a turn of the assistant"),
+        ({"messages": TALK[:1]}, "needs a turn of the assistant after one of somebody else, its roles are user"),
+        ({"messages": [{"role": "human", "content": "hi"}, TALK[1]]}, "message 0 has the role 'human' .ShareGPT's.: write"),
+        ({"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "ho"}]}]},
+         r"both text: message 1 is {'role': 'assistant', 'content': \[{'type'"),
         ({"messages": TALK[1:2]}, "needs a turn of the assistant after one of somebody else"),
         ({"messages": [TALK[0], {"role": "assistant", "content": " "}]}, "message 1 is of the assistant and empty"),
         ({"messages": [*TALK[:2], TALK[1]]}, "two turns of the assistant follow each other"),
