@@ -120,7 +120,7 @@ class DemonstrationStream(PromptStream):
                 is_own += [False] * len(shown)
                 between = []
             said = self._tokenizer(message["content"], add_special_tokens=False)["input_ids"]
-            written = [*said, *([] if end is None else [end])]
+            written = [*said, *([] if end is None or said[-1:] == [end] else [end])]  # some rows bring their end along
             tokens += written
             is_own += [True] * len(written)
         return tokens, is_own

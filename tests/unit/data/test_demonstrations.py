@@ -88,6 +88,11 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(
     assert np.isnan(response.behavior_logprobs[~response.loss_mask]).all()
 
 
+def test_a_completion_that_brings_the_end_of_the_text_ends_once(tmp_path: Path) -> None:
+    rows = stream([{"prompt": "1+1=", "completion": "2~"}], tmp_path)
+    assert shown(rows.demonstration(0)) == ("1+1=", "2~", "2~")
+
+
 def test_a_conversation_as_prompt_is_the_same_as_the_conversation_whole(tmp_path: Path) -> None:
     split = [{"prompt": TALK[:3], "completion": TALK[3:]}, {"prompt": TALK[:3], "completion": "so"}]
     whole, one, two = (stream([row], tmp_path, MISTRAL).demonstration(0) for row in ({"messages": TALK}, *split))
