@@ -331,6 +331,8 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         assert rows is not None
         if isinstance(rows, PromptStream):
             _check_training_prompts(config, rows, num_prompts)
+            if config.evaluation.every and rows.holds_out:
+                rows.eval_prompts(config.evaluation.num_prompts)
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
     if rows is not None:
         _check_temperature_of_rollouts(config)

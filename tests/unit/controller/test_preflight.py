@@ -240,6 +240,14 @@ def test_a_prompt_that_is_too_long_is_found_wherever_it_stands_and_its_line_is_n
         check_prompts(config, FOLDER)
 
 
+def test_a_held_out_row_that_is_too_long_is_found_before_the_run(tmp_path: Path) -> None:
+    config = questions(tmp_path, 1, algorithm={"name": "sft"}, evaluation={"every": 1})
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "1" * 300}) + "\n")
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, name="demonstrations"))
+    with pytest.raises(DataError, match=r"eval item 0 .*eval.jsonl:1.*: the prompt has \d+ tokens, limit 256 "):
+        check_prompts(config, FOLDER)
+
+
 def test_prompts_that_are_too_long_are_counted_where_they_are_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
