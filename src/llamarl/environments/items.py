@@ -65,7 +65,7 @@ _READERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 _TEXTS = ("prompt", "question", "problem")
 _QUESTIONS = (*_TEXTS, "messages")
-_LIKE_QUESTIONS = (*_QUESTIONS, "instruction", "query", "input", "conversation", "conversations")
+_LIKE_QUESTIONS = (*_QUESTIONS, "instruction", "query", "input", "context", "conversation", "conversations")
 """Names by which one of several columns of text is known as the question, in lower or upper case."""
 _ANSWERS = frozenset(
     {"answer", "solution", "completion", "response", "output", "chosen", "rejected", "label", "target", "ground_truth"}
@@ -380,7 +380,7 @@ def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str)
     if not found:
         like = [column for column in free if isinstance(row[column], str) and column.lower() in _LIKE_QUESTIONS]
         texts = [column for column in free if isinstance(row[column], str) and row[column].strip()]
-        # of instruction and input, one may be blank in this row alone
+        # of instruction and input (Alpaca) or context (Dolly), one may be blank in this row alone
         role, found = "question", like if len(like) > 1 else [column for column in texts if column in like] or texts
     if len(found) != 1:
         return columns

@@ -539,10 +539,11 @@ def test_the_column_of_the_question_is_found_by_what_it_holds_and_told(
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "words"), [("one", "two", "b"), ("input", "instruction", ""), ("input", "instruction", "b")]
+    ("first", "second", "words"),
+    [("one", "two", "b"), ("input", "instruction", ""), ("input", "instruction", "b"), ("context", "instruction", "b")],
 )
 def test_of_two_columns_of_text_none_is_guessed(first: str, second: str, words: str, tmp_path: Path) -> None:
-    """Alpaca's input is blank in its first row, and holds half of the question in others."""
+    """Alpaca's input, and Dolly's context, are blank in some rows, and hold half of the question in others."""
     data = _file(tmp_path / "own.jsonl", {first: words, second: "a", "answer": "c"})
     with pytest.raises(DataError, match=f"got fields \\['answer', '{first}', '{second}'\\], expected one of"):
         make_task(TaskConfig(name="function", reward="json:dumps", data=data), seed=0).num_items("train")
