@@ -384,7 +384,10 @@ def with_question(columns: Mapping[str, str], row: Mapping[str, Any], name: str)
         role, found = "question", like if len(like) > 1 else [column for column in texts if column in like] or texts
     if len(found) != 1:
         return columns
-    none = "" if "answer" in {*row, *columns} else ", none for the answer (task.columns.answer)"
+    answered = {"answer", "completion"} & {*row, *columns} or (
+        role == "messages" and row[found[0]][-1]["role"] == "assistant"
+    )
+    none = "" if answered else ", none for the answer (task.columns.answer)"
     tell(f"{name}: column {found[0]!r} is taken for the {role} (task.columns.{role} says otherwise){none}")
     return {**columns, role: found[0]}
 

@@ -538,6 +538,18 @@ def test_the_column_of_the_question_is_found_by_what_it_holds_and_told(
     ]
 
 
+def test_a_conversation_to_learn_from_is_not_said_to_lack_an_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    for name, row in (("a", {"conversations": talk}), ("b", {"conversations": talk[:1]})):
+        data = _file(tmp_path / f"{name}.jsonl", row)
+        kind = "demonstrations" if name == "a" else "function"
+        task = TaskConfig(name=kind, reward="json:dumps" if name == "b" else "", data=data, eval_fraction=0.0)
+        assert make_task(task, seed=0).num_items("train") == 1
+    assert ["none for the answer" in record.getMessage() for record in caplog.records] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [("one", "two", "b"), ("input", "instruction", ""), ("input", "instruction", "b"), ("context", "instruction", "b")],
