@@ -1,7 +1,7 @@
 """Conversations that somebody else has ended: what supervised fine-tuning trains on.
 
     {"messages": [.., assistant, ..]}                 each assistant's turn is trained on
-    {"prompt": text or messages, "completion": ..}    TRL's form
+    {"prompt": text or messages, "completion": ..}    TRL's form: the completion alone is
     {"question" or "problem": text, "answer": text}   as of GSM8K: the answer is the completion
 
 An item's question is what comes before the first completion; the rest of the conversation is in its metadata, under
@@ -43,7 +43,8 @@ def demonstration_item(record: Mapping[str, Any], where: str) -> TaskItem:
     if record.get("chat_template_kwargs"):
         tell("rows have chat_template_kwargs, which are not read: data.chat_template_kwargs is for all rows alike")
     if isinstance(record.get("prompt"), list):
-        record = {**record, "messages": [*record["prompt"], *_as_messages(record.get("completion"), where)]}
+        messages = [*record["prompt"], *_as_messages(record.get("completion"), where)]
+        return _of_conversation(read_messages({"messages": messages}, where), where, len(record["prompt"]))
     if "messages" in record:
         return _of_conversation(read_messages(record, where), where)
     question = text_field(record, ("prompt", "question", "problem"), where)
@@ -61,8 +62,10 @@ def _as_messages(completion: Any, where: str) -> list[Any]:
     raise DataError(f"{where}: field 'prompt' is a conversation, so 'completion' must be text or messages")
 
 
-def _of_conversation(messages: Sequence[Mapping[str, str]], where: str) -> TaskItem:
-    said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+def _of_conversation(messages: Sequence[Mapping[str, str]], where: str, begin: int = 0) -> TaskItem:
+    """What the assistant says from message ``begin`` on is learned."""
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [place for place in turns if place >= begin]
     if not said or said[0] == 0:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise DataError(
@@ -78,12 +81,12 @@ def _of_conversation(messages: Sequence[Mapping[str, str]], where: str) -> TaskI
             raise DataError(
                 f"{where}: message {place} is of the assistant and empty: there is nothing to learn from it"
             )
-    if any(later - place == 1 for place, later in zip(said, said[1:], strict=False)):
+    if any(later - place == 1 for place, later in zip(turns, turns[1:], strict=False)):
         raise DataError(f"{where}: two turns of the assistant follow each other: join them")
-    asked, rest = _shown(messages), messages[said[0] : said[-1] + 1]
+    asked, rest = messages[: said[0]], messages[said[0] : said[-1] + 1]
     return TaskItem(
         question="\n\n".join(message["content"] for message in asked),
-        messages=asked,
+        messages=tuple(asked),
         metadata={CONTINUATION: [dict(message) for message in rest]},
         where=where,
     )

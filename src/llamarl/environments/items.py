@@ -349,10 +349,11 @@ class _Mapped:
         for batch in self._rows.select_columns(list(taken)).iter(_BATCH):
             for index in range(len(next(iter(batch.values())))):
                 record = {role: batch[column][index] for column, role in taken.items()}
-                question, messages = _words(
-                    {k: v for k, v in record.items() if v is not None}, f"{self.name} row {len(found)}"
-                )
-                found.append((question if messages is None else _joined(self._shown(messages))).strip())
+                record = {k: v for k, v in record.items() if v is not None}
+                question, messages = _words(record, f"{self.name} row {len(found)}")
+                if messages and _asked(record) == "messages":
+                    question = _joined(self._shown(messages))
+                found.append(question.strip())
         return found
 
 

@@ -94,9 +94,19 @@ def test_a_completion_that_brings_the_end_of_the_text_ends_once(tmp_path: Path) 
 
 
 def test_a_conversation_as_prompt_is_the_same_as_the_conversation_whole(tmp_path: Path) -> None:
-    split = [{"prompt": TALK[:3], "completion": TALK[3:]}, {"prompt": TALK[:3], "completion": "so"}]
-    whole, one, two = (stream([row], tmp_path, MISTRAL).demonstration(0) for row in ({"messages": TALK}, *split))
-    assert shown(whole, MISTRAL) == shown(one, MISTRAL) == shown(two, MISTRAL)
+    split = [{"prompt": TALK[:1], "completion": TALK[1:]}, {"prompt": TALK[:1], "completion": "ho"}]
+    rows = ({"messages": TALK}, {"messages": TALK[:2]}, *split)
+    whole, begin, one, two = (stream([row], tmp_path, MISTRAL).demonstration(0) for row in rows)
+    assert shown(whole, MISTRAL) == shown(one, MISTRAL)
+    assert shown(begin, MISTRAL) == shown(two, MISTRAL)
+
+
+def test_what_the_assistant_says_in_a_prompt_is_shown_and_not_learned(tmp_path: Path) -> None:
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
+    prompt += "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    for completion in ("so", TALK[3:]):
+        group = stream([{"prompt": TALK[:3], "completion": completion}], tmp_path, CHATML).demonstration(0)
+        assert shown(group, CHATML) == (prompt, "so<|im_end|>", "so<|im_end|>")
 
 
 def test_what_follows_the_last_word_of_the_assistant_is_left_out(tmp_path: Path) -> None:
