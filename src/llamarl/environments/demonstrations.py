@@ -26,6 +26,8 @@ __all__ = ["DemonstrationsTask", "demonstration_item"]
 _COMPLETIONS = ("completion", "answer", "solution", "response")
 _BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """What some data have beside the ``content`` of a turn, for templates of their own."""
+_MARKS = ("weight", "train", "loss")
+"""By which some data say of a turn that it is not to be learned."""
 
 
 def demonstration_item(record: Mapping[str, Any], where: str) -> TaskItem:
@@ -76,6 +78,11 @@ def _of_conversation(messages: Sequence[Mapping[str, str]], where: str, begin: i
             raise DataError(
                 f"{where}: message {place} of the assistant has {beside!r} beside its content, which would not be learned: "
                 "write it into the content, as the model is to write it, or leave it out"
+            )
+        if off := next((key for key in _MARKS if messages[place].get(key, 1) == 0), ""):
+            raise DataError(
+                f"{where}: message {place} of the assistant has {off} = {messages[place][off]!r}, but each of its turns is learned: "
+                "leave the field out, or give what is to be learned as 'completion' and what comes before it as 'prompt'"
             )
         if not messages[place]["content"].strip():
             raise DataError(

@@ -130,6 +130,8 @@ def test_what_follows_the_last_word_of_the_assistant_is_left_out(tmp_path: Path)
         ({"messages": [*TALK[:2], TALK[1]]}, "two turns of the assistant follow each other"),
         ({"prompt": TALK[:1], "completion": 3}, "'completion' must be text or messages"),
         ({"messages": []}, "expected a list of"),
+        ({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}, "message 3 of the assistant has weight = 0, but each of its"),
+        ({"messages": [TALK[0], {**TALK[1], "train": False}]}, "message 1 of the assistant has train = False, but"),
         ({"messages": [TALK[0], {**TALK[1], "reasoning_content": "hm"}]}, "'reasoning_content' beside its content"),
         ({"prompt": TALK[:1], "completion": [{**TALK[1], "tool_calls": [{}]}]}, "'tool_calls' beside its content"),
         ({"messages": TALK, "tools": [{"name": "look"}]}, "was held with tools, which fine-tuning does not show"),
