@@ -333,6 +333,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             _check_training_prompts(config, rows, num_prompts)
             if config.evaluation.every and rows.holds_out:
                 rows.eval_prompts(config.evaluation.num_prompts)
+            _tell_of_lost_roles(config, tokenizer, rows.get(0))
         return _found(rows, rows.demonstration(0).prompt, tokenizer)
     if rows is not None:
         _check_temperature_of_rollouts(config)
@@ -360,6 +361,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         for prompt in first:
             if prompt.opening is not None and prompt.opening.failure:
                 raise DataError.at("task.environment", f": it did not begin an episode: {prompt.opening.failure}")
+        _tell_of_lost_roles(config, tokenizer, first[0])
         _check_cache(config, folder, max(len(prompt.tokens) for prompt in first))
         if config.reference.template:
             _check_shown_answers(config, rows if isinstance(rows, RecordedStream) else stream, tokenizer, num_prompts)
@@ -441,6 +443,20 @@ def _check_temperature_of_rollouts(config: RunConfig) -> None:
             f"is {asked:g}, but {config.task.rollouts} (task.rollouts) was sampled at {recorded:g}, and its log-probs are "
             f"of that temperature: set it to {recorded:g}",
             "task.rollouts",
+        )
+
+
+def _tell_of_lost_roles(config: RunConfig, tokenizer: Any, prompt: Prompt) -> None:
+    """A base model without a chat template is given conversations."""
+    if (
+        "messages" in prompt.metadata
+        and config.data.chat_template == "auto"
+        and not uses_chat_template(tokenizer, config.data)
+    ):
+        print(
+            "this model has no chat template, so of conversations it sees the words alone, not who says them: put a "
+            "chat_template.jinja into its folder, or take a model that has one (data.chat_template = 'none' if so meant)",
+            file=sys.stderr,
         )
 
 

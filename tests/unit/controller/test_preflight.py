@@ -240,12 +240,28 @@ def test_a_prompt_that_is_too_long_is_found_wherever_it_stands_and_its_line_is_n
         check_prompts(config, FOLDER)
 
 
+IMITATED: dict[str, Any] = {"algorithm": {"name": "sft"}, "generator": {}}
+
+
 def test_a_held_out_row_that_is_too_long_is_found_before_the_run(tmp_path: Path) -> None:
-    config = questions(tmp_path, 1, algorithm={"name": "sft"}, evaluation={"every": 1})
+    rows = {"data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "eval.jsonl")}
+    config = questions(tmp_path, 1, task={"name": "demonstrations", **rows}, evaluation={"every": 1}, **IMITATED)
     (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "1" * 300}) + "\n")
-    config = dataclasses.replace(config, task=dataclasses.replace(config.task, name="demonstrations"))
     with pytest.raises(DataError, match=r"eval item 0 .*eval.jsonl:1.*: the prompt has \d+ tokens, limit 256 "):
         check_prompts(config, FOLDER)
+
+
+@pytest.mark.parametrize("meant", [False, True])
+def test_conversations_for_a_model_without_a_chat_template_are_told(
+    meant: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"name": "demonstrations", "data": str(tmp_path / "train.jsonl")}
+    data = {"chat_template": "none"} if meant else {}
+    config = questions(tmp_path, 1, task=task, data=data, **IMITATED)
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    check_prompts(config, FOLDER)
+    assert ("this model has no chat template, so of conversations" in capsys.readouterr().err) is not meant
 
 
 def test_prompts_that_are_too_long_are_counted_where_they_are_skipped(
