@@ -66,7 +66,9 @@ def read_messages(record: Mapping[str, Any], where: str, name: str = "messages")
         if not (isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)):
             raise DataError(f"{wrong}, both text: message {place} is {m!r:.80}")
         if m["role"] in ("human", "gpt"):  # a template would write any name
-            raise DataError(f"{where}: message {place} has the role {m['role']!r} (ShareGPT's): write user and assistant")
+            raise DataError(
+                f"{where}: message {place} has the role {m['role']!r} (ShareGPT's): write user and assistant"
+            )
     return tuple({key: value for key, value in message.items() if value is not None} for message in messages)
 
 

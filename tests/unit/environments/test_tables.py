@@ -92,7 +92,9 @@ def test_every_kind_of_file_gives_the_items_that_lines_of_json_give(name: str, t
 def test_a_folder_that_a_data_set_was_saved_to_is_read_split_by_split(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"easy": rows.select(range(9)), "hard": rows.select([9, 10, 11])}).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict({"easy": rows.select(range(9)), "hard": rows.select([9, 10, 11])}).save_to_disk(
+        tmp_path / "two"
+    )
     one = make_task(TaskConfig(name="math", data=str(tmp_path / "one"), eval_fraction=0.0), seed=0)
     assert one.num_items("train") == 12 and one.item("train", 11).answer == "12"
     config = TaskConfig(name="math", data=str(tmp_path / "two"), split="easy", eval_split="hard")
@@ -213,9 +215,7 @@ def test_of_several_questions_one_is_asked_with_a_word_and_a_reward_gets_the_oth
 
 
 def test_conversations_to_learn_from_that_begin_alike_fall_on_one_side(tmp_path: Path) -> None:
-    said = [
-        [{"role": "user", "content": f"{n // 4}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)
-    ]
+    said = [[{"role": "user", "content": f"{n // 4}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)]
     rows = [{"messages": talk} for talk in said]
     (lines := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     halves = []
