@@ -158,10 +158,9 @@ def companion_files(folder: Path, *, key: str = "model.path") -> list[Path]:
     for file in sorted(folder.iterdir()):
         if not any(fnmatchcase(file.name, pattern) for pattern in _COMPANIONS):
             continue
-        try:
-            target = file.resolve()
-        except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
-            raise ModelError.at(key, f": {file} cannot be read: {error}") from error
+        target = Path(os.path.realpath(file))
+        if target.is_symlink():
+            raise ModelError.at(key, f": {file} cannot be read: it is a link that leads to itself")
         if not any(target.is_relative_to(home) for home in homes):
             raise ModelError.at(
                 key,
