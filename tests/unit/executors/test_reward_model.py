@@ -215,7 +215,8 @@ def test_rewards_add_up_with_their_weights_and_are_named() -> None:
 
 def test_without_models_that_judge_a_reward_is_the_tasks_own() -> None:
     judged = respond("four", outcome=Score(value=1.0, parts={"correct": 1.0}))
-    assert add_verdicts([ask(judged)], weight=1.0)[0].responses[0] == judged
+    own = add_verdicts([ask(judged)], weight=1.0)[0].responses[0]
+    assert all(getattr(own, field.name) is getattr(judged, field.name) for field in dataclasses.fields(judged))
     failed = respond("four", outcome=Failure(kind="crash", detail="x"), verdict=Score(value=3.0))
     assert add_verdicts([ask(failed)], weight=1.0)[0].responses[0].outcome == failed.outcome
 
