@@ -42,3 +42,8 @@ def pytest_collection_finish() -> None:
     """All modules and tests are there until the end: no collection looks through them (0.4 s of a core each)."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Modules are taken apart at the end: of those that stay, Triton's prints every type as a leak."""
+    gc.unfreeze()
