@@ -92,7 +92,7 @@ class Links:
         self._before, self._after = layout.rank - stride, layout.rank + stride
         self._forward = layout.group("pp")
         columns = [list(range(start, layout.num_ranks, stride)) for start in range(stride)]
-        self._backward, _ = dist.new_subgroups_by_enumeration(columns)
+        self._backward: Any = dist.new_subgroups_by_enumeration(columns)[0]  # torch 2.15 types it as a number, too
         self._hidden: _Sent = {}
         self._gradients: _Sent = {}
         self._num_tokens: Sequence[int] = ()
