@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +106,21 @@ def _toml(value: Any) -> str:
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # nan, inf
 
 
+def _with_room(config: RunConfig, tokens: int) -> RunConfig:
+    """Leave one sequence of ``tokens`` its room in the KV cache of a CPU, up to a quarter of the memory; it is taken as
+    it is used."""
+    from llamarl.models.loading import cache_shape, load_model_config
+    from llamarl.runtime.placement import available_memory
+    from llamarl.settings.engine import CPU_CACHE_BYTES
+
+    engine = config.generator.engine
+    of_a_token = 2 * 4 * math.prod(cache_shape(load_model_config(config.model.path)))  # keys and values, in float32
+    longest = of_a_token * (tokens + 2 * engine.block_size_on("cpu"))
+    cache = max(CPU_CACHE_BYTES, min(longest, int(available_memory() / 4)))
+    engine = dataclasses.replace(engine, kv_cache_bytes=cache)
+    return dataclasses.replace(config, generator=dataclasses.replace(config.generator, engine=engine))
+
+
 class LLM:
     """A model, ready to sample from.
 
@@ -164,7 +180,10 @@ class LLM:
         """Tokens that prompt and response may have together."""
         self._of_a_run = named.run is not None
         self._one_call = threading.Lock()
-        self._engine = make_engine(config, self.tokenizer, device=resolve_device(config.generator.device))
+        device = resolve_device(config.generator.device)
+        if device == "cpu" and not config.generator.engine.kv_cache_bytes:
+            config = _with_room(config, self.context_length)
+        self._engine = make_engine(config, self.tokenizer, device=device)
         if named.adapter is not None:
             load_adapter(self._engine, named.adapter, model_path=model.path)
 

@@ -20,6 +20,12 @@ def test_a_long_prompt_leaves_others_their_room(llm: LLM) -> None:
     assert (long.params.max_new_tokens, short.params.max_new_tokens) == (16, 254)
 
 
+def test_one_response_as_long_as_the_model_takes_has_room_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.settings.engine.CPU_CACHE_BYTES", 1 << 12)
+    (one,) = LLM("bundled:tiny").generate("a3", max_new_tokens=254, temperature=0)
+    assert one.tokens
+
+
 @pytest.mark.parametrize(
     ("sampling", "sentence"),
     [
