@@ -1,30 +1,16 @@
 """Collectives that autograd goes through: sums over tensor-parallel ranks, which are the f and g
-operators of Megatron-LM (arXiv:1909.08053), and the exchange of context-parallel ones; and the wait
-for a transfer between pipeline stages."""
+operators of Megatron-LM (arXiv:1909.08053), and the exchange of context-parallel ones."""
 
 from __future__ import annotations
 
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CopyToRanks", "ExchangeParts", "SharedInput", "SumOverRanks", "wait_for"]
-
-_WAIT_LIMIT = timedelta(minutes=30)
-"""Longest wait for one transfer on the host: as long as other stages may compute before. A dead one is noticed at once."""
-
-
-def wait_for(work: dist.Work, tensor: Tensor) -> None:
-    """Wait for a transfer of ``tensor``. On a GPU its stream waits and the host runs ahead; given a
-    limit, NCCL would hold up the host, and the group's own limit counts there anyway."""
-    if tensor.is_cuda:
-        work.wait()
-    else:
-        work.wait(_WAIT_LIMIT)
+__all__ = ["CopyToRanks", "ExchangeParts", "SharedInput", "SumOverRanks"]
 
 
 class CopyToRanks(torch.autograd.Function):

@@ -14,7 +14,8 @@ their own: NCCL carries out one group's transfers in the order in which they wer
 there a send that waits for its receiver would hold up what the receiver waits for. And each pair has
 spoken in both directions before the first step: NCCL makes a pair's communicator at its first
 transfer, where both hosts stand still until it is there. In a step stage s would wait so for the first
-gradient while its device sends hidden states that stage s + 1 takes only after that.
+gradient while its device sends hidden states that stage s + 1 takes only after that. A wait has the limit of its
+group, and is given none of its own: NCCL would hold up the host for it, where else the device's stream waits.
 
 One forward, one backward (Narayanan et al., arXiv:2104.04473): a stage begins with as many forward
 passes as there are stages after it, then takes one more forward pass and the oldest backward pass
@@ -38,7 +39,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.models.collectives import wait_for
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch
 
@@ -137,7 +137,7 @@ class Links:
                 if peer is not None:
                     work = transfer(number, peer, group=group)
                     assert work is not None
-                    wait_for(work, number)
+                    work.wait()
 
     def finish(self) -> None:
         for sent in (self._hidden, self._gradients):
@@ -158,7 +158,7 @@ class Links:
         tensor = torch.empty((1, self._num_tokens[microbatch], self._width), dtype=self._dtype, device=self._device)
         work = dist.irecv(tensor, src=source, group=group)
         assert work is not None
-        wait_for(work, tensor)
+        work.wait()
         return tensor
 
 
@@ -192,4 +192,4 @@ def run_stage(actions: Sequence[Action], neighbours: Links, forward: Forward) ->
 
 def _wait(sent: _Sent, microbatch: int) -> None:
     if microbatch in sent:
-        wait_for(*sent.pop(microbatch))
+        sent.pop(microbatch)[0].wait()
