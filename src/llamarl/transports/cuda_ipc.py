@@ -37,6 +37,11 @@ from llamarl.transports.segments import MappedSegment, Segment, SegmentHandle, o
 __all__ = ["CudaIpcAddress", "CudaIpcSink", "CudaIpcSource"]
 
 _BLOCK_BYTES = 32 << 20
+_EXPANDABLE = (
+    ": expandable segments, which PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF asks for, lie in files that a "
+    "container may keep one process from taking of another (pytorch issue 165685); unset it, or set schedule.transport "
+    "to shared_memory"
+)
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,8 @@ class CudaIpcSink(SinkTransport):
         except (ChannelError, RuntimeError) as error:
             if segment is not None:
                 segment.close()
-            raise ChannelError(f"cannot open the GPU buffer: {error}") from error
+            hint = _EXPANDABLE if "pidfd" in str(error) else ""
+            raise ChannelError(f"cannot open the GPU buffer: {error}{hint}") from error
 
     @contextlib.contextmanager
     def pulling(self, clock: Clock) -> Iterator[None]:

@@ -138,6 +138,20 @@ def test_a_killed_sink_opens_again_and_keeps_no_memory_of_the_source(device: _De
     assert _in_a_process(too_late) == 0
 
 
+def test_expandable_segments_that_a_container_forbids_are_told_by_their_variable(
+    device: _Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: Any) -> Any:
+        raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+    buffer = CudaIpcSource(GPU, num_sink_ranks=1).register(CONTROL, DATA)
+    cuda_ipc._of_this_process.clear()
+    monkeypatch.setattr(cuda_ipc.torch.UntypedStorage, "_new_shared_cuda", forbidden)
+    with pytest.raises(ChannelError, match="not permitted: expandable segments, which PYTORCH_ALLOC_CONF .* unset it"):
+        CudaIpcSink(GPU, rank=0).open(buffer.address, 5.0)
+    buffer.close()
+
+
 def test_a_source_that_died_is_found_and_a_rank_without_a_handle_refused(device: _Device) -> None:
     reading, writing = os.pipe()
     source = os.fork()
