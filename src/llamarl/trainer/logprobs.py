@@ -103,11 +103,10 @@ def token_logprobs(
     Returns:
         (log-probs, shaped as ``targets``, entropy [T]) in float32, or float64 for float64 inputs.
     """
-    columns = targets[:, None] if targets.dim() == 1 else targets
-    logprobs, entropy = _TokenLogprobs.apply(
-        hidden, weight, bias, columns, transform, chunk_tokens, entropy_needs_grad, part
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+        hidden, weight, bias, targets, transform, chunk_tokens, entropy_needs_grad, part
     )
-    return logprobs.view(targets.shape), entropy
+    return found
 
 
 @torch.no_grad()
@@ -157,6 +156,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
+        columns, found = _columns(targets), _columns(logprobs)
         logsumexp = hidden.new_empty(len(targets), dtype=dtype)
         entropy = torch.empty_like(logsumexp)
         chunks = _chunks(len(targets), chunk_tokens)
@@ -170,14 +170,14 @@ class _TokenLogprobs(torch.autograd.Function):
             total = probs.sum(dim=-1)
             expected = _row_products(probs, logits)
             if part is None:
-                chosen = logits.gather(-1, targets[rows])
+                chosen = logits.gather(-1, columns[rows])
             else:
-                own, elsewhere = part.rows(targets[rows])
+                own, elsewhere = part.rows(columns[rows])
                 chosen = logits.gather(-1, own).masked_fill(elsewhere, 0.0)
                 sums = part.sum(torch.stack([total, expected, *chosen.unbind(1)]))
                 total, expected, chosen = sums[0], sums[1], sums[2:].T
             logsumexp[rows] = peak.squeeze(-1) + total.log()
-            logprobs[rows] = chosen - logsumexp[rows, None]
+            found[rows] = chosen - logsumexp[rows, None]
             entropy[rows] = logsumexp[rows] - expected / total
             kept = logits if len(chunks) == 1 and any(ctx.needs_input_grad) else None
             del logits, probs  # before the next chunk's are made
@@ -193,6 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
         dtype = logsumexp.dtype
+        columns, grad_columns = _columns(targets), _columns(grad_logprobs)
         grad_hidden = torch.zeros_like(hidden)
         frozen = not ctx.needs_input_grad[1]
         grad_weight: Tensor | None = None
@@ -203,7 +204,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = ctx.transform.forward_(linear(hidden[rows], weight, bias).to(dtype))
             spent = None if ctx.transform.bends else logits  # its backward pass has no more use for them
             log_probs = torch.sub(logits, logsumexp[rows, None], out=spent)
-            own, given = targets[rows], grad_logprobs[rows]
+            own, given = columns[rows], grad_columns[rows]
             of_all = given.sum(dim=1, keepdim=True)
             if ctx.entropy_needs_grad:  # d entropy / d logit = -p * (log p + entropy)
                 coefficient = (log_probs + entropy[rows, None]).mul_(grad_entropy[rows, None])
@@ -235,6 +236,11 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=dtype)
         weight_out = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, weight_out, bias_out, None, None, None, None, None
+
+
+def _columns(of_tokens: Tensor) -> Tensor:
+    """[T, M]. A view, which no module may return: FSDP2 loses its hook where somebody changes one in place."""
+    return of_tokens[:, None] if of_tokens.dim() == 1 else of_tokens
 
 
 def _row_products(probs: Tensor, logits: Tensor) -> Tensor:

@@ -181,8 +181,8 @@ class ValueModel(nn.Module):
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
         with attending(batch.packed):
             states = self.model.base_model(**inputs).last_hidden_state
-        values: Tensor = value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1).float()
-        return values
+        values: Tensor = value_head(self.model)(states[0].index_select(0, batch.positions)).squeeze(-1)
+        return values.to(torch.float32, copy=True)  # no view: see ``logprobs._columns``
 
 
 @torch.no_grad()

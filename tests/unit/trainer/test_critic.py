@@ -13,6 +13,7 @@ from transformers import AutoModelForTokenClassification
 from llamarl.errors import TrainingDiverged
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import CriticConfig, OptimizerConfig, TrainerConfig
+from llamarl.trainer.batch import make_microbatch
 from llamarl.trainer.critic import Critic
 from llamarl.types import Group, Score
 
@@ -43,6 +44,11 @@ def test_a_fresh_critic_says_zero_of_every_token_that_trains(model_folder: Path)
             else:
                 assert response.values is None
     assert metrics["critic/value_mean"] == metrics["critic/explained_variance"] == 0.0
+
+
+def test_values_are_no_view_in_which_a_change_in_place_would_lose_fsdp2_its_hook(model_folder: Path) -> None:
+    critic = _critic(model_folder)
+    assert critic.module(make_microbatch([], [], critic.device))._base is None
 
 
 def _by_hand(folder: Path, batches: list[list[Group]], *, lr: float, clip: float, updates: int) -> Any:

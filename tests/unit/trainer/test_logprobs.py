@@ -112,6 +112,13 @@ def test_no_tokens_give_a_zero_gradient() -> None:
     torch.testing.assert_close(weight.grad, torch.zeros_like(weight))
 
 
+@pytest.mark.parametrize("shape", [(13,), (13, 2)])
+def test_log_probs_are_no_view_in_which_a_change_in_place_would_lose_fsdp2_its_hook(shape: tuple[int, ...]) -> None:
+    hidden, weight, _, _ = _inputs(torch.float32, False)
+    found = token_logprobs(hidden, weight, None, torch.ones(shape).long(), LogitTransform(), chunk_tokens=4)
+    assert found[0].shape == shape and [tensor._base for tensor in found] == [None, None]
+
+
 class _LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that any operation returned."""
 

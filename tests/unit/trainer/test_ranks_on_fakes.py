@@ -195,6 +195,7 @@ def walk(model: Path, mesh: str) -> tuple[list[list[Call]], list[int]]:
     return programs, begun
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_rank_calls_what_its_neighbours_wait_for(mesh: str, model: Path) -> None:
     programs, _ = walk(model, mesh)
