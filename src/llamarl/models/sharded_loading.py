@@ -235,7 +235,9 @@ def _parameters_without_storage() -> Iterator[None]:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
         if param is not None and param.device.type != "meta":
-            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            # with a gradient where the architecture wants none, too, as transformers leaves what it loads: ranks of a
+            # mesh and a lone one hold, hand over and save the same
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=param.is_floating_point())
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import SPARSE
+from tiny_models import COMMON, SPARSE
 from tiny_models import tiny_config as sparse_config
 from training_fixtures import make_groups, tiny_config, write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -25,6 +25,21 @@ from llamarl.trainer.logprobs import LogitTransform
 from llamarl.trainer.policy import Policy
 
 ONE_RANK = ParallelLayout(fsdp=1, tp=1, mesh=None)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "afmoe"])
+def test_a_router_bias_that_gets_no_gradient_is_held_by_ranks_of_a_mesh_as_by_a_lone_one(
+    family: str, tmp_path: Path
+) -> None:
+    sizes = {"ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
+             "afmoe": {"num_experts": 8, "num_experts_per_tok": 2, "num_dense_layers": 1}}[family]  # fmt: skip
+    config = AutoConfig.for_model(family, **COMMON, moe_intermediate_size=24, **sizes)
+    small_model(config).save_pretrained(tmp_path)
+    loaded, skeleton = (
+        {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for model in (load_model(tmp_path, dtype=torch.float32), make_skeleton(tmp_path, attention="llamarl_packed"))
+    )
+    assert any("bias" in name for name in loaded) and skeleton == loaded
 
 
 @pytest.mark.parametrize("family", SPARSE)
