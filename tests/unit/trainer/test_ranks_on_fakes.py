@@ -58,7 +58,7 @@ class _Left:
     """A transfer: NCCL holds up the host while it waits with a limit of its own, and gloo's group has one."""
 
     def wait(self, timeout: object = None) -> bool:
-        assert timeout is None, "the host would wait for a transfer between GPUs, and stages on CPUs not as long as deadlines.step_s says"
+        assert timeout is None, "the host would wait between GPUs, and stages on CPUs not for deadlines.step_s"
         return True
 
 
