@@ -339,11 +339,7 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
         _check_temperature_of_rollouts(config)
     if rows is None or config.evaluation.every and config.evaluation.tp > 1:
         _check_sampled_distribution(config)
-    for name, own in config.executors.items():
-        if name not in ROLES and own.factory == ROLES["demonstrations"].factory:  # rows beside what is sampled
-            beside = make_demonstrations(config.for_executor(name), tokenizer)
-            if isinstance(beside, PromptStream):
-                _check_training_prompts(config, beside, None)
+    _check_rows_beside(config, tokenizer)
     turns = None
     if uses_chat_template(tokenizer, config.data):
         with contextlib.suppress(DataError):  # of a template that takes one turn alone
@@ -369,6 +365,17 @@ def check_prompts(config: RunConfig, folder: Path) -> Questions:
             stream.eval_prompts(config.evaluation.num_prompts)
         found = _found(stream, first[0], tokenizer)
         return found if rows is None else dataclasses.replace(found, num_training=rows.num_items("train"))
+
+
+def _check_rows_beside(config: RunConfig, tokenizer: Any) -> None:
+    """Check rows to imitate that stand beside what is sampled."""
+    from llamarl.executors.demonstrations import make_demonstrations
+
+    for name, own in config.executors.items():
+        if name not in ROLES and own.factory == ROLES["demonstrations"].factory:
+            beside = make_demonstrations(config.for_executor(name), tokenizer)
+            if isinstance(beside, PromptStream):
+                _check_training_prompts(config, beside, None)
 
 
 def _check_training_prompts(config: RunConfig, stream: PromptStream | MixedStream, num_prompts: int | None) -> None:

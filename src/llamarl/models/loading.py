@@ -349,10 +349,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     with _reading(folder, f"{folder} has no usable tokenizer", _CONFIG_FILES + _TOKENIZER_FILES):
         try:
             _refuse_other_classes(folder)
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            tokenizer = _as_its_file_says(tokenizer, folder)
+            by_class = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+            tokenizer = _as_its_file_says(by_class, folder)
             tokenizer.clean_up_tokenization_spaces = False  # Llama 3's folders ask for "x != y" to be read as "x!= y"
             read: set[int] = set(tokenizer("1", add_special_tokens=False)["input_ids"])
             tokenizer("1")  # a setting of a wrong kind ends where it is first used
