@@ -97,7 +97,7 @@ def test_the_image_has_the_compiler_that_a_run_on_a_gpu_asks_for() -> None:
 def slurm(tmp_path: Path) -> Callable[[], list[str]]:
     """The batch script on the first of two nodes, whose programs are stand-ins: the words of its ``srun``."""
     said = {
-        "srun": '"$@"',
+        "srun": '"$RAY_TMPDIR" "$@"',
         "scontrol": "n0",
         "hostname": '"10.0.0.5 172.17.0.1"',
         "getent": '"$(cat known)"',
@@ -139,6 +139,14 @@ def test_a_slurm_job_whose_cluster_did_not_come_up_has_failed_and_not_been_refus
     with pytest.raises(subprocess.CalledProcessError) as failed:
         slurm()
     assert failed.value.returncode == 1, "2 is that of a recipe that is wrong (docs/when_it_stops.md)"
+
+
+def test_a_slurm_job_has_a_folder_for_ray_that_no_other_user_has_made_and_whose_path_suits_sockets(
+    slurm: Callable[[], list[str]],
+) -> None:
+    folder, *_ = slurm()
+    session = "ray/session_2026-11-28_03-34-10_123456_1234567/sockets/plasma_store"
+    assert folder == f"/tmp/ray-{os.getuid()}" and len(f"{folder}/{session}") < 108
 
 
 def test_the_head_of_a_slurm_job_is_found_where_its_machine_calls_itself_a_loopback(
