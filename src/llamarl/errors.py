@@ -84,6 +84,13 @@ class RecipeError(LlamaRLError):
 class ConfigError(RecipeError):
     """The recipe or an override is wrong. The message lists every mistake at once."""
 
+    @classmethod
+    def for_now(cls, message: str) -> Self:
+        """What refuses may pass by itself, as nodes that are gone or others hold: status 1, so that loops try again."""
+        error = cls(message)
+        error.exit_code = LlamaRLError.exit_code
+        return error
+
 
 class DataError(RecipeError):
     """A data file, prompt or task is missing, empty or malformed."""

@@ -149,7 +149,7 @@ class JobHosts:
         Args:
             trouble: Why its ranks have no place on the others.
         """
-        return ConfigError(why_no_room(self.absent, self.named, str(trouble)))
+        return ConfigError.for_now(why_no_room(self.absent, self.named, str(trouble)))
 
     def _fit(
         self,
@@ -254,7 +254,7 @@ class JobHosts:
             CheckpointError, TransferError: A file is not as it was written, or a host cannot take it.
         """
         if why_not := self.take(self.where, _TAKE_S):
-            raise ConfigError(why_not)
+            raise ConfigError.for_now(why_not)
         own = self.config.hosts.run_folder == "own"
         files = JobFiles(run_dir, run_id, self.cluster, self.where, own_folders=own)
         try:

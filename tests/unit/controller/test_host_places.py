@@ -124,6 +124,14 @@ def test_where_no_host_is_left_only_those_without_ranks_on_it_have_a_place() -> 
     assert [found.has_place(name) for name in ("generator", "trainer", "reward")] == [False, False, True]
 
 
+def test_what_others_hold_and_nodes_that_are_gone_refuse_for_now_alone(tmp_path: Path) -> None:
+    found = places({"trainer": (0,)}, Launcher(), full={0: "others hold it"})
+    with pytest.raises(ConfigError, match="others hold it") as refused:
+        found.open_files(tmp_path, "run", (), None)
+    gone = found.no_room(ConfigError("a: too few GPUs"))
+    assert refused.value.exit_code == gone.exit_code == 1, "a loop that resumes goes on at 1, and ends at 2"
+
+
 def test_a_host_that_has_no_room_is_passed_over_and_one_that_was_taken_is_kept() -> None:
     where = {"generator": (0,), "trainer": (0,)}
     launcher = Launcher(0)

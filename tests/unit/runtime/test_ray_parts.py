@@ -66,6 +66,29 @@ def test_an_old_ray_is_told_before_anything_is_asked(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    ("program", "status", "told"),
+    [
+        ("echo; exec sleep 60", 1, "--cluster auto, by RAY_ADDRESS http://a:8265: nothing answers there"),
+        ("echo; echo 'Could not find any running Ray instance' >&2; exit 1", 1, "no Ray cluster runs on this machine"),
+        ("echo; echo 'InvalidToken: authentication token' >&2; exit 1", 2, "is missing or not that cluster's"),
+    ],
+)
+def test_a_head_that_is_not_up_yet_is_no_refusal_for_good(
+    program: str, status: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(ray, "_ASK_S", 0.3)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.60.0")
+    monkeypatch.setenv("RAY_ADDRESS", "http://a:8265")  # as for ray job submit
+    with pytest.raises(ConfigError) as refused:
+        RayCluster.check_access("auto")
+    assert told in str(refused.value) and refused.value.exit_code == status
+
+
+@pytest.mark.parametrize(
     ("program", "told"),
     [
         ("sleep 0.6; echo; echo status", ""),

@@ -48,6 +48,7 @@ _LOOK_S = 0.1
 _RAY = (2, 60)
 """The oldest that pyproject.toml takes."""
 _HEAD = "node:__internal_head__"
+_TOKEN = "RAY_AUTH_TOKEN_PATH"
 T = TypeVar("T")
 
 
@@ -97,7 +98,9 @@ class RayCluster(Cluster):
                 f"--cluster needs Ray {_RAY[0]}.{_RAY[1]}, and here is {have}: pip install 'llamarl[cluster]', on every node"
             )
         if refusal := why_refused(address):
-            raise ConfigError(f"--cluster {address}: {refusal}")
+            named = os.environ.get("RAY_ADDRESS") if address == "auto" else ""
+            told = f"--cluster {address}{f', by RAY_ADDRESS {named}' if named else ''}: {refusal}"
+            raise ConfigError(told) if _TOKEN in refusal else ConfigError.for_now(told)
 
     @staticmethod
     def connect(address: str, ports: tuple[int, int]) -> RayCluster:
@@ -388,7 +391,7 @@ def why_refused(address: str) -> str:
     if "authentication token" in errors.lower():
         has_none = "couldn't find" in errors
         which = "this user has no token" if has_none else "the token of this user is missing or not that cluster's"
-        return f"{which}: put it into ~/.ray/auth_token (or RAY_AUTH_TOKEN_PATH), with RAY_AUTH_MODE=token"
+        return f"{which}: put it into ~/.ray/auth_token (or {_TOKEN}), with RAY_AUTH_MODE=token"
     if address == "auto" and "find any running Ray instance" in errors:
         return "no Ray cluster runs on this machine: ray start --head begins one, HOST:PORT names one elsewhere"
     said = [line for line in errors.splitlines() if line.strip()]
