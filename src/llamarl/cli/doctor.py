@@ -380,7 +380,7 @@ def _shared_memory() -> str:
         raise RuntimeError("a second mapping does not see what the first one wrote")
     reader.close()
     segment.close()
-    return "256 MiB shared by memfd, /dev/shm not needed"
+    return "256 MiB shared by memfd"
 
 
 def _reward_workers() -> str:
