@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.determinism import platform_facts
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.children import PlainChild
@@ -109,6 +110,25 @@ def test_a_slow_disk_from_which_ray_is_read_is_not_taken_for_a_head_that_does_no
     monkeypatch.setattr(ray, "_IMPORT_S", 3.0)
     found = ray.why_refused("10.0.0.1:6379")
     assert told in found and bool(told) == bool(found)
+
+
+def test_nodes_have_as_long_to_read_their_programs_as_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, Any] = {"name": "a", "cores": 4, "cuda_devices": 0, "facts": platform_facts(), "space": "s"}
+    facts |= {"address": "10.0.0.1", "interface": "eth0", "node_id": "a", "is_head": True, "token": True}
+    here = ray.RayNode(**facts, health=ray._HEALTH)
+
+    def get(answer: object, timeout: float) -> ray.RayNode:
+        if timeout < 90.0:  # two minutes less what the test takes
+            raise LookupError("not read yet")
+        return here
+
+    context = SimpleNamespace(get_node_id=lambda: "a")
+    told = [{**node("a", is_head=True), "Alive": True}]
+    fake = SimpleNamespace(get=get, nodes=lambda: told, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=LookupError))
+    monkeypatch.setattr(ray, "_submit", lambda *_: None)
+    assert ray._with_nodes((0, 0)).nodes == (here,)
 
 
 def test_what_of_a_cluster_is_free_is_told_in_cores_and_gpus() -> None:

@@ -39,9 +39,8 @@ __all__ = ["RayCluster", "RayNode", "health_of", "one_line", "this_node", "why_r
 _ASK_S = 15.0
 """For the head to answer at all; that a token is wrong it says in less than one."""
 _IMPORT_S = 120.0
-"""For Ray's program to be read, some thousand files, from a network disk that has not read them yet."""
+"""For Ray's program to be read, some thousand files, from a network disk that has not read them yet; on each node."""
 _STATUS = "import sys, ray.scripts.scripts as ray; print(flush=True); sys.argv[:1] = ['ray', 'status']; ray.main()"
-_INVENTORY_S = 60.0
 _AGENT_S = 60.0
 _END_S = 8.0
 _LOOK_S = 0.1
@@ -313,7 +312,7 @@ def _with_nodes(ports: tuple[int, int]) -> RayCluster:
     here_id = ray.get_runtime_context().get_node_id()
     alive = sorted((_as_ray_tells(node) for node in ray.nodes() if node["Alive"]), key=_head_first)
     asked = [_submit(one["node_id"], this_node, {**one, "ports": ports}) for one in alive]
-    until = time.monotonic() + _INVENTORY_S
+    until = time.monotonic() + _IMPORT_S
     nodes: list[RayNode] = []
     left_out: dict[str, str] = {}
     here = Machine(HERE, 0, 0, platform_facts())
