@@ -149,6 +149,18 @@ def test_a_slurm_job_has_a_folder_for_ray_that_no_other_user_has_made_and_whose_
     assert folder == f"/tmp/ray-{os.getuid()}" and len(f"{folder}/{session}") < 108
 
 
+@pytest.mark.parametrize(("preempted", "asked"), [("2026-11-28T03:34:10", "requeue 7\n"), ("None", "")])
+def test_a_slurm_job_that_ends_as_it_is_preempted_is_queued_again(
+    slurm: Callable[[], list[str]], tmp_path: Path, preempted: str, asked: str
+) -> None:
+    shown = f"PreemptEligibleTime=2026-11-28T03:30:00 PreemptTime={preempted}"
+    told = f'case $2 in hostnames) echo n0 ;; job) echo {shown} ;; *) echo "$@" >>asked ;; esac'
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{told}\n")
+    (tmp_path / "asked").touch()
+    slurm()
+    assert (tmp_path / "asked").read_text() == asked
+
+
 def test_the_head_of_a_slurm_job_is_found_where_its_machine_calls_itself_a_loopback(
     slurm: Callable[[], list[str]], tmp_path: Path
 ) -> None:
