@@ -169,11 +169,15 @@ def test_the_head_of_a_slurm_job_is_found_where_its_machine_calls_itself_a_loopb
     assert "10.0.0.5:6379" in slurm()
 
 
-def test_the_lines_for_a_slurm_job_on_one_machine_have_it_queued_again_before_its_time_is_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "asked"), [("of the page", "requeue 7\n"), ("by scancel", "")])
+def test_the_lines_for_a_slurm_job_on_one_machine_have_it_queued_again_before_its_time_is_over_and_cancelled_at_will(
+    tmp_path: Path, sent: str, asked: str
+) -> None:
     page = (FOLDER.parents[1] / "docs" / "survival.md").read_text()
     trap, line, end = (
         re.findall(pattern, page)[0] for pattern in ("`(trap [^`]*)`", "`ExecStart=([^`]*)`", "`(& wait[^`]*)`")
     )
+    (before_its_end,) = re.findall("--signal=B:([A-Z0-9]+)@", page)
     (tmp_path / "job").write_text(f"#!/bin/bash\n{trap}\n{line} {end}\n")
     for name, words in {"llamarl": "echo began; exec cat gate", "scontrol": "echo $*"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
@@ -182,7 +186,7 @@ def test_the_lines_for_a_slurm_job_on_one_machine_have_it_queued_again_before_it
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "job"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None and job.stdout.readline() == "began\n"
-        job.send_signal(signal.SIGTERM)
-        asked = job.stdout.readline()
+        job.send_signal(signal.Signals[f"SIG{before_its_end}"] if sent == "of the page" else signal.SIGTERM)
+        job.wait(10.0)
         (tmp_path / "gate").write_text("")
-    assert asked == "requeue 7\n"
+        assert job.stdout.read() == asked
