@@ -45,6 +45,8 @@ _REACHED_S = 60.0
 """For which a storage that does not answer is asked again, before anything has begun."""
 _OBJECT_S = 600.0
 """For which an object is asked for again while its storage fails."""
+_LASTING = (FileNotFoundError, PermissionError, ConfigError, CheckpointError)
+"""What is missing, refused or wrong stays so; whatever else a storage says may pass."""
 _CHUNK_BYTES = 1 << 22
 _MOST_OPEN = 256
 _PASSING = (".partial", ".replaced", ".deleted", ".new", ".lock", ".incoming", "journal")
@@ -173,8 +175,13 @@ def check_mirror(url: str) -> None:
     try:
         remote, others = _patiently(lambda: (storage.manifest(), storage.listed()), _REACHED_S)
     except Exception as error:
-        raise ConfigError(f"run.mirror: {url} cannot be used: {_words(error)}") from error
+        raise _unusable(url, error) from error
     _refuse_others(url, remote, others, "")
+
+
+def _unusable(url: str, error: Exception) -> ConfigError:
+    told = f"run.mirror: {url} cannot be used: {_words(error)}"
+    return ConfigError(told) if isinstance(error, _LASTING) else ConfigError.for_now(told)
 
 
 def _refuse_others(url: str, remote: Manifest | None, others: Iterable[str], run_id: str) -> None:
@@ -216,7 +223,7 @@ class Mirror:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"run.mirror: {storage.url} cannot be used: {_words(error)}") from error
+            raise _unusable(storage.url, error) from error
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def wake(self) -> None:
@@ -395,13 +402,12 @@ def _words(error: BaseException) -> str:
 
 
 def _patiently(action: Callable[[], T], limit_s: float) -> T:
-    """What ``action`` returns, which is called again while a storage fails; what is missing,
-    refused or wrong stays so."""
+    """What ``action`` returns, which is called again while a storage fails in a way that may pass."""
     until, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
     while True:
         try:
             return action()
-        except (FileNotFoundError, PermissionError, ConfigError, CheckpointError):
+        except _LASTING:
             raise
         except Exception:
             if time.monotonic() + pause_s > until:

@@ -355,10 +355,11 @@ def test_a_storage_that_cannot_be_reached_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setattr(module, "_REACHED_S", 0.2)
     fault.away = True
-    with pytest.raises(ConfigError, match="cannot be used: ConnectionError: no route to host"):
+    with pytest.raises(ConfigError, match="cannot be used: ConnectionError: no route to host") as refused:
         Mirror(Storage(URL), Run(tmp_path / "run").identity)
-    with pytest.raises(CheckpointError, match="no route to host"):
+    with pytest.raises(CheckpointError, match="no route to host") as lacking:
         restore(URL, tmp_path / "back")
+    assert refused.value.exit_code == lacking.value.exit_code == 1, "a loop that resumes goes on at 1, and ends at 2"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
