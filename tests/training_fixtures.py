@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from made_responses import made_response
+from made_responses import made_group, made_response
 from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -16,7 +16,7 @@ from llamarl.trainer.checkpoint_export import export_checkpoint, write_critic
 from llamarl.trainer.critic import Critic
 from llamarl.trainer.policy import TokenScores
 from llamarl.trainer.step import Trainer
-from llamarl.types import Failure, Group, Prompt, Response, Score
+from llamarl.types import Failure, Group, Response, Score
 
 VOCABULARY = 61
 
@@ -114,8 +114,7 @@ def make_groups(
     rng = np.random.default_rng(seed)
     groups = []
     for p in range(num_groups):
-        prompt = Prompt(index=p, tokens=rng.integers(3, VOCABULARY, 3 + min(p, 1)).astype(np.int32), text="")
-        responses = []
+        prompt, responses = rng.integers(3, VOCABULARY, 3 + min(p, 1)), []
         for s in range(group_size):
             n = int(rng.integers(1, max_response + 1))
             mask = rng.random(n) < 0.8
@@ -123,17 +122,9 @@ def make_groups(
             outcome = (
                 Failure(kind="timeout", detail="") if failed and p == 0 and s == 1 else Score(value=float(rng.random()))
             )
-            responses.append(
-                make_response(
-                    p,
-                    s,
-                    rng.integers(3, VOCABULARY, n).tolist(),
-                    outcome,
-                    logprobs=(-2 - 2 * rng.random(n)).tolist(),
-                    mask=mask.tolist(),
-                )
-            )
-        groups.append(Group(prompt=prompt, responses=tuple(responses)))
+            tokens, logprobs = rng.integers(3, VOCABULARY, n), -2 - 2 * rng.random(n)
+            responses.append(make_response(p, s, tokens, outcome, logprobs=logprobs, mask=mask))
+        groups.append(made_group(responses, index=p, tokens=prompt))
     return groups
 
 
@@ -171,6 +162,5 @@ def with_experts(groups: list[Group], num_layers: int, num_experts: int, chosen:
 
 def poisoned(index: int = 0) -> Group:
     """Rewards so large that the gradient overflows."""
-    prompt = Prompt(index=index, tokens=np.array([5, 6], dtype=np.int32), text="")
-    responses = tuple(make_response(index, s, [7, 8], Score(value=v)) for s, v in enumerate((3e38, -3e38)))
-    return Group(prompt=prompt, responses=responses)
+    responses = (make_response(index, s, [7, 8], Score(value=v)) for s, v in enumerate((3e38, -3e38)))
+    return made_group(responses, index=index, tokens=[5, 6])

@@ -1,13 +1,12 @@
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
-from made_responses import made_response
+from made_responses import made_group, made_response
 
 from llamarl.algorithms.dynamic_sampling import has_signal, oldest_version, select_groups
 from llamarl.settings.algorithms import AlgorithmConfig
-from llamarl.types import Failure, FinishReason, Group, Prompt, Response, Score
+from llamarl.types import Failure, FinishReason, Group, Response, Score
 
 PLAIN = AlgorithmConfig()
 
@@ -24,18 +23,12 @@ def response(
     written = list(versions) if versions is not None else [0] * length
     outcome = Failure(kind="timeout", detail="") if reward is None else Score(value=reward)
     return made_response(
-        index=index,
-        tokens=[0] * len(written),
-        versions=written,
-        mask=trained,
-        finish_reason=finish,
-        outcome=outcome,
+        index=index, tokens=[0] * len(written), versions=written, mask=trained, finish_reason=finish, outcome=outcome
     )
 
 
 def group(index: int, rewards: Sequence[float | None], version: int = 0) -> Group:
-    prompt = Prompt(index=index, tokens=np.zeros(1, np.int32), text="")
-    return Group(prompt=prompt, responses=tuple(response(r, index=index, versions=[version, version]) for r in rewards))
+    return made_group((response(r, index=index, versions=[version, version]) for r in rewards), index=index)
 
 
 def good(index: int, version: int = 0) -> Group:
@@ -64,30 +57,25 @@ def test_a_signal_is_two_different_rewards(rewards: list[float | None], signal: 
 
 
 def test_the_over_long_penalty_is_part_of_the_signal() -> None:
-    prompt = Prompt(index=0, tokens=np.zeros(1, np.int32), text="")
-    both_right = Group(prompt=prompt, responses=(response(1.0, length=4), response(1.0, length=9)))
+    both_right = made_group([response(1.0, length=4), response(1.0, length=9)])
     assert not has_signal(both_right, PLAIN)
     assert has_signal(both_right, AlgorithmConfig(overlong_buffer=4, overlong_limit=10))
     assert not has_signal(both_right, AlgorithmConfig(overlong_buffer=1, overlong_limit=10))  # both below the buffer
 
 
 def test_a_group_of_which_nothing_trains_has_no_signal() -> None:
-    prompt = Prompt(index=0, tokens=np.zeros(1, np.int32), text="")
-    cut = Group(prompt=prompt, responses=(response(1.0, finish="length"), response(0.0, finish="length")))
+    cut = made_group([response(1.0, finish="length"), response(0.0, finish="length")])
     assert has_signal(cut, PLAIN)
     assert not has_signal(cut, AlgorithmConfig(train_truncated=False))
-    half = Group(prompt=prompt, responses=(response(1.0), response(0.0, finish="length")))
+    half = made_group([response(1.0), response(0.0, finish="length")])
     assert has_signal(half, AlgorithmConfig(train_truncated=False))
-    assert not has_signal(
-        Group(prompt=prompt, responses=(response(1.0, trained=False), response(0.0, length=0))), PLAIN
-    )
+    assert not has_signal(made_group([response(1.0, trained=False), response(0.0, length=0)]), PLAIN)
 
 
 def test_the_oldest_version_ignores_tokens_that_no_policy_wrote() -> None:
-    prompt = Prompt(index=0, tokens=np.zeros(1, np.int32), text="")
-    mixed = Group(prompt=prompt, responses=(response(1.0, versions=[-1, 4, 5]), response(0.0, versions=[3])))
+    mixed = made_group([response(1.0, versions=[-1, 4, 5]), response(0.0, versions=[3])])
     assert oldest_version(mixed) == 3
-    assert oldest_version(Group(prompt=prompt, responses=(response(1.0, versions=[-1]),))) is None
+    assert oldest_version(made_group([response(1.0, versions=[-1])])) is None
 
 
 def test_fresh_groups_go_first_in_prompt_order_and_the_rest_waits() -> None:

@@ -1,10 +1,10 @@
 """Choices by pass rates: what is known of an item decides, and nothing else does."""
 
-import numpy as np
 import pytest
+from made_responses import made_group, made_response
 
 from llamarl.data.curriculum import BANDS, PassRates, bands, outcomes_of
-from llamarl.types import OWN_PROMPTS, Failure, Group, Prompt, Response, Score
+from llamarl.types import OWN_PROMPTS, Failure, Group, Score
 
 
 def rates(*counts: tuple[int, int, int], window: int = 100) -> PassRates:
@@ -55,22 +55,9 @@ def test_a_state_that_nobody_saved_is_refused() -> None:
 
 
 def group(item: int, *rewards: float | None, task: str = "t", index: int = 5) -> Group:
-    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="", task=task, item=item)
-    empty = dict.fromkeys(("tokens", "policy_versions"), np.zeros(0, np.int32))
-    responses = tuple(
-        Response(
-            **empty,
-            behavior_logprobs=np.zeros(0, np.float32),
-            loss_mask=np.zeros(0, np.bool_),
-            prompt_index=0,
-            sample_index=number,
-            text="",
-            finish_reason="stop",
-            outcome=Failure(kind="crash", detail="") if reward is None else Score(value=reward),
-        )
-        for number, reward in enumerate(rewards)
-    )
-    return Group(prompt=prompt, responses=responses)
+    outcomes = (Failure(kind="crash", detail="") if reward is None else Score(value=reward) for reward in rewards)
+    responses = (made_response(number, tokens=(), outcome=outcome) for number, outcome in enumerate(outcomes))
+    return made_group(responses, index=index, task=task, item=item)
 
 
 def test_outcomes_count_right_answers_and_leave_failures_out() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_responses import made_response
+from made_responses import made_group, made_response
 
 from llamarl.channels.plain_values import to_bytes
 from llamarl.channels.samples import ANY
@@ -13,20 +13,12 @@ from llamarl.config import load_config, validate
 from llamarl.errors import CheckpointError, ConfigError
 from llamarl.executors.dynamic_sampling import DynamicSampler
 from llamarl.settings.algorithms import AlgorithmConfig
-from llamarl.types import Failure, Group, Prompt, Score
+from llamarl.types import Failure, Group, Score
 
 
 def _group(index: int, rewards: tuple[float | None, ...]) -> Group:
     rng = np.random.default_rng(abs(index))
-    prompt = Prompt(
-        index=index,
-        tokens=rng.integers(0, 9, 3).astype(np.int32),
-        text="3 + é",
-        answer=None if index % 2 else "8",
-        task="t",
-        metadata={"difficulty": 0.1, "parts": [1, 2]},
-    )
-    responses = []
+    prompt, responses = rng.integers(0, 9, 3), []
     for sample, reward in enumerate(rewards):
         outcome = (
             Failure(kind="timeout", detail="too slow")
@@ -47,7 +39,8 @@ def _group(index: int, rewards: tuple[float | None, ...]) -> Group:
                 outcome=outcome,
             )
         )
-    return Group(prompt=prompt, responses=tuple(responses))
+    known = {"answer": None if index % 2 else "8", "metadata": {"difficulty": 0.1, "parts": [1, 2]}}
+    return made_group(responses, index=index, tokens=prompt, text="3 + é", task="t", **known)
 
 
 def _equal(one: object, other: object) -> bool:

@@ -1,9 +1,9 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from made_responses import made_group
 from training_fixtures import make_response, token_scores
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
@@ -11,11 +11,11 @@ from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences, token_weight
 from llamarl.trainer.objective import microbatch_loss
 from llamarl.trainer.shared_prompts import SharedPrompts
-from llamarl.types import Failure, Group, Prompt, Score
+from llamarl.types import Failure, Group, Score
 
 
 def _group(*responses: Any, prompt: tuple[int, ...] = (10, 11, 12)) -> Group:
-    return Group(prompt=Prompt(index=0, tokens=np.array(prompt, dtype=np.int32), text=""), responses=responses)
+    return made_group(responses, tokens=prompt)
 
 
 def test_positions_point_at_the_token_before_each_trained_one() -> None:

@@ -7,24 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_responses import made_group
 from training_fixtures import make_response
 
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.trainer.batch import make_microbatch, make_sequences
 from llamarl.trainer.credit import response_reward, standardize, token_advantages, value_targets
-from llamarl.types import Failure, Group, Prompt, Response, Score, Turn
+from llamarl.types import Failure, Group, Response, Score, Turn
 
 
 def _response(reward: float | None = 1.0, *, values: list[float] | None = None) -> Response:
     """Four tokens, the second not the policy's; behaviour and reference log-probs of the others differ by 1, 2 and -1."""
-    response = make_response(
-        0,
-        0,
-        [5, 6, 7, 8],
-        Failure(kind="timeout", detail="") if reward is None else Score(value=reward),
-        logprobs=[-1.0, 0.0, -2.0, -3.0],
-        mask=[True, False, True, True],
-    )
+    outcome = Failure(kind="timeout", detail="") if reward is None else Score(value=reward)
+    mask = [True, False, True, True]
+    response = make_response(0, 0, [5, 6, 7, 8], outcome, logprobs=[-1.0, 0.0, -2.0, -3.0], mask=mask)
     nan = float("nan")
     return dataclasses.replace(
         response,
@@ -68,7 +64,7 @@ def test_kl_without_reference_log_probs_is_refused() -> None:
 
 
 def _group(*responses: Response) -> Group:
-    return Group(prompt=Prompt(index=0, tokens=np.array([3, 4], np.int32), text=""), responses=responses)
+    return made_group(responses, tokens=[3, 4])
 
 
 def test_gae_pays_the_reward_at_the_last_trained_token_and_kl_where_it_arises() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_responses import made_group
 from training_fixtures import make_groups, make_response, poisoned
 
 from llamarl.algorithms.base import TokenBatch, TokenLosses
@@ -18,7 +19,7 @@ from llamarl.settings.trainer import OptimizerConfig, TrainerConfig
 from llamarl.trainer.batch import make_sequences
 from llamarl.trainer.step import Trainer
 from llamarl.trainer.step_plan import plan_of_rank, plan_steps
-from llamarl.types import Failure, Group, Prompt, Score
+from llamarl.types import Failure, Group, Response, Score
 
 
 def _trainer(folder: Path, *, algorithm: AlgorithmConfig | None = None, seed: int = 0, **kwargs: Any) -> Trainer:
@@ -73,7 +74,7 @@ def test_tokens_that_no_step_takes_are_counted_once_whatever_the_passes(model_fo
         make_response(0, i, [7] * n, outcome) for i, (n, outcome) in enumerate(zip(lengths, outcomes, strict=True))
     ]
     responses[2] = dataclasses.replace(responses[2], finish_reason="length")
-    group = Group(prompt=Prompt(index=0, tokens=np.array([5, 6], np.int32), text=""), responses=tuple(responses))
+    group = made_group(responses, tokens=[5, 6])
     trainer = _trainer(model_folder, epochs=3, algorithm=AlgorithmConfig(train_truncated=False))
     metrics = trainer.train([group], 0)
     assert metrics["tokens/trained"] == 9  # the first two responses, three times
@@ -88,16 +89,11 @@ def test_one_step_reports_what_it_always_did(model_folder: Path) -> None:
 
 def _two_groups(versions: tuple[int, int]) -> list[Group]:
     """Group p has two responses of p + 1 tokens, sampled by ``versions[p]``."""
-    return [
-        Group(
-            prompt=Prompt(index=p, tokens=np.array([5, 6], np.int32), text=""),
-            responses=tuple(
-                make_response(p, s, [7 + s] * (p + 1), Score(value=float(s)), versions=[versions[p]] * (p + 1))
-                for s in range(2)
-            ),
-        )
-        for p in range(2)
-    ]
+
+    def response(p: int, s: int) -> Response:
+        return make_response(p, s, [7 + s] * (p + 1), Score(value=float(s)), versions=[versions[p]] * (p + 1))
+
+    return [made_group([response(p, 0), response(p, 1)], index=p, tokens=[5, 6]) for p in range(2)]
 
 
 def test_staleness_in_ticks_and_in_optimizer_steps_by_hand(model_folder: Path) -> None:

@@ -4,19 +4,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+from made_responses import made_group
 from training_fixtures import make_response
 
 from llamarl.errors import StaleTokenError
 from llamarl.trainer.batch import training_sequence
 from llamarl.trainer.staleness import check_token_versions
-from llamarl.types import Failure, Group, Prompt, Score
+from llamarl.types import Failure, Group, Score
 
 
 def group(*versions: list[int], mask: list[bool] | None = None, failed: bool = False) -> list[Group]:
     """Prompt 4 with one response a list of token versions."""
     outcome = Failure(kind="timeout", detail="") if failed else Score(value=1.0)
-    responses = tuple(make_response(4, s, [7] * len(v), outcome, versions=v, mask=mask) for s, v in enumerate(versions))
-    return [Group(prompt=Prompt(index=4, tokens=np.array([5], dtype=np.int32), text=""), responses=responses)]
+    responses = (make_response(4, s, [7] * len(v), outcome, versions=v, mask=mask) for s, v in enumerate(versions))
+    return [made_group(responses, index=4)]
 
 
 def test_a_token_at_the_bound_trains_and_one_version_older_is_named() -> None:

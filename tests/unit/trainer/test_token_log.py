@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
+from made_responses import made_group
 
 from llamarl.executors.trainer import TokenLog
 from llamarl.trainer.batch import TrainingSequence
-from llamarl.types import Group, Prompt
 
 
 def _sequence(group: int, sample: int, num_tokens: int) -> TrainingSequence:
@@ -23,13 +23,8 @@ def _sequence(group: int, sample: int, num_tokens: int) -> TrainingSequence:
     )
 
 
-def _group(index: int) -> Group:
-    prompt = Prompt(index=index, tokens=np.array([1], np.int32), text="", answer=None, task="")
-    return Group(prompt=prompt, responses=())
-
-
 def test_each_response_gets_its_stretch_of_the_packed_tokens_and_its_prompts_own_index() -> None:
-    log = TokenLog([_group(40), _group(7)])
+    log = TokenLog([made_group((), index=40), made_group((), index=7)])
     log.add(
         [_sequence(1, 2, 1), _sequence(0, 0, 2)], torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([True, False, True])
     )
@@ -44,7 +39,7 @@ def test_each_response_gets_its_stretch_of_the_packed_tokens_and_its_prompts_own
 
 
 def test_a_second_pass_over_a_response_does_not_replace_the_first() -> None:
-    log = TokenLog([_group(40)])
+    log = TokenLog([made_group((), index=40)])
     for value in (-1.0, -9.0):
         log.add([_sequence(0, 0, 1)], torch.tensor([value]), torch.tensor([False]))
     assert [r.policy_logprobs.tolist() for r in log.responses()] == [[-1.0]]
