@@ -1,15 +1,29 @@
-"""What a device is given: operators that start a kernel, counted on tensors without values."""
+"""What a device is given: operators that start a kernel, counted on tensors without values, and the largest tensor."""
 
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Launches"]
+__all__ = ["LargestTensor", "Launches"]
 
 _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias"}
 _COPIES_STRIDES = {"scatter_add_", "scatter_add", "scatter_", "scatter"}
 """Whose repeatable form on CUDA brings the target's strides from the host, which waits for the device before."""
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the memory of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(item, Tensor):
+                self.elements = max(self.elements, item.untyped_storage().nbytes() // item.element_size())
+        return out
 
 
 class Launches(TorchDispatchMode):

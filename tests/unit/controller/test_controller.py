@@ -115,13 +115,13 @@ class FakeCheckpoints:
         return None
 
 
-def job(max_staleness: int) -> Graph:
+def job(max_staleness: int, middle: str = "reward") -> Graph:
     room = max_staleness + 1
     return Graph(
-        tuple(ExecutorSpec(name=n, factory="tests:none") for n in ("generator", "reward", "trainer")),
+        tuple(ExecutorSpec(name=n, factory="tests:none") for n in ("generator", middle, "trainer")),
         (
-            ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink="reward", capacity=room),
-            ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source="reward", sink="trainer", capacity=room),
+            ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink=middle, capacity=room),
+            ChannelSpec(name="scored", kind=ChannelKind.SCATTER, source=middle, sink="trainer", capacity=room),
             ChannelSpec(
                 name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
             ),

@@ -21,6 +21,7 @@ from copy import copy
 from typing import Any
 
 import pytest
+from test_controller import job
 
 from llamarl.channels.base import ChannelKind, ChannelSpec
 from llamarl.controller.graph import Graph
@@ -29,7 +30,6 @@ from llamarl.controller.recovery import Recovery
 from llamarl.controller.saving import Saving
 from llamarl.controller.surviving import SurvivingRuntime
 from llamarl.errors import ExecutorFailed
-from llamarl.executors.base import ExecutorSpec
 from llamarl.runtime.base import Death, Order, Report
 
 SETUP, IDLE, WORKS, WRITTEN, DEAD = "setup", "idle", "works", "written", "dead"
@@ -37,20 +37,6 @@ JOURNALED = {"generator", "reward"}
 Slot = tuple[str, int, str, int]
 Handle = tuple[Slot, int]
 """Where a token lies, and of which tick it is."""
-
-
-def job(max_staleness: int, middle: str) -> Graph:
-    room = max_staleness + 1
-    return Graph(
-        tuple(ExecutorSpec(name=n, factory="tests:none") for n in ("generator", middle, "trainer")),
-        (
-            ChannelSpec(name="completions", kind=ChannelKind.GATHER, source="generator", sink=middle, capacity=room),
-            ChannelSpec(name="judged", kind=ChannelKind.SCATTER, source=middle, sink="trainer", capacity=room),
-            ChannelSpec(
-                name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="generator", delay=room, capacity=room
-            ),
-        ),
-    )
 
 
 class World:

@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from engine_runs import run
 
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.scheduler import Scheduler
@@ -81,21 +82,14 @@ def _sampled(block_size: int) -> list[Sequence]:
     tokenizer = load_tokenizer("bundled:tiny")
     config = EngineConfig(block_size=block_size, kv_cache_bytes=1 << 24, max_sequences=32)
     engine = NativeEngine("bundled:tiny", config)
+    prompts = [tokenizer(text).input_ids for text in ("a3 b9 c4 =", "a1 b2 =", "a9 b9 c9 d9 =", "a5 b5 c1 =")]
+    params = SamplingParams(max_new_tokens=40)
     sequences = [
-        Sequence(
-            prompt_index=i,
-            sample_index=j,
-            prompt_tokens=tokenizer(text).input_ids,
-            params=SamplingParams(max_new_tokens=40),
-            seed=9 * i + j,
-        )
-        for i, text in enumerate(["a3 b9 c4 =", "a1 b2 =", "a9 b9 c9 d9 =", "a5 b5 c1 ="])
+        Sequence(prompt_index=i, sample_index=j, prompt_tokens=prompt, params=params, seed=9 * i + j)
+        for i, prompt in enumerate(prompts)
         for j in range(2)
     ]
-    engine.add(sequences)
-    while engine.has_work:
-        engine.step()
-    return sequences
+    return run(engine, sequences)
 
 
 def test_block_size_changes_tokens_not_at_all_and_logprobs_by_rounding() -> None:

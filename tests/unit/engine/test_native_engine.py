@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_runs import run
 from tiny_models import tiny_model
 
 from llamarl.determinism import derive_seed
@@ -41,16 +42,6 @@ def _engine(folder: Path, *, num_tokens: int = 4096, **changes: object) -> Nativ
     return NativeEngine(folder, config, eos_token_ids=())
 
 
-def _run(engine: NativeEngine, sequences: list[Sequence]) -> list[Sequence]:
-    engine.add(sequences)
-    done: list[Sequence] = []
-    for _ in range(5000):
-        if not engine.has_work:
-            return done
-        done += engine.step()
-    raise AssertionError("the engine did not finish")
-
-
 @pytest.mark.parametrize(
     ("counts", "copied", "sizes"),
     [
@@ -80,7 +71,7 @@ def test_batches_cut_for_the_processors_cache_sample_the_same_tokens(
     for copied in (1 << 30, 80 * TOKEN_BYTES // 3):  # all; 80 tokens a layer, which none has alone
         monkeypatch.setattr(model_runner, "_MOST_COPIED", copied)
         sequences.append(_sequences([prompt[:3] for prompt in _prompts(6)]))
-        _run(_engine(folder), sequences[-1])
+        run(_engine(folder), sequences[-1])
     assert max(map(len, made[: len(made) // 2])) == 1 and max(map(len, made[len(made) // 2 :])) > 1
     whole, cut = sequences
     assert [s.tokens for s in cut] == [s.tokens for s in whole]
@@ -104,7 +95,7 @@ def test_greedy_tokens_equal_generate_in_a_mixed_batch_with_preemption_and_chunk
     prompts = _prompts(9)
     engine = _engine(folder, num_tokens=320, max_batch_tokens=16)  # nine sequences would hold about 700
     sequences = _sequences(prompts, group=2)
-    _run(engine, sequences)
+    run(engine, sequences)
     stats = engine.stats()
     assert stats["preemptions"] > 0
     assert stats["kv_bytes_used_max"] <= 320 * TOKEN_BYTES
@@ -114,7 +105,7 @@ def test_greedy_tokens_equal_generate_in_a_mixed_batch_with_preemption_and_chunk
 
 def test_logprobs_equal_the_trainers_packed_forward(folder: Path) -> None:
     sequences = _sequences(_prompts(6), group=2, temperature=0.7, max_new_tokens=20)
-    _run(_engine(folder), sequences)
+    run(_engine(folder), sequences)
     model = load_model(folder, dtype=torch.float32, attention="llamarl_packed")
     ends = torch.tensor([0, *[s.num_tokens for s in sequences]]).cumsum(0)
     packed = PackedSequences.of(ends)
@@ -154,10 +145,10 @@ def test_a_block_is_copied_before_it_is_zeroed_for_another(folder: Path) -> None
 def test_members_admitted_later_sample_from_the_same_prompt(folder: Path) -> None:
     prompt = list(range(3, 25))
     together = _sequences([prompt], group=6, temperature=1.0, max_new_tokens=9)
-    _run(_engine(folder), together)
+    run(_engine(folder), together)
     engine = _engine(folder, max_sequences=2)
     apart = _sequences([prompt], group=6, temperature=1.0, max_new_tokens=9)
-    _run(engine, apart)
+    run(engine, apart)
     assert engine.stats()["prompt_tokens_computed"] == 22
     assert [s.tokens for s in apart] == [s.tokens for s in together]
 
@@ -173,10 +164,10 @@ def test_resumed_sequences_give_the_same_bits_in_the_old_engine_and_in_a_new_one
     assert len(carried) == 15
     for_new = copy.deepcopy(carried)
     engine.weights_updated(1)
-    _run(engine, carried)
+    run(engine, carried)
     fresh = _engine(folder)
     fresh.weights_updated(1)
-    _run(fresh, for_new)
+    run(fresh, for_new)
     assert _state(carried) == _state(for_new)
     assert all(s.policy_versions == sorted(s.policy_versions) and s.policy_versions[-1] == 1 for s in carried)
     assert sum(s.policy_versions[0] == 0 for s in carried) >= 10
@@ -187,11 +178,11 @@ def test_prompts_of_equal_text_draw_differently_and_equal_seeds_repeat(folder: P
     prompts = _prompts(1, lengths=range(6, 7)) * 3
     settings = {"temperature": 1.0, "max_new_tokens": 12}
     batch = _sequences(prompts, group=2, **settings)
-    _run(_engine(folder), batch)
+    run(_engine(folder), batch)
     assert len({tuple(s.tokens) for s in batch}) == 6
     repeated = _sequences(prompts[:1], group=3, **settings)
     repeated[1].seed = repeated[2].seed = batch[3].seed
-    _run(_engine(folder), repeated)
+    run(_engine(folder), repeated)
     assert [s.tokens for s in repeated] == [batch[0].tokens, batch[3].tokens, batch[3].tokens]
 
 
@@ -228,13 +219,13 @@ def test_a_poisoned_request_fails_alone(folder: Path) -> None:
     engine.parameters_for_sync()["model.embed_tokens.weight"][96] = float("nan")
     prompts = [[t for t in p if t != 96] for p in prompts]
     sequences = _sequences([prompts[0], [5, 96, 7, 8], *prompts[1:]], max_new_tokens=12)
-    _run(engine, sequences)
+    run(engine, sequences)
     assert sequences[1].finish_reason == "error"
     assert "not finite at token 0 under policy version 0" in (sequences[1].error or "")
     healthy = [s for s in sequences if s.prompt_index != 1]
     assert [s.finish_reason for s in healthy] == ["length"] * 4
     again = _sequences(prompts[:2], max_new_tokens=12)  # the freed blocks hold no NaN any more
-    _run(engine, again)
+    run(engine, again)
     assert [s.tokens for s in again] == [healthy[0].tokens, healthy[1].tokens]
 
 
@@ -242,7 +233,7 @@ def test_stop_tokens_end_a_response_and_are_part_of_it(folder: Path) -> None:
     prompt = _prompts(1)[0]
     free = _greedy(folder, prompt, 20)
     stop = free[6]
-    (done,) = _run(_engine(folder), _sequences([prompt], max_new_tokens=20, stop_token_ids=(stop,)))
+    (done,) = run(_engine(folder), _sequences([prompt], max_new_tokens=20, stop_token_ids=(stop,)))
     assert done.finish_reason == "stop"
     assert done.tokens == free[: free.index(stop) + 1]
 
@@ -261,7 +252,7 @@ def test_stop_strings_are_found_across_token_borders(folder: Path) -> None:
     stop = text[9:12]  # second digit of token 4, both of token 5
     config = EngineConfig(kv_cache_bytes=1 << 20, **SMALL_BLOCKS)  # type: ignore[arg-type]
     engine = NativeEngine(folder, config, eos_token_ids=(), tokenizer=_Letters())  # type: ignore[arg-type]
-    (done,) = _run(engine, _sequences([prompt], max_new_tokens=20, stop_strings=("never", stop)))
+    (done,) = run(engine, _sequences([prompt], max_new_tokens=20, stop_strings=("never", stop)))
     assert done.finish_reason == "stop"
     end = -(-(text.index(stop) + 3) // 2)
     assert done.tokens == free[:end]
@@ -283,7 +274,7 @@ def test_a_stop_string_with_a_space_in_front_is_found_at_the_start_of_a_response
         (f"w{prompt[-1]} w{free[0]}", 4),
     ):  # the prompt's own text is no part of it
         engine = NativeEngine(folder, config, eos_token_ids=(), tokenizer=_Words())  # type: ignore[arg-type]
-        (done,) = _run(engine, _sequences([prompt], max_new_tokens=4, stop_strings=(stop,)))
+        (done,) = run(engine, _sequences([prompt], max_new_tokens=4, stop_strings=(stop,)))
         assert (done.finish_reason, len(done.tokens)) == ("stop" if length == 1 else "length", length)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import run
 from tiny_models import tiny_model
 
 from llamarl.engine.base import Parkable
@@ -13,20 +14,12 @@ from llamarl.settings.engine import EngineConfig
 
 
 def sampled(by: NativeEngine) -> list[tuple[list[int], list[float]]]:
+    params = SamplingParams(max_new_tokens=9, temperature=1.0)
+    prompt = [3, 5, 7, 11]
     sequences = [
-        Sequence(
-            prompt_index=0,
-            sample_index=sample,
-            prompt_tokens=[3, 5, 7, 11],
-            params=SamplingParams(max_new_tokens=9, temperature=1.0),
-            seed=sample,
-        )
-        for sample in range(3)
+        Sequence(prompt_index=0, sample_index=i, prompt_tokens=prompt, params=params, seed=i) for i in range(3)
     ]
-    by.add(sequences)
-    while by.has_work:
-        by.step()
-    return [(s.tokens, s.logprobs) for s in sequences]
+    return [(s.tokens, s.logprobs) for s in run(by, sequences)]
 
 
 def load(engine: NativeEngine, weights: dict[str, torch.Tensor], version: int) -> None:

@@ -1,28 +1,14 @@
 """Prompts whose chunks attend to a long past, a few queries at a time, against attention written out."""
 
-from typing import Any
-
 import pytest
 import torch
+from launches import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.models import paged_attention
 from llamarl.models.paged_attention import PrefillChunk, most_rows, prefill_attention
 
 BLOCK, HEADS, KV, D = 4, 4, 2, 8
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that was made inside."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            self.elements = max(self.elements, found.untyped_storage().nbytes() // found.element_size())
-        return found
 
 
 def attend(

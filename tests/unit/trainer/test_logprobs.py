@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import LargestTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.trainer.logprobs import LogitTransform, token_logprobs
@@ -119,19 +120,6 @@ def test_log_probs_are_no_view_in_which_a_change_in_place_would_lose_fsdp2_its_h
     assert found[0].shape == shape and [tensor._base for tensor in found] == [None, None]
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for item in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(item, torch.Tensor):
-                self.largest = max(self.largest, item.numel())
-        return out
-
-
 @pytest.mark.parametrize("entropy_needs_grad", [False, True])
 def test_no_tensor_of_tokens_times_vocabulary_is_made_forward_or_backward(entropy_needs_grad: bool) -> None:
     tokens, vocabulary, chunk, width = 256, 1024, 16, 4
@@ -139,15 +127,15 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made_forward_or_backward(entrop
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
-    with _LargestTensor() as ours:
+    with LargestTensor() as ours:
         logprobs, entropy = token_logprobs(
             hidden, weight, None, targets, LogitTransform(), chunk_tokens=chunk, entropy_needs_grad=entropy_needs_grad
         )
         (logprobs.sum() + (entropy.sum() if entropy_needs_grad else 0.0)).backward()
-    assert ours.largest == chunk * vocabulary
-    with _LargestTensor() as plain:
+    assert ours.elements == chunk * vocabulary
+    with LargestTensor() as plain:
         _plain(hidden, weight, None, targets, LogitTransform())
-    assert plain.largest == tokens * vocabulary
+    assert plain.elements == tokens * vocabulary
 
 
 class _Products(TorchDispatchMode):
