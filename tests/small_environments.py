@@ -120,7 +120,6 @@ class Awkward:
                 raise SystemExit(3)
 
     def _died_before(self) -> bool:
-        assert self.log is not None
         mark = self.log.with_suffix(".died")
         if mark.exists():
             return True

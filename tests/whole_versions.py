@@ -7,7 +7,6 @@ from llamarl.weight_sync.sink import WeightVersion
 
 def read_all(version: WeightVersion | None) -> dict[str, torch.Tensor]:
     """Every parameter whole, proved, in the dtype it travels in."""
-    assert version is not None
     full = {
         name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in version.parameters.items()
     }

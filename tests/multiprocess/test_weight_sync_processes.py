@@ -48,7 +48,6 @@ def generator(pipe: Connection) -> None:
     while (handles := pipe.recv()) is not None:
         try:
             version = receiver.receive(handles, WAIT_S)
-            assert version is not None
             version.load_into(live, LAYOUT, WAIT_S)
             pipe.send((version.version, {name: t.numpy().copy() for name, t in live.items()}))
         except WeightSyncError as error:

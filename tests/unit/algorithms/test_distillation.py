@@ -69,7 +69,6 @@ def test_the_trainers_gradient_is_the_written_one_in_float64(tmp_path: Path, mic
                 count += 1
     (-objective / count).backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         error = (found[name].double() - parameter.grad).norm() / parameter.grad.norm()
         assert error < 5e-5, (name, float(error))
 
@@ -197,7 +196,6 @@ def test_the_gradient_over_likeliest_tokens_is_the_written_one_however_a_step_is
     assert metrics["kl/reference"] == pytest.approx(objective.item(), rel=1e-5)
     assert metrics["loss/policy"] == pytest.approx(objective.item(), rel=1e-5) and metrics["ratio/mean"] > 0
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         whole, *cut = (gradients[name] for gradients in found)
         assert (whole.double() - parameter.grad).norm() <= 2e-5 * parameter.grad.norm(), name
         for other in cut:

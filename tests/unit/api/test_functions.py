@@ -39,7 +39,6 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def load(path: str) -> Any:
     file, _, name = path.rpartition(":")
     spec = importlib.util.spec_from_file_location("standalone", file)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)

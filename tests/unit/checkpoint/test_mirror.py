@@ -302,7 +302,6 @@ def test_a_slow_storage_holds_up_nobody(tmp_path: Path, fault: Fault) -> None:
 def test_a_checkpoint_that_is_removed_while_it_is_sent_is_sent_whole(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
     with mirrored(URL, run.identity, 20) as mirror:
-        assert mirror is not None
         settle(mirror)
         before, fault.hold = mirror._done, threading.Event()
         run.save(0)

@@ -19,7 +19,6 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_day.py"
 
 def _script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_day", SCRIPT)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -142,10 +142,8 @@ class World:
     def may_advance(self, name: str) -> bool:
         order = self.order[name]
         if self.phase[name] == WORKS:  # a reader follows a version that is being copied, to its end
-            assert order is not None
             return all(self.is_whole(handle) for handles in order.inputs.values() for handle in handles)
         if self.phase[name] == WRITTEN:  # a state is written when the versions up to it are whole
-            assert order is not None
             return (
                 order.tick not in self.due
                 or order.tick < self.begins[name]
@@ -166,7 +164,6 @@ class World:
             self.write(name)
         else:
             order = self.order[name]
-            assert order is not None
             executor = order.executor
             outputs = {c.name: ((self._slot(name, c), order.tick),) for c in self.graph.outputs[executor]}
             said = ("report", executor, self._me(name)[1], order.tick, tuple(outputs.items()), self.state[name])
@@ -175,7 +172,6 @@ class World:
 
     def write(self, name: str) -> None:
         order = self.order[name]
-        assert order is not None
         if order.tick < self.begins[name]:
             self.rewrite_product(name, order.tick)
             return

@@ -73,7 +73,6 @@ def test_everyone_on_the_cycle_of_generator_and_trainer_takes_turns_and_the_eval
     colocated = ["--schedule.colocated", "true", "--schedule.max_staleness", "0", "--algorithm.kl_coef", "0.1"]
     config = load_config(None, colocated)
     group = colocated_group(config, llamarl_graph(config))
-    assert group is not None
     assert (group.sharing, group.members) == (("generator", "trainer"), ("generator", "reward", "reference", "trainer"))
 
 

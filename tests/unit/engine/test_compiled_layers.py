@@ -103,7 +103,6 @@ def decodes(count: int) -> list[Chunk]:
 def computed(runner: ModelRunner, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a step, and the cache after it; the runner's own is as before."""
     before = runner._cache.clone()
-    assert runner.padded_decoder is not None
     logits = runner.padded_decoder.run(decodes(count))
     assert logits is not None
     after = runner._cache.clone()

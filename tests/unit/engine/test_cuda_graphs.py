@@ -107,7 +107,6 @@ def _engine(folder: Path, cuda_graphs: str, **changes: Any) -> NativeEngine:
 def _count_padded(engine: NativeEngine) -> list[Bucket]:
     """Buckets of the padded steps from now on."""
     decoder = engine._runner.padded_decoder
-    assert decoder is not None
     seen: list[Bucket] = []
     compute = decoder._compute
 
@@ -183,7 +182,6 @@ def test_only_changes_are_written_and_the_inputs_are_those_of_a_new_start(folder
     """Through blocks that fill, sequences that end or are preempted, and wider tables."""
     engine = _engine(folder, "padded", kv_cache_bytes=(70 + 1) * 4 * 384)
     decoder = engine._runner.padded_decoder
-    assert decoder is not None
     staged, shapes = decoder._staged, set()
     write = staged.write
 
@@ -357,7 +355,6 @@ def test_all_graphs_write_their_logits_into_one_tensor(monkeypatch: pytest.Monke
     decoder = _recorder()
     three = decoder.run([_decode(token, 0, [token]) for token in (3, 4, 5)])
     one = decoder.run([_decode(5, 5, [1, 2])])
-    assert one is not None and three is not None
     assert one.data_ptr() == three.data_ptr() and three.untyped_storage().nbytes() == 4 * 3 * three.element_size()
 
 

@@ -69,7 +69,6 @@ def test_padded_decode_steps_survive_parking_and_their_records_do_not(tmp_path: 
     expected = sampled(always)
     weights = {name: t.clone() for name, t in always.parameters_for_sync().items()}
     decoder = parked._runner.padded_decoder
-    assert decoder is not None
     decoder._graphs[None] = None  # type: ignore[assignment, index]  # stands for a recorded step
     parked.park()
     assert not decoder._graphs

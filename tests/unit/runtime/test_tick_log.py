@@ -70,7 +70,6 @@ class Trainer:
 
 
 def received(report: Report | None) -> list[int]:
-    assert report is not None
     receiver = DataReceiver(CHANNEL, rank=0, num_source_ranks=1, num_sink_ranks=1)
     items: list[int] = receiver.receive(report.outputs["numbers"], 5.0)
     receiver.close()
@@ -162,7 +161,6 @@ def test_of_a_tick_that_is_repeated_only_what_was_not_whole_is_taken() -> None:
     trainer.die()
     again = Trainer()
     repeated = kept.take(again.report(0))
-    assert repeated is not None
     assert [handle.address.nonce for handle in repeated.outputs["weights"]] == [again.nonce]
     twice = kept.take(again.report(0))
     assert twice is not None and twice.outputs == {}

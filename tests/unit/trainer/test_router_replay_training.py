@@ -68,7 +68,6 @@ def groups(folder: Path) -> list[Group]:
 
 
 def response(sequence: Sequence) -> Response:
-    assert sequence.experts is not None
     return made_response(
         sequence.sample_index, index=sequence.prompt_index, tokens=sequence.tokens, logprobs=sequence.logprobs,
         finish_reason="length", outcome=Score(value=float(sum(sequence.tokens) % 7)),

@@ -83,7 +83,6 @@ def test_a_loss_that_asks_for_logits_has_their_distribution_and_gradient(tmp_pat
     aipo = asking.loss
 
     def from_logits(batch: TokenBatch, config: AlgorithmConfig) -> TokenLosses:
-        assert batch.logits is not None and batch.tokens is not None
         log_pi = torch.log_softmax(batch.logits(), dim=-1)
         chosen = log_pi.gather(1, batch.tokens[:, None])[:, 0]
         torch.testing.assert_close(-(log_pi.exp() * log_pi).sum(dim=1), batch.entropy)

@@ -48,7 +48,6 @@ class Source:
     def sent(self, slot: int = 0) -> int:
         """Bytes that have left, of this slot's process."""
         made = self.publisher._slots[slot]
-        assert made is not None
         return made.buffer._segment._server.sent_bytes  # type: ignore[attr-defined,no-any-return]
 
 
@@ -174,7 +173,6 @@ def test_what_goes_wrong_in_filling_is_told_as_it_was() -> None:
     sink = Sink("b")
     handle = source.publish(1)
     slot = source.publisher._slots[0]
-    assert slot is not None
     slot.blocks[2][17] ^= 1
     with pytest.raises(WeightSyncError, match="w: the bytes pulled 3 times do not match"):
         sink.load(handle)
@@ -186,7 +184,6 @@ def test_a_copy_that_failed_is_freed_with_its_last_reader() -> None:
     source, sink = Source(), Sink("b")
     handle = source.publish(1)
     slot = source.publisher._slots[0]
-    assert slot is not None
     slot.blocks[2][17] ^= 1
     with pytest.raises(WeightSyncError):
         sink.load(handle)
@@ -235,7 +232,6 @@ class LoneSink(Sink):
         """Ahead, to its end."""
         with being_at(self.where):
             self.puller.fetch_ahead([handle], 10.0)
-            assert self.puller.slots._fetching is not None
             self.puller.slots._fetching.join()
         for mirror in self.puller.slots.mirrors:
             if mirror._thread is not None:

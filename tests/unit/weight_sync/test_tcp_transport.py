@@ -66,7 +66,6 @@ def test_a_block_altered_at_the_source_is_pulled_again_and_then_refused() -> Non
     source = tensors()
     publisher, handle = published(source)
     slot = publisher._slots[0]
-    assert slot is not None
     slot.blocks[2][17] ^= 1
     with being_at(B), pytest.raises(WeightSyncError, match="large: the bytes pulled 3 times do not match"):
         Puller(rank=0, num_sink_ranks=1, transport=TcpSink()).open([handle], 10.0).load_into(empty_like(source))
