@@ -57,6 +57,7 @@ class FusedLinear(nn.Module):
 
     packs = False
     """Whether ``refresh`` makes a copy of its own, so that the parameters are only read while it runs."""
+    _packed: Tensor | None = None
 
     def __init__(self, sources: Sequence[nn.Linear], *, summed: EngineRanks | None = None) -> None:
         super().__init__()
@@ -108,10 +109,8 @@ class FusedLinear(nn.Module):
         """Free the served form and what the last product left, until the next ``refresh``; returns
         the served form's bytes."""
         self.forget()
-        return self._drop_packed()
-
-    def _drop_packed(self) -> int:
-        return 0
+        packed, self._packed = self._packed, None
+        return 0 if packed is None else packed.numel() * packed.element_size()
 
     def part(self, x: Tensor, first: int, size: int) -> Tensor:
         """Output features ``first .. first + size`` for ``x``; the product is computed once per
@@ -163,15 +162,9 @@ class _PlainLinear(FusedLinear):
 class _OneDnnLinear(FusedLinear):
     packs = True
 
-    _packed: Tensor | None = None
-
     def _pack(self, weight: Tensor) -> None:
         self._packed = None  # its memory first: the new one has the same size
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-
-    def _drop_packed(self) -> int:
-        packed, self._packed = self._packed, None
-        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
@@ -180,8 +173,6 @@ class _OneDnnLinear(FusedLinear):
 class _Int8Linear(FusedLinear):
     packs = True
 
-    _packed: Tensor | None = None
-
     def _pack(self, weight: Tensor) -> None:
         self._scale = (weight.abs().amax(dim=1).float() / _LARGEST_CODE).clamp_(min=1e-12)
         codes = (weight / self._scale[:, None]).round_()
@@ -189,10 +180,6 @@ class _Int8Linear(FusedLinear):
             self._packed = _pack_int8(codes.to(torch.int8))
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(codes.float().contiguous())
-
-    def _drop_packed(self) -> int:
-        packed, self._packed = self._packed, None
-        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).float()
@@ -250,16 +237,11 @@ class _Fp8Linear(FusedLinear):
     """The kernel wants both sizes of the weight to be multiples of 16: zeros fill them up."""
 
     packs = True
-    _packed: Tensor | None = None
     _scale: Tensor | None = None
 
     def _pack(self, weight: Tensor) -> None:
         packed, scale = _rows_to_fp8(_filled_up(weight, rows=True))
         self._packed, self._scale = _overwrite(self._packed, packed), _overwrite(self._scale, scale)
-
-    def _drop_packed(self) -> int:
-        packed, self._packed = self._packed, None
-        return _bytes(packed)
 
     def product(self, x: Tensor) -> Tensor:
         assert self._packed is not None and self._scale is not None
@@ -281,10 +263,6 @@ class _Fp8Linear(FusedLinear):
 def _overwrite(old: Tensor | None, new: Tensor) -> Tensor:
     """``new`` at the address of ``old``: a CUDA graph that reads it stays valid."""
     return new if old is None else old.copy_(new)
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def _filled_up(x: Tensor, *, rows: bool = False) -> Tensor:
