@@ -115,7 +115,8 @@ def open_regular(path: str | os.PathLike[str], *, max_bytes: int | None = _MAX_B
     except ValueError:  # a NUL character, or one that the system's encoding does not have
         raise FileError(f"{str(path)!r:.200} is no file name") from None
     except OSError as error:
-        raise FileError(f"{_named(path)} cannot be read ({error.strerror})", missing=_is_missing(error)) from error
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise FileError(f"{_named(path)} cannot be read ({error.strerror})", missing=missing) from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -323,10 +324,6 @@ def _half_pair(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"U+{ord(text[error.start]):04X}"
     return None
-
-
-def _is_missing(error: OSError) -> bool:
-    return isinstance(error, (FileNotFoundError, NotADirectoryError))
 
 
 def _named(path: str | os.PathLike[str]) -> str:

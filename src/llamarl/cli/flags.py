@@ -6,7 +6,6 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 from llamarl.errors import ConfigError, LlamaRLError, Mistake
 
@@ -65,9 +64,7 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(OSError):  # of what could not be written: that is told already
                 self._file.close()

@@ -39,7 +39,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Protocol
 
 from llamarl.controller.marking import Marking
@@ -173,9 +173,7 @@ class StopRequest:
             signal.signal(signal.SIGINT, self._ask)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._handles:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

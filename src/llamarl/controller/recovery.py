@@ -119,7 +119,8 @@ class Recovery:
             still needed, in the graph's order; or why the run ends, in words. Then nothing is
             remembered.
         """
-        fresh = {death.executor: death for death in reversed(deaths) if self._is_of_now(death)}  # the first of each
+        of_now = (death for death in reversed(deaths) if death.incarnation == self.incarnation(death.executor))
+        fresh = {death.executor: death for death in of_now}  # the first of each
         lost = [
             fresh[spec.name] for spec in marking.graph.executors if spec.name in fresh and marking.is_needed(spec.name)
         ]
@@ -160,9 +161,6 @@ class Recovery:
             firing=marking.refire(name),
             death=death,
         )
-
-    def _is_of_now(self, death: Death) -> bool:
-        return death.incarnation == self.incarnation(death.executor)
 
     def _why_not(self, attempts: Sequence[_Attempt], replaceable: Mapping[str, int], now_s: float) -> str:
         """Why these deaths end the run; empty: they do not."""

@@ -98,9 +98,8 @@ def settle_on(config: RunConfig, machine: Machine) -> RunConfig:
     Raises:
         ModelError: No layer of the model can have an adapter.
     """
-    for step in (_with_devices, _with_precisions, _with_adapted_layers, with_sizes):
-        config = step(config, machine)
-    return config
+    config = resolve_precision(_with_devices(config, machine), machine.processor)
+    return with_sizes(_with_adapted_layers(config, machine), machine)
 
 
 def with_num_ticks(config: RunConfig) -> RunConfig:
@@ -160,10 +159,6 @@ def _with_devices(config: RunConfig, machine: Machine) -> RunConfig:
         found = "cuda" if spec.device.startswith("cuda") else "cpu"
         used[role.name] = {"threads": spec.threads, "device": found if asked == "auto" else asked}
     return with_settings(config, used)
-
-
-def _with_precisions(config: RunConfig, machine: Machine) -> RunConfig:
-    return resolve_precision(config, machine.processor)
 
 
 def with_sizes(config: RunConfig, machine: Machine) -> RunConfig:

@@ -21,7 +21,6 @@ import selectors
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from itertools import count
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from llamarl.environments.messages import Answer, Answered, Ready, Refused, pack_request
@@ -183,9 +182,7 @@ class WorkerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, number: int) -> WorkerProcess:

@@ -117,7 +117,7 @@ class HostFolders:
         num_ranks = {name: len(hosts) for name, hosts in self._where.items()}
 
         def to_host(number: int, folder: FarFolder) -> None:
-            ranks = [(name, rank) for name, rank in self._ranks_on(number) if name == executor]
+            ranks = [(executor, rank) for rank, host in enumerate(self._where.get(executor, ())) if host == number]
             wanted = files_for_ranks(files, ranks, num_ranks)
             for record in wanted:
                 there = _at(record, (below / record.path).as_posix())
@@ -236,11 +236,6 @@ class HostFolders:
     def left_at(self) -> str:
         """Where things still lie, in words."""
         return "; ".join(f"{folder.client.host}: {folder.path}" for folder in self.folders.values())
-
-    def _ranks_on(self, number: int) -> list[tuple[str, int]]:
-        return [
-            (name, rank) for name, hosts in self._where.items() for rank, host in enumerate(hosts) if host == number
-        ]
 
     def _on_all(self, work: Callable[[int, FarFolder], None]) -> None:
         try:

@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -86,9 +85,7 @@ class IncomingFile:
     def __enter__(self) -> IncomingFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
         self._path.unlink(missing_ok=True)
 

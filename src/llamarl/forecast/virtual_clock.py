@@ -136,11 +136,9 @@ class VirtualClockRuntime:
         assert step.duration_s >= 0, f"{order.executor} tick {order.tick}: duration {step.duration_s}"
         if order.save_to is not None:
             self._snapshots[order.save_to, order.executor] = executor.state
-        self._push(_Firing(order, step, self._clock, start), self._fired)
+        firing = _Firing(order, step, self._clock, start)
+        heapq.heappush(self._out, (firing.finished_s, self._fired, firing))
         self._fired += 1
-
-    def _push(self, firing: _Firing, number: int) -> None:
-        heapq.heappush(self._out, (firing.finished_s, number, firing))
 
     def tell(self, news: News) -> None:
         """Ignore a version that arrives inside a tick."""
