@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,25 @@ def settle(mirror: Mirror) -> None:
     wait_until(lambda: mirror._done == mirror._asked)
 
 
+@contextmanager
+def mirroring(run: Run, limit_s: float = 20) -> Iterator[Mirror]:
+    """From when what the run has so far is there."""
+    with mirrored(URL, run.identity, limit_s) as mirror:
+        settle(mirror)
+        yield mirror
+
+
+def restored(folder: Path) -> dict[str, bytes]:
+    """What the mirror brings to an empty folder."""
+    restore(URL, folder)
+    return contents(folder)
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_a_run_comes_back_byte_for_byte_from_its_mirror(tmp_path: Path, scheme: str, fault: Fault) -> None:
     url = URL if scheme == "memory" else f"file://{tmp_path}/storage/x"
     run = Run(tmp_path / "run")
     with mirrored(url, run.identity, 20) as mirror:
-        assert mirror is not None
         for tick in range(4):
             run.save(tick)
             mirror.wake()
@@ -181,9 +195,7 @@ def test_the_manifest_is_written_after_what_it_names_and_before_anything_is_dele
 ) -> None:
     run = Run(tmp_path / "run")
     run.save(0), run.save(1)
-    with mirrored(URL, run.identity, 20) as mirror:
-        assert mirror is not None
-        settle(mirror)
+    with mirroring(run):
         fault.calls.clear()
         run.save(2)  # tick 0 goes
     names = [(name, path.rpartition("runs/x/")[2]) for name, path in fault.calls]
@@ -204,7 +216,6 @@ def test_the_manifest_is_written_after_what_it_names_and_before_anything_is_dele
 def test_old_checkpoints_leave_no_litter(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
     with mirrored(URL, run.identity, 20) as mirror:
-        assert mirror is not None
         for tick in range(6):
             run.save(tick)
             mirror.wake()
@@ -264,9 +275,7 @@ def test_every_single_moment_of_a_kill_leaves_a_mirror_that_is_whole(tmp_path: P
 def test_a_storage_that_is_away_delays_nothing_is_told_of_once_and_caught_up_with(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
     told = []
-    with mirrored(URL, run.identity, 20) as mirror:
-        assert mirror is not None
-        settle(mirror)
+    with mirroring(run) as mirror:
         fault.away = True
         for tick in range(4):
             run.save(tick)
@@ -280,15 +289,12 @@ def test_a_storage_that_is_away_delays_nothing_is_told_of_once_and_caught_up_wit
         fault.away = False
         settle(mirror)
         assert mirror.news() == ["run.mirror has caught up"]
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == run.contents()
+    assert restored(tmp_path / "back") == run.contents()
 
 
 def test_a_slow_storage_holds_up_nobody(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
-    with mirrored(URL, run.identity, 20) as mirror:
-        assert mirror is not None
-        settle(mirror)
+    with mirroring(run) as mirror:
         fault.hold = threading.Event()
         run.save(0)
         mirror.wake()
@@ -301,8 +307,7 @@ def test_a_slow_storage_holds_up_nobody(tmp_path: Path, fault: Fault) -> None:
 
 def test_a_checkpoint_that_is_removed_while_it_is_sent_is_sent_whole(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
-    with mirrored(URL, run.identity, 20) as mirror:
-        settle(mirror)
+    with mirroring(run) as mirror:
         before, fault.hold = mirror._done, threading.Event()
         run.save(0)
         mirror.wake()
@@ -314,16 +319,13 @@ def test_a_checkpoint_that_is_removed_while_it_is_sent_is_sent_whole(tmp_path: P
         wait_until(lambda: mirror._done > before)
         restore(URL, tmp_path / "back")
         assert CheckpointStore(tmp_path / "back" / "checkpoints").load().tick == 0
-    restore(URL, tmp_path / "end")
-    assert contents(tmp_path / "end") == run.contents()
+    assert restored(tmp_path / "end") == run.contents()
 
 
 def test_a_storage_away_for_good_ends_in_a_sentence_that_says_what_is_not_there(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
     before = {}
-    with pytest.raises(CheckpointError) as refused, mirrored(URL, run.identity, 0.5) as mirror:
-        assert mirror is not None
-        settle(mirror)
+    with pytest.raises(CheckpointError) as refused, mirroring(run, 0.5):
         fault.away = True
         run.save(0)
         before = run.contents()
@@ -333,17 +335,14 @@ def test_a_storage_away_for_good_ends_in_a_sentence_that_says_what_is_not_there(
     fault.away = False
     with mirrored(URL, run.identity, 20):  # the way out that it names
         pass
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == before
+    assert restored(tmp_path / "back") == before
 
 
 def test_what_ended_the_run_is_not_hidden_by_a_mirror_that_lags(
     tmp_path: Path, fault: Fault, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "run")
-    with pytest.raises(ZeroDivisionError), mirrored(URL, run.identity, 0.2) as mirror:
-        assert mirror is not None
-        settle(mirror)
+    with pytest.raises(ZeroDivisionError), mirroring(run, 0.2):
         fault.away = True
         raise ZeroDivisionError
     assert "run.mirror lacks something of" in capsys.readouterr().err
@@ -427,8 +426,7 @@ def test_a_download_that_was_stopped_is_gone_on_with(tmp_path: Path, mirror_of_t
     (partial / "checkpoints" / "tick_000000" / "trainer" / "state").write_text("half")
     (partial / "of_an_older_manifest").touch()
     fault.calls.clear()
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == mirror_of_two.contents()
+    assert restored(tmp_path / "back") == mirror_of_two.contents()
     brought = {path.rpartition("/files/")[2] for name, path in fault.calls if name == "get_file"}
     assert "checkpoints/tick_000000/trainer/state" in brought and "checkpoints/tick_000000/manifest.json" not in brought
 
@@ -463,8 +461,7 @@ def test_a_second_run_is_refused_in_the_same_mirror(tmp_path: Path, mirror_of_tw
         Mirror(Storage(URL), other.identity)
     with pytest.raises(ConfigError, match=f"holds another run, of process .*--resume {URL}"):
         check_mirror(URL)
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == mirror_of_two.contents()
+    assert restored(tmp_path / "back") == mirror_of_two.contents()
 
 
 def test_a_place_with_other_files_is_no_mirror(tmp_path: Path, fault: Fault) -> None:
@@ -479,12 +476,9 @@ def test_a_place_with_other_files_is_no_mirror(tmp_path: Path, fault: Fault) -> 
 def test_a_resume_takes_over_and_the_one_before_ends_its_mirror_and_says_so(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
     run.save(0)
-    with pytest.raises(CheckpointError, match="was taken over by process"), mirrored(URL, run.identity, 20) as first:
-        assert first is not None
-        settle(first)
+    with pytest.raises(CheckpointError, match="was taken over by process"), mirroring(run) as first:
         restore(URL, tmp_path / "back")
-        with mirrored(URL, RunIdentity.of(tmp_path / "back"), 20) as second:
-            assert second is not None
+        with mirrored(URL, RunIdentity.of(tmp_path / "back"), 20):
             run.save(1)
             first.wake()
             wait_until(lambda: first._ended != "")
@@ -505,20 +499,16 @@ def test_a_folder_that_was_lost_does_not_empty_its_mirror(tmp_path: Path, fault:
     run = Run(tmp_path / "run")
     run.save(0)
     kept = run.contents()
-    with pytest.raises(CheckpointError, match="is not there any more"), mirrored(URL, run.identity, 20) as mirror:
-        assert mirror is not None
-        settle(mirror)
+    with pytest.raises(CheckpointError, match="is not there any more"), mirroring(run) as mirror:
         shutil.rmtree(run.path)
         mirror.wake()
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == kept
+    assert restored(tmp_path / "back") == kept
 
 
 def test_a_checkpoint_that_was_altered_here_does_not_reach_the_mirror(tmp_path: Path, fault: Fault) -> None:
     run = Run(tmp_path / "run")
     with pytest.raises(CheckpointError, match="checkpoints/tick_000000/trainer/state was altered"):
-        with mirrored(URL, run.identity, 0.5) as mirror:
-            assert mirror is not None
+        with mirrored(URL, run.identity, 0.5):
             run.save(0)
             state = run.path / "checkpoints" / "tick_000000" / "trainer" / "state"
             state.write_bytes(b"!" * state.stat().st_size)
@@ -530,13 +520,11 @@ def test_half_an_object_of_a_killed_upload_is_believed_by_nobody(tmp_path: Path,
     before = mirror_of_two.contents()
     damage("files/checkpoints/tick_000002/trainer/state", b"half")
     damage("files/checkpoints/tick_000009/trainer/state", b"half of one that no run makes again")
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == before
+    assert restored(tmp_path / "back") == before
     mirror_of_two.save(2)
     with mirrored(URL, mirror_of_two.identity, 20):
         pass
-    restore(URL, tmp_path / "then")
-    assert contents(tmp_path / "then") == mirror_of_two.contents()
+    assert restored(tmp_path / "then") == mirror_of_two.contents()
     assert not [name for name in objects() if "tick_000009" in name]
 
 
@@ -550,8 +538,7 @@ def test_a_listing_that_lags_costs_litter_and_no_more(
     monkeypatch.setattr(Storage, "listed", lambda storage: stale)
     with mirrored(URL, mirror_of_two.identity, 20):
         mirror_of_two.save(2)
-    restore(URL, tmp_path / "back")
-    assert contents(tmp_path / "back") == mirror_of_two.contents()
+    assert restored(tmp_path / "back") == mirror_of_two.contents()
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
