@@ -233,21 +233,12 @@ def test_a_warm_up_that_outlasts_the_run_is_told(
     assert len(executed) == 2
 
 
-def test_code_that_a_runs_own_configuration_asks_for_is_run_only_if_the_user_names_it(tmp_path: Path) -> None:
+def test_consent_that_a_runs_own_configuration_gives_to_a_models_code_is_asked_of_the_user(tmp_path: Path) -> None:
     """A run's folder may come from somebody else."""
-    inside, outside = tmp_path / "run" / "evil.py", tmp_path / "mine.py"
-    (tmp_path / "run").mkdir()
-    for file in (inside, outside):
-        file.write_text("def score(*a):\n    return 1.0\n")
-    settings = tmp_path / "run" / "config.toml"
-    settings.write_text(f'[task]\nreward = "{inside}:score"\n')
-    with pytest.raises(ConfigError, match="is code inside the run's folder"):
-        begun_config(tmp_path / "run", {})
-    assert begun_config(tmp_path / "run", {"task": {"reward": f"{outside}:score"}}).task.reward.startswith(str(outside))
-    settings.write_text("[model]\ntrust_remote_code = true\n")
+    (tmp_path / "config.toml").write_text("[model]\ntrust_remote_code = true\n")
     with pytest.raises(ConfigError, match="--model.trust_remote_code true"):
-        begun_config(tmp_path / "run", {})
-    assert begun_config(tmp_path / "run", {"model": {"trust_remote_code": True}}).model.trust_remote_code
+        begun_config(tmp_path, {})
+    assert begun_config(tmp_path, {"model": {"trust_remote_code": True}}).model.trust_remote_code
 
 
 @pytest.mark.parametrize(
