@@ -13,7 +13,6 @@ from tiny_models import FAMILIES, tiny_model
 from llamarl.engine.engine import NativeEngine
 from llamarl.engine.sampler import _draw
 from llamarl.engine.sequence import SamplingParams, Sequence
-from llamarl.errors import ConfigError
 from llamarl.models.attention import PackedSequences
 from llamarl.models.loading import load_model, load_tokenizer
 from llamarl.settings.engine import EngineConfig
@@ -158,11 +157,6 @@ def test_a_poisoned_request_fails_alone(folder: Path, device: torch.device) -> N
     assert [s.tokens for s in sequences if s is not sequences[3]] == [
         h.tokens for s, h in zip(sequences, healthy, strict=True) if s is not sequences[3]
     ]
-
-
-def test_int8_is_refused(folder: Path, device: torch.device) -> None:
-    with pytest.raises(ConfigError, match="int8.*not available on cuda; use one of none"):
-        make_engine(folder, device, quantization="int8")
 
 
 def _needs_fp8() -> None:
