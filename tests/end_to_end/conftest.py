@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from forked_command import Started, run_llamarl
+from same_run import assert_same_run, untimed
 from waiting import wait_until
 
 from llamarl.observability.keys import KEYS, REPLICA_KEY
@@ -79,6 +80,17 @@ OF_EXAMPLES = {
 def train_example(*words: str, status: int = 0, **changes: Any) -> subprocess.CompletedProcess[str]:
     """Train where the examples lie; the changes are keys."""
     return CommandLine().run(["train", *words, *as_flags(changes)], status=status, cwd=REPOSITORY, limit_s=280)
+
+
+def whole_as_resumed(recipe: str, settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Rows of four ticks in ``whole``, which are those of a run in ``cut`` that ended after two, in processes, and went on."""
+    train_example(recipe, **settings, **{"run.dir": folder / "whole"})
+    train_example(recipe, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": folder / "cut"})
+    train_example("--resume", str(folder / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
+    assert_same_run(folder / "whole", folder / "cut")
+    whole = untimed(folder / "whole")
+    assert len(whole) == 4
+    return whole
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OF_EXAMPLES, REPOSITORY, as_flags, train_example, wait_until
+from conftest import OF_EXAMPLES, REPOSITORY, as_flags, train_example, wait_until, whole_as_resumed
 from forked_command import Started
 from same_run import assert_same_run, untimed
 
@@ -29,12 +29,7 @@ def test_an_example_runs_and_resumes_like_the_standard_job(example: str, tmp_pat
             "executors.teacher.reads": "['more']",
             "executors.trainer.writes": "['weights', 'more']",
         }
-    train_example(recipe, **settings, **{"run.dir": tmp_path / "whole"})
-    train_example(recipe, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
-    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert len(untimed(tmp_path / "whole")) == 4
-    for row in untimed(tmp_path / "whole"):
+    for row in whole_as_resumed(recipe, settings, tmp_path):
         CLAIMS[example](row)
 
 

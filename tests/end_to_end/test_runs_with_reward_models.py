@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OF_EXAMPLES, REPOSITORY, CommandLine, train_example
-from same_run import assert_same_run, untimed
+from conftest import OF_EXAMPLES, REPOSITORY, CommandLine, train_example, whole_as_resumed
+from same_run import untimed
 
 from llamarl.checkpoint.storage import CheckpointStore
 
@@ -30,12 +30,8 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_with_a_trained_classifier_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
     settings = OF_EXAMPLES | {"reward_model.path": classifier}
-    train_example(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
-    train_example(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
-    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert len(untimed(tmp_path / "whole")) == 4
-    for row in untimed(tmp_path / "whole"):
+    rows = whole_as_resumed(RECIPE, settings, tmp_path)
+    for row in rows:
         # the total is the task's reward and a tenth of the classifier's score
         total = row["reward/parts/task"] + 0.1 * row["reward/parts/adds_up"]
         assert row["reward/mean"] == pytest.approx(total) and row["reward/parts/task"] == row["reward/parts/correct"]
@@ -108,15 +104,11 @@ OF_ENGINE = {
 @pytest.mark.long
 def test_a_run_with_a_judge_on_an_engine_is_the_same_in_processes_and_resumed(classifier: Path, tmp_path: Path) -> None:
     settings = OF_EXAMPLES | OF_ENGINE | {"reward_model.path": classifier, "reward.max_failed_fraction": 1.0}
-    train_example(RECIPE, **settings, **{"run.dir": tmp_path / "whole"})
-    train_example(RECIPE, **{**settings, "run.num_ticks": 2, "run.runtime": "local"}, **{"run.dir": tmp_path / "cut"})
-    train_example("--resume", str(tmp_path / "cut"), **{"run.num_ticks": 4, "run.runtime": "inline"})
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert len(untimed(tmp_path / "whole")) == 4
-    for row in untimed(tmp_path / "whole"):
+    rows = whole_as_resumed(RECIPE, settings, tmp_path)
+    for row in rows:
         assert row["judge/num_requests"] == 12 == row["judge/num_scored"] + row["judge/num_failed"]
         assert row["reward/failed"] == row["judge/num_failed"]
-    assert any(row["judge/num_scored"] for row in untimed(tmp_path / "whole"))
+    assert any(row["judge/num_scored"] for row in rows)
     models = json.loads((tmp_path / "whole" / "models.json").read_text())
     assert set(models) == {"judge.path", "reward_model.path"}
 
