@@ -6,10 +6,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from namespace_hosts import NamespaceHost
-from ray_hosts import RayHosts
+import pytest
+from namespace_hosts import NamespaceHost, why_not
+from ray_hosts import RayHosts, why_no_ray
 
-__all__ = ["SMALL", "begin", "controllers", "left_on", "run_dir_of", "train", "wait_for_none_left", "words_of"]
+__all__ = [
+    "ON_A_CLUSTER",
+    "SMALL",
+    "begin",
+    "controllers",
+    "left_on",
+    "run_dir_of",
+    "train",
+    "wait_for_none_left",
+    "words_of",
+]
+
+_WHY_NOT = why_no_ray() or why_not()
+ON_A_CLUSTER = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(_WHY_NOT), reason=f"a cluster on namespaces: {_WHY_NOT}"),
+    pytest.mark.timeout(900),
+]
+"""What tests of such jobs are marked with."""
 
 SMALL = (
     *("--run.num_ticks", "4", "--checkpoint.every", "2", "--evaluation.every", "2", "--evaluation.num_prompts", "8"),

@@ -3,24 +3,17 @@
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosted_jobs import SMALL, run_dir_of, train, wait_for_none_left
-from namespace_hosts import why_not
-from ray_hosts import RayHosts, ray_hosts, why_no_ray
+from hosted_jobs import ON_A_CLUSTER, SMALL, run_dir_of, train, wait_for_none_left
+from ray_hosts import RayHosts, ray_hosts
 from same_run import assert_same_run
 
 import llamarl.assets
 
-_WHY_NOT = why_no_ray() or why_not()
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(_WHY_NOT), reason=f"a cluster on namespaces: {_WHY_NOT}"),
-    pytest.mark.timeout(900),
-]
+pytestmark = ON_A_CLUSTER
 TINY = ("tiny", *SMALL, "--run.num_ticks", "14", "--checkpoint.every", "5")
 PLACEMENTS = (
     ("--on", "generator=n0", "--on", "reward=n0", "--on", "trainer=n1", "--on", "evaluator=n1"),
@@ -38,12 +31,6 @@ CURRICULUM = (
     *("--task.reward", "{folder}/judge.py:score", "--task.eval_fraction", "0", "--evaluation.every", "0"),
     *("--data.candidates", "3"),
 )
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="llamarl-cluster-") as made:
-        yield Path(made)
 
 
 @pytest.fixture(scope="module")

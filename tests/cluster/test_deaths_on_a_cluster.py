@@ -6,32 +6,20 @@ import random
 import re
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosted_jobs import SMALL, begin, controllers, left_on, run_dir_of, train, wait_for_none_left
-from namespace_hosts import NamespaceHost, why_not
-from ray_hosts import RayHosts, ray_hosts, why_no_ray
+from hosted_jobs import ON_A_CLUSTER, SMALL, begin, controllers, left_on, run_dir_of, train, wait_for_none_left
+from namespace_hosts import NamespaceHost
+from ray_hosts import RayHosts, ray_hosts
 from same_run import assert_same_run
 
-_WHY_NOT = why_no_ray() or why_not()
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(_WHY_NOT), reason=f"a cluster on namespaces: {_WHY_NOT}"),
-    pytest.mark.timeout(900),
-]
+pytestmark = ON_A_CLUSTER
 TICKS = 14
 TINY = ("tiny", *SMALL, "--run.num_ticks", str(TICKS), "--checkpoint.every", "4")
 APART = ("--on", "generator=n1", "--on", "reward=n0", "--on", "trainer=n2", "--on", "evaluator=n0")
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="llamarl-cluster-") as made:
-        yield Path(made)
 
 
 @pytest.fixture(scope="module")

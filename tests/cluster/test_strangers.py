@@ -11,19 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosted_jobs import SMALL, begin, run_dir_of, train, wait_for_none_left
-from namespace_hosts import why_not
-from ray_hosts import RayHosts, ray_hosts, why_no_ray
+from hosted_jobs import ON_A_CLUSTER, SMALL, begin, run_dir_of, train, wait_for_none_left
+from ray_hosts import RayHosts, ray_hosts
 from same_run import assert_same_run
 
 import llamarl
 
-_WHY_NOT = why_no_ray() or why_not()
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(_WHY_NOT), reason=f"a cluster on namespaces: {_WHY_NOT}"),
-    pytest.mark.timeout(900),
-]
+pytestmark = ON_A_CLUSTER
 TINY = ("tiny", *SMALL, "--run.num_ticks", "40")
 
 
