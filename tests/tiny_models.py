@@ -27,7 +27,6 @@ SPARSE = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "granitemoe")
 BY_LOGITS = tuple(family for family in SPARSE if family != "deepseek_v3")
 """Of these, the ones whose routers take the largest logits; DeepSeek's choose groups first, by biased scores."""
 
-
 _OWN_NAMES = {
     "gpt2": {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
              "max_position_embeddings": "n_positions", "intermediate_size": "n_inner"},

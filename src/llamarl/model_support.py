@@ -57,7 +57,6 @@ USES: Mapping[Use, str] = {
 _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
 """Switches of norms over heads that older families have beside their tensor-parallel plan."""
 
-
 _NO_EXPERTS: Mapping[Use, str] = {"router_replay": "it has no experts"}
 _NO_VALUE_FORM: Mapping[Use, str] = {"critic": "transformers has no form of it with a value head named 'score'"}
 _NO_SCORE_FORM: Mapping[Use, str] = {

@@ -62,7 +62,6 @@ _EVALUATION_ROOM = 2
 evaluation to the next. Only ticks that are due carry a version, so that much room costs one copy of
 the weights in shared memory, or two if every tick is due."""
 
-
 JobConfig = Any
 """A ``config.RunConfig``, which imports this file and so has no name here."""
 

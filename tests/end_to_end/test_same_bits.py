@@ -98,7 +98,6 @@ RANK_0_ONLY = frozenset({"meshes"})
 GONE = {"kept_kv": False}
 """Keys of a rollout that went with what they told of, and what they held in every row that was recorded."""
 
-
 _RUN_ALL = """\
 import one_thread
 import json, sys

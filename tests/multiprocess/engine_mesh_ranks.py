@@ -35,7 +35,6 @@ ALONE = 1
 FURTHER = {2: "qwen3_moe"}
 """Which family of so many ranks also gets adapters alone."""
 
-
 WIDE = {"num_attention_heads": 8}
 """Of the models in folders that end so: eight query heads over two key-value heads."""
 TARGETS = ("q_proj", "v_proj", "o_proj")

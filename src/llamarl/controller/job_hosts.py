@@ -51,7 +51,6 @@ __all__ = ["JobHosts", "open_hosts"]
 
 _LOOK_S = 0.05
 
-
 _GPUS_S = 120.0
 """For a host to ask its driver."""
 _TAKE_S = 30.0

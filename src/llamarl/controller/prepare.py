@@ -59,7 +59,6 @@ __all__ = [
     "start_fork_servers",
 ]
 
-
 _HIGH_RATE = 5e-3
 """The bundled model, of half a million parameters, learns at 2e-4."""
 

@@ -29,7 +29,6 @@ from llamarl.runtime.base import Death
 
 __all__ = ["MAX_CRASHES", "MAX_KILLS", "Recovery", "Redo"]
 
-
 MAX_CRASHES = 2
 MAX_KILLS = 3
 """The same death at the same tick ends the run when it comes so often: of its own accord, or by a

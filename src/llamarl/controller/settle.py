@@ -59,7 +59,6 @@ __all__ = [
     "with_sizes",
 ]
 
-
 _Task = TypeVar("_Task", bound=TaskConfig)
 _Rename = Callable[[str, str], str]
 """(name on the Hub, folder of this machine) -> what the configuration then says."""
@@ -99,7 +98,7 @@ def settle_on(config: RunConfig, machine: Machine) -> RunConfig:
         ModelError: No layer of the model can have an adapter.
     """
     config = resolve_precision(_with_devices(config, machine), machine.processor)
-    return with_sizes(_with_adapted_layers(config, machine), machine)
+    return with_sizes(_with_adapted_layers(config), machine)
 
 
 def with_num_ticks(config: RunConfig) -> RunConfig:
@@ -184,7 +183,7 @@ def with_sizes(config: RunConfig, machine: Machine) -> RunConfig:
     return fit_sizes(config, machine.executors, machine.gpu_bytes, machine.in_turn)
 
 
-def _with_adapted_layers(config: RunConfig, machine: Machine) -> RunConfig:
+def _with_adapted_layers(config: RunConfig) -> RunConfig:
     if not config.lora.rank or config.lora.targets:
         return config
     from llamarl.models.adapters import with_targets

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "make_prompt_stream", "make_task", "task_mistakes", "with_preset"]
 
-
 T = TypeVar("T", bound=TaskConfig)
 
 _BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."

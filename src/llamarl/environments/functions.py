@@ -39,7 +39,6 @@ __all__ = [
     "how_to_call",
 ]
 
-
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 """Of a response."""
 _ONE = ("prompt", "response", "answer")

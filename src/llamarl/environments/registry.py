@@ -32,7 +32,6 @@ BUILT_IN: Mapping[str, str] = {
 }
 """Name -> where its class is."""
 
-
 KINDS: Mapping[str, tuple[str, str]] = {
     "agent": ("agent:my_agent.py:function", f"{_ADAPTERS}.agent:AgentProgram"),
     "trl": ("trl:my_shop.py:Class", f"{_ADAPTERS}.trl:trl"),

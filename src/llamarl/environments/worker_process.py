@@ -27,7 +27,6 @@ START_TIMEOUT_S = 120.0
 _EXIT_WAIT_S = 10.0
 _PIECE_BYTES = 1 << 16
 
-
 PASSED = (
     # programs, libraries, folders
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "HOME", "USER", "LOGNAME"),

@@ -35,7 +35,6 @@ __all__ = ["LOG_FILE", "ConsoleReporter", "LiveLines", "RowTable", "lines_every"
 
 LOG_FILE = "log.jsonl"
 
-
 _REFRESH_S = 1.0
 """Between two looks at what executors are at, on a live display."""
 _ENDS_S = 10.0

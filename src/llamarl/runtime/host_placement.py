@@ -33,7 +33,6 @@ __all__ = [
     "why_no_room",
 ]
 
-
 _ALWAYS_ALIKE = ("llamarl", "python")
 
 Units = int | tuple[tuple[int, int], ...]

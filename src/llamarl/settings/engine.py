@@ -67,7 +67,6 @@ ENGINES: Mapping[str, EngineKind] = {
 }
 """The built-in ones. One more is a row here."""
 
-
 _OWN = EngineKind()
 
 

@@ -50,7 +50,6 @@ OWN_CODE = ("agent", "trl")
 _LEAST_MEMORY_MB = 256
 """Below this a worker does not come to judge: its interpreter and libraries take most of it."""
 
-
 _Variable = Annotated[
     str,
     holding(lambda name: name.strip() and "=" not in name, "holds names of environment variables without their values"),

@@ -27,7 +27,6 @@ __all__ = [
     "split_cluster",
 ]
 
-
 TRANSPORTS = {
     "shared_memory": "llamarl.transports.shared_memory:SharedMemory",
     "cuda_ipc": "llamarl.transports.cuda_ipc:CudaIpc",

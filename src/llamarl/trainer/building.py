@@ -50,7 +50,6 @@ from llamarl.trainer.policy import Policy, ValueModel, check_output_layer
 
 __all__ = ["Built", "Module", "build_policy", "build_reward_model", "build_value_model", "layout_of"]
 
-
 Module = TypeVar("Module", Policy, ValueModel)
 
 

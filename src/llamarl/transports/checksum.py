@@ -33,7 +33,6 @@ BLOCK_BYTES = 3 << 18
 from, then lie in a core's second-level cache of 1 MiB. Whole mebibytes fill it and cost a model of
 1B parameters 0.2 of a copy more; smaller blocks make more calls."""
 
-
 ChecksumKind = Literal["xxh3", "mix64"]
 
 # 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed integers

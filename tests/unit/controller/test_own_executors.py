@@ -15,7 +15,6 @@ from llamarl.roles import carries_version
 SHORT = {"factory": "a.module:Filter", "reads": ["scored"], "writes": ["kept"]}
 TRAINER = {"reads": ["kept"]}
 
-
 GENERATOR = "llamarl.executors.generator:GeneratorExecutor"
 STUDENT = {"factory": GENERATOR, "reads": ["more"], "writes": ["drafts"]}
 MORE = {"trainer": {"writes": ["weights", "more"]}, "reward": {"reads": ["completions", "drafts"]}}

@@ -39,7 +39,6 @@ HOSTILE = {
     "many small pieces": ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 1,048,576 characters"),
 }
 
-
 TEMPLATES = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",

@@ -89,7 +89,6 @@ AT_THE_LIMIT = [
     ({"time/environment_wait_s": 1.01}, {"time/environment_wait_s": 1.0}, "replies_late"),
 ]
 
-
 AT_ONCE = {"mostly_cut": 1, "mismatch": 1, "no_signal": 2}
 """Kind -> ticks of 10 responses and 10 groups that are enough to tell; the others need the whole window."""
 

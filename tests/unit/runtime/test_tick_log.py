@@ -24,7 +24,6 @@ from llamarl.transports.slots import SlotState, Word
 
 CHANNEL = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="sink", capacity=1)
 
-
 WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="sink", capacity=1)
 
 

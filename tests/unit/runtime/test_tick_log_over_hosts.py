@@ -26,7 +26,6 @@ CONTROLLER, HOST, OTHER_HOST = place("controller"), place("a"), place("b")
 NUMBERS = ChannelSpec(name="numbers", kind=ChannelKind.GATHER, source="source", sink="sink", kept=True)
 WEIGHTS = ChannelSpec(name="weights", kind=ChannelKind.WEIGHTS, source="trainer", sink="sink", delay=1)
 
-
 BOTH = ("source", "sink")
 
 pytestmark = pytest.mark.usefixtures("alone")

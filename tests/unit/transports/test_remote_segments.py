@@ -29,7 +29,6 @@ from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, op
 
 A, B = place("a"), place("b")
 
-
 pytestmark = pytest.mark.usefixtures("alone")
 
 

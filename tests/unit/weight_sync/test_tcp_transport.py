@@ -16,7 +16,6 @@ from llamarl.weight_sync.source import Publisher, WeightsPayload
 
 A, B = place("a"), place("b")
 
-
 pytestmark = pytest.mark.usefixtures("alone")
 
 

@@ -50,7 +50,6 @@ _HEAD = "node:__internal_head__"
 _TOKEN = "RAY_AUTH_TOKEN_PATH"
 T = TypeVar("T")
 
-
 _HEALTH = {"initial_delay_ms": 5000, "period_ms": 3000, "timeout_ms": 10000, "failure_threshold": 5}
 """Ray's defaults of ``RAY_health_check_*``, as the head asks nodes for signs of life."""
 
