@@ -1,6 +1,7 @@
 """For all tests: how hypothesis runs, that no model hub is asked, and one thread for each of the processes that share the cores."""
 
 import gc
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,16 @@ def alone() -> Iterator[None]:
 
     with alone_again():
         yield
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written to it is kept; as wide as a live display needs."""
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    return out
 
 
 def pytest_collection_finish() -> None:

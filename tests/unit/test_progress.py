@@ -52,25 +52,20 @@ def test_a_log_gets_a_line_only_after_half_a_minute_of_silence(clock: list[float
     assert out.getvalue() == before
 
 
-def test_a_live_display_shows_what_executors_are_at_in_place_of_what_they_do() -> None:
-    out = io.StringIO()
-    out.isatty = lambda: True  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", "xterm-256color")
-        patch.setenv("COLUMNS", "120")
-        reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
-        asked: list[float] = []
+def test_a_live_display_shows_what_executors_are_at_in_place_of_what_they_do(terminal: io.StringIO) -> None:
+    reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=terminal)
+    asked: list[float] = []
 
-        def ask() -> Mapping[str, str]:
-            asked.append(time.monotonic())
-            return {"generator": "sampling 5 of 8 groups"}
+    def ask() -> Mapping[str, str]:
+        asked.append(time.monotonic())
+        return {"generator": "sampling 5 of 8 groups"}
 
-        lines = LiveLines(ask, reporter)
-        wait_until(lambda: "sampling 5 of 8 groups" in out.getvalue())
-        lines.close()
-        count = len(asked)
-        time.sleep(1.2)
-        assert count >= 1 and len(asked) == count
+    lines = LiveLines(ask, reporter)
+    wait_until(lambda: "sampling 5 of 8 groups" in terminal.getvalue())
+    lines.close()
+    count = len(asked)
+    time.sleep(1.2)
+    assert count >= 1 and len(asked) == count
 
 
 def test_a_verb_without_a_terminal_says_after_silence_how_far_it_is(

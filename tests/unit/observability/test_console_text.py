@@ -251,35 +251,25 @@ def test_rows_that_await_their_line_are_shown_when_a_run_stops_early() -> None:
     assert any(line.split()[:2] == ["0", "0.000"] for line in out.getvalue().splitlines())
 
 
-def test_the_live_display_shows_lanes_and_keeps_evaluations() -> None:
-    out = io.StringIO()
-    out.isatty = lambda: True  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", "xterm-256color")
-        patch.setenv("COLUMNS", "110")
-        reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
-        reporter.on_report("generator", 0)
-        reporter.on_row(_row(0, **{"eval/accuracy": 0.5, "eval/policy_version": 0}))
-        reporter.message("a remark")
-        reporter.finish(RunSummary())
-    shown = out.getvalue()
+def test_the_live_display_shows_lanes_and_keeps_evaluations(terminal: io.StringIO) -> None:
+    reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=terminal)
+    reporter.on_report("generator", 0)
+    reporter.on_row(_row(0, **{"eval/accuracy": 0.5, "eval/policy_version": 0}))
+    reporter.message("a remark")
+    reporter.finish(RunSummary())
+    shown = terminal.getvalue()
     for words in ("held-out accuracy 0.500", "a remark", "1/4", "idle 10 %", "tokens/s", "done"):
         assert words in shown
     assert "\x1b[?25h" in shown  # the cursor is back
 
 
-def test_the_live_display_of_fine_tuning_keeps_the_held_out_loss_and_counts_no_rewards() -> None:
-    out = io.StringIO()
-    out.isatty = lambda: True  # type: ignore[method-assign]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", "xterm-256color")
-        patch.setenv("COLUMNS", "110")
-        reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=out)
-        for tick, held in enumerate(({"eval/loss": 1.4271, "eval/policy_version": 0}, {})):
-            row = {"step": tick, "loss/policy": 1.25, "time/demonstrations_s": 0.05, "time/step_s": 2.0}
-            reporter.on_row(row | held)
-        reporter.finish(RunSummary())
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+def test_the_live_display_of_fine_tuning_keeps_the_held_out_loss_and_counts_no_rewards(terminal: io.StringIO) -> None:
+    reporter = ConsoleReporter(ObservabilityConfig(), JOB, 4, file=terminal)
+    for tick, held in enumerate(({"eval/loss": 1.4271, "eval/policy_version": 0}, {})):
+        row = {"step": tick, "loss/policy": 1.25, "time/demonstrations_s": 0.05, "time/step_s": 2.0}
+        reporter.on_row(row | held)
+    reporter.finish(RunSummary())
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
     assert "2/4" in shown and "held out 1.427" in shown.partition("2/4")[2]
     assert "failed 0" not in shown
 
