@@ -190,9 +190,8 @@ def test_the_column_that_is_named_is_the_question_whatever_else_rows_hold(tmp_pa
 def test_a_conversation_that_holds_its_answer_is_no_question(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "\\boxed{2}"}]
     file = write_parquet(tmp_path / "a.parquet", [{"problem": "1 + 1?", "solution": "\\boxed{2}", "messages": talk}])
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError, match="row 0: the conversation in 'messages' ends with words of the assistant"):
         make_task(TaskConfig(name="math", data=str(file)), 0).item("train", 0)
-    assert "row 0: the conversation in 'messages' ends with words of the assistant" in str(refused.value)
     lines = write_lines(tmp_path / "a.jsonl")
     lines.write_text(json.dumps({"answer": "2", "messages": talk}) + "\n")
     assert "a.jsonl:1: the conversation in 'messages' ends" in mistakes(name="math", data=str(lines))
