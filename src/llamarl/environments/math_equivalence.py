@@ -70,6 +70,11 @@ _SPELLINGS = tuple(
         (r"^\\approx\b", ""),
     )
 )  # fmt: skip
+_UNIT = re.compile(
+    r"(?<=[^-+*/^=<>(,;:\s])\s+(?:[kcdm]?[mgslLAVWNJ]|[hKCF]|[kM]?Hz|k?Pa|in|mi|yd)(?:\^\{?[23]\}?)?"
+    r"(?:\s*/\s*(?:[mgshL]|min)(?:\^\{?[23]\}?)?)?(?=\s*(?:,|$))"
+)
+"""Of letters that could be names in an expression, set apart from what they measure: 12 m/s, 3 L."""
 _COMMAS = re.compile(r"(?<![\d.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 _SPACED = re.compile(r"[-+]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _PAIR = re.compile(r"\([^()]*,[^()]*\)")
@@ -135,6 +140,8 @@ def equals_reference(given: str, reference: str) -> bool:
     target = _reference(reference)
     try:
         answer, answer_percent = _expression(given)
+        if not target.has_names:
+            answer = _UNIT.sub("", answer)
         if any(sign.search(answer) and not sign.search(target.text) for sign in (_DOTS, _RATIO)):
             return False
         if _PAIR.fullmatch(target.text) and "," in answer and not re.search(r"[(\[=]", answer):
@@ -198,7 +205,9 @@ class _Reference:
     """A reference, read once for all answers to its question."""
 
     def __init__(self, written: str) -> None:
-        self.text, self.percent = _expression(tidy(written))
+        self.with_unit, self.percent = _expression(tidy(written))
+        self.text = _UNIT.sub("", self.with_unit) if re.search(r"\\(?:text|math|mbox)", written) else self.with_unit
+        self.has_names = re.search("[A-Za-z]", _COMMAND.sub("", self.text)) is not None
         self.number = _as_number(self.text)
         _check_limits(self.text)
 
@@ -216,7 +225,7 @@ def _reference(written: str) -> _Reference:
 def _equal_exactly(answer: str, percent: bool, target: _Reference) -> bool | None:
     """The verdict where it needs no algebra: equal text, times of day, bases, brackets of other
     kinds, plain numbers."""
-    if _without_spaces(answer) == _without_spaces(target.text):
+    if _without_spaces(answer) in (_without_spaces(target.text), _without_spaces(target.with_unit)):
         return True
     if _CLOCK.fullmatch(answer) and _CLOCK.fullmatch(target.text):
         return False
