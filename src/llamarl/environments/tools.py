@@ -64,7 +64,7 @@ class Tool:
         if not doc:
             raise ValueError(f"tool {self.name!r} has no docstring: say in it what the tool does")
         parts = _sections(doc)
-        hints, described = get_type_hints(function), _arguments(parts.get("Args", ""))
+        hints, described = get_type_hints(function, include_extras=True), _arguments(parts.get("Args", ""))
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             name = parameter.name

@@ -4,12 +4,13 @@ import asyncio
 import enum
 import json
 import random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from calculator import Calculator, work_out, written
+from pydantic import Field
 
 from llamarl.data.items import TaskItem
 from llamarl.environments.adapters.trl import TrlEnvironment
@@ -162,6 +163,20 @@ def test_lists_and_objects_in_text_are_taken_and_text_stays() -> None:
     assert Tool(put).checked(given) == {"rows": [1, 2], "facts": {"x": 3}, "note": "[4]"}
     with pytest.raises(BadArguments, match="rows: Input should be a valid list"):
         Tool(put).checked({**given, "rows": "[1"})
+
+
+def test_the_range_of_an_annotated_parameter_is_shown_and_held() -> None:
+    def pick(count: Annotated[int, Field(ge=1, le=10)]) -> None:
+        """Pick.
+
+        Args:
+            count: How many.
+        """
+
+    properties = Tool(pick).schema["function"]["parameters"]["properties"]
+    assert properties == {"count": {"type": "integer", "minimum": 1, "maximum": 10, "description": "How many."}}
+    with pytest.raises(BadArguments, match="less than or equal to 10"):
+        Tool(pick).checked({"count": 999})
 
 
 class Shop:
