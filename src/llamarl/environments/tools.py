@@ -107,7 +107,7 @@ class Tool:
             BadArguments: One is missing, unknown or of a wrong type.
         """
         properties = self.schema["function"]["parameters"]["properties"]
-        nested = {name for name, schema in properties.items() if schema.get("type") in ("array", "object")}
+        nested = {name for name, schema in properties.items() if _is_told_in_json(schema)}
         try:
             model = self._model.model_validate({k: _parsed(v) if k in nested else v for k, v in arguments.items()})
         except ValidationError as error:
@@ -115,6 +115,12 @@ class Tool:
             raise BadArguments(f"{'; '.join(wrong)}. Expected {self.usage}") from error
         names = {field: str(of.alias) for field, of in type(model).model_fields.items()}
         return {names[field]: getattr(model, field) for field in model.model_fields_set}
+
+
+def _is_told_in_json(schema: Mapping[str, Any]) -> bool:
+    """Whether a value that is text may be a list, an object or null that is meant, and cannot be meant as text."""
+    kinds = {one.get("type") for one in (schema, *schema.get("anyOf", ()))}
+    return not kinds.isdisjoint(("array", "object", "null")) and "string" not in kinds
 
 
 def _parsed(value: Any) -> Any:
