@@ -125,7 +125,7 @@ def _call(value: Any) -> Call | BadCall:
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return BadCall(f"this call has no name: {_short(json.dumps(value))}. Expected {_SHAPE}")
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters")) or {}  # of a tool without any: null or "", too
     if isinstance(arguments, str):  # JSON within JSON, as OpenAI's API writes it
         try:
             arguments, _ = _decode(arguments, 0)

@@ -91,6 +91,11 @@ def test_what_is_marked_as_a_call_and_is_none_says_why(reply: str, why: str) -> 
     assert isinstance(call, BadCall) and why in call.why and len(call.why) < 400
 
 
+@pytest.mark.parametrize("none", ["null", '""', "{}"])
+def test_a_call_without_arguments_may_say_so_in_other_ways(none: str) -> None:
+    assert read_calls(f'<tool_call>{{"name": "look", "arguments": {none}}}</tool_call>', KNOWN) == [Call("look", {})]
+
+
 def test_a_good_call_before_a_broken_one_is_kept() -> None:
     good, bad = read_calls(
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><tool_call>{</tool_call>', KNOWN
