@@ -213,8 +213,9 @@ class ServerJudge:
             "messages": [{"role": "user", "content": question.text}],
             "temperature": self._config.temperature,
             limit: self._config.max_new_tokens,
-            "seed": question.seed(attempt) >> 33,  # many servers take 31 bits
         }
+        if self._config.temperature:  # greedy has none: Gemini's and Mistral's servers refuse one
+            body["seed"] = question.seed(attempt) >> 33  # many servers take 31 bits
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"

@@ -161,7 +161,8 @@ def test_a_rubric_is_filled_once_so_that_a_response_puts_nothing_in() -> None:
 
 def test_a_verdict_is_added_with_its_weight_and_its_cost_counted() -> None:
     with serving(lambda number, body: completion("SCORE: 7" if "four" in str(body) else "SCORE: 2")) as server:
-        responses, metrics = judge(of_server(server, weight=2.0, name="wise"), respond("four"), respond("five", 1))
+        of = of_server(server, weight=2.0, name="wise", temperature=0.5)
+        responses, metrics = judge(of, respond("four"), respond("five", 1))
     assert [r.verdict for r in responses] == [
         Score(value=pytest.approx(1.4), parts={"wise": 0.7}),
         Score(value=pytest.approx(0.4), parts={"wise": 0.2}),
@@ -171,8 +172,14 @@ def test_a_verdict_is_added_with_its_weight_and_its_cost_counted() -> None:
         "judge/num_prompt_tokens": 40, "judge/num_completion_tokens": 10,
     }  # fmt: skip
     sent = server.requests[0]
-    assert (sent["path"], sent["model"], sent["temperature"]) == ("/v1/chat/completions", "wise", 0.0)
+    assert (sent["path"], sent["model"], sent["temperature"]) == ("/v1/chat/completions", "wise", 0.5)
     assert len({request["seed"] for request in server.requests}) == 2 and server.keys == [None, None]
+
+
+def test_a_greedy_judge_is_sent_no_seed() -> None:
+    with serving(lambda number, body: completion("SCORE: 7")) as server:
+        judge(of_server(server), respond("four"))
+    assert server.requests[0].keys() == {"path", "model", "messages", "temperature", "max_tokens"}
 
 
 def test_a_server_that_is_busy_for_a_moment_is_asked_again() -> None:
