@@ -182,6 +182,14 @@ def test_a_greedy_judge_is_sent_no_seed() -> None:
     assert server.requests[0].keys() == {"path", "model", "messages", "temperature", "max_tokens"}
 
 
+def test_a_server_on_this_machine_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody answers there
+    with serving(lambda number, body: completion("SCORE: 7")) as server:
+        (response,), _ = judge(of_server(server, attempts=1), respond("four"))
+    assert response.verdict is not None
+
+
 def test_a_server_that_is_busy_for_a_moment_is_asked_again() -> None:
     with serving(lambda number, body: (503, {"error": "busy"}) if number < 2 else completion("SCORE: 5")) as server:
         (response,), metrics = judge(of_server(server, attempts=3), respond("four"))
