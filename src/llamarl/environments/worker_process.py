@@ -60,13 +60,17 @@ def worker_environment(
         pass_env: Further names or patterns that the recipe passes on; also over the numbers of threads, which are 1.
         import_path: Folders that this process imports from.
     """
-    return {
+    passed = {
         **_matching(environment, PASSED),
         **_DEFAULTS,
         **_matching(environment, pass_env),
         "PYTHONPATH": os.pathsep.join(import_path),
         "PYTHONHASHSEED": "0",
     }
+    if any(name.lower() in ("http_proxy", "all_proxy") for name in passed):  # which knows no agent's endpoint
+        past = f"{passed.get('no_proxy') or passed.get('NO_PROXY') or ''},127.0.0.1".lstrip(",")
+        passed |= {"no_proxy": past, "NO_PROXY": past}
+    return passed
 
 
 def _matching(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:

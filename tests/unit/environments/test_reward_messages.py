@@ -179,6 +179,15 @@ def test_workers_get_an_allow_list_of_variables_and_the_recipes_names() -> None:
     assert passed == {"PATH": "/bin", "LC_ALL": "C", **fixed, "HF_TOKEN": "t", "OMP_NUM_THREADS": "8"}
 
 
+def test_an_agents_endpoint_is_asked_past_the_proxy_that_a_recipe_passes_on() -> None:
+    here = {"HTTP_PROXY": "http://proxy:3128", "HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".lab"}
+    alone = worker_environment(here, ("HTTP*_PROXY",), [])
+    assert (alone["no_proxy"], alone["NO_PROXY"]) == ("127.0.0.1", "127.0.0.1")
+    both = worker_environment(here, ("*_PROXY",), [])
+    assert (both["no_proxy"], both["NO_PROXY"]) == (".lab,127.0.0.1", ".lab,127.0.0.1")
+    assert "no_proxy" not in worker_environment(here, ("HTTPS_PROXY",), [])
+
+
 def test_of_endless_output_the_last_lines_since_the_mark_are_kept_in_bounded_memory() -> None:
     tail = OutputTail(b"<mark>")
     for _ in range(1000):
