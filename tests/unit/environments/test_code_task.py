@@ -171,6 +171,7 @@ def test_output_is_compared_without_white_space_at_the_ends() -> None:
         ("from __future__ import annotations\nimport solution\ndef f(): return 1", ["from solution import f as g\nassert g() == 1", "import solution\nassert solution.f() == 1"]),
         ("async def f(): return 3\ndef g():\n    import asyncio\n    return asyncio.run(f())", ["assert g() == 3"]),
         ("print('hello')\ndef f():\n    print('x' * 1000)\n    return 1", ["assert f() == 1"]),
+        ("def f(n): return len(str(10 ** n))", ["assert f(5000) == 5001"]),
         (RIGHT, TESTS),
     ],
 )  # fmt: skip

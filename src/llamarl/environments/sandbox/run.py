@@ -371,7 +371,7 @@ def _job(program: Program, kind: Kind, folder: str, user: int | None) -> bytes:
     shared_count = kind == "plain" and user is None or not _counts_by_namespace()
     job = {
         "files": {"main.py": program.source, **program.files},
-        "argv": [installation.python, "-s", "-S", "-B", "-X", "utf8", "main.py"],
+        "argv": [installation.python, "-s", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "main.py"],
         "python": installation.python,
         "environment": environment,
         "folder": folder,
