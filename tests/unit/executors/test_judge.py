@@ -139,6 +139,8 @@ def of_server(server: Server, **settings: Any) -> JudgeExecutor:
         ("SCORE: 2, no:\n**SCORE: 9**", 0.9),  # the last counts
         ("SCORE: 10", 1.0),
         ("SCORE: 0", 0.0),
+        ("**SCORE:** 8/10.", 0.8),
+        ("SCORE: 8/100", None),
         ("SCORE: 11", None),  # outside of the range
         ("SCORE: -1", None),
         ("7", None),
