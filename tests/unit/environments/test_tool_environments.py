@@ -175,7 +175,11 @@ def test_a_list_or_nothing_in_text_is_taken_where_it_may_be_left_out() -> None:
             note: Words.
         """
 
-    assert Tool(find).checked({"rows": "[1, 2]", "most": "3", "note": "[4]"}) == {"rows": [1, 2], "most": 3, "note": "[4]"}
+    assert Tool(find).checked({"rows": "[1, 2]", "most": "3", "note": "[4]"}) == {
+        "rows": [1, 2],
+        "most": 3,
+        "note": "[4]",
+    }
     assert Tool(find).checked({"rows": "null", "most": "null"}) == {"rows": None, "most": None}
 
 
