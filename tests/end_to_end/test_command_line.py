@@ -52,8 +52,12 @@ def test_eval_of_a_task_by_name_writes_each_response(llamarl: CommandLine, tmp_p
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert (lines["task"], lines["prompts"], lines["samples"]) == ("steps", "3", "6")
     assert lines["pass@2"].count("[") == 1
-    marks = [json.loads(line).get("greedy", False) for line in out.read_text().splitlines()]
-    assert marks == [False] * 6 + [True] * 3
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line.get("greedy", False) for line in written] == [False] * 6 + [True] * 3
+    cut = [line["finish_reason"] == "length" for line in written]
+    assert float(lines["truncated_fraction"]) == pytest.approx(sum(cut[:6]) / 6, abs=1e-4)
+    told = f"{sum(cut) / 9:.1%} of the responses were cut by generator.sampling.max_new_tokens = 8 and judged as they stand"
+    assert any(cut) and told in done.stderr
 
 
 def test_generate_repeats_with_one_seed_and_carries_jsonl_keys_over(llamarl: CommandLine, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ that a reward model (--best-of) rates highest; each with its 95 % interval over 
 answered is the share of responses in which an answer is found: format apart from answers, with the parts of the reward.
 accuracy is the share of scored samples with reward >= 1, accuracy_error its standard error over prompts (of two or more),
 accuracy_before that of the model with which the run began, where it was asked the same.
+truncated_fraction is the share of responses cut at generator.sampling.max_new_tokens (128 by default): they are judged as they stand.
 A sample whose judge failed is counted as failed and enters neither. Exit code 1 if every sample failed."""
 
 
@@ -175,7 +176,6 @@ def _evaluate(
     from llamarl.environments.pool import RewardPool
     from llamarl.executors.evaluator import evaluate, sample_groups, standard_error
     from llamarl.executors.measures import answered, measures
-    from llamarl.executors.reward import count_causes
     from llamarl.executors.self_check import check_generated
     from llamarl.executors.version_loader import load_adapter
     from llamarl.models.loading import load_tokenizer
@@ -216,8 +216,7 @@ def _evaluate(
         for group in asked
         for response in group.responses
     )
-    for cause, count in itertools.islice(count_causes([*groups, *sure]).items(), _MAX_CAUSES):
-        print(f"failed, so in no figure: {count} x {cause}", file=sys.stderr)
+    _tell_failed_and_cut([*groups, *sure], config)
     tasks = list(config.task.tasks)
     scores = evaluate(groups, tasks)
     of_greedy = {f"greedy_{key}": one for key, one in measures(sure).items()} if sure else {}
@@ -236,10 +235,28 @@ def _evaluate(
         **({"answered": share} if (share := answered(groups)) == share else {}),
         "reward_mean": scores["reward_mean"],
         "length_mean": scores["length_mean"],
+        "truncated_fraction": _share_cut(groups),
         "failed": int(scores["failed"]),
         **{key: value for key, value in scores.items() if key.startswith(("tasks/", "parts/"))},
     }
     return all_scores, lines
+
+
+def _tell_failed_and_cut(groups: Any, config: Any) -> None:
+    from llamarl.executors.reward import count_causes
+
+    for cause, count in itertools.islice(count_causes(groups).items(), _MAX_CAUSES):
+        print(f"failed, so in no figure: {count} x {cause}", file=sys.stderr)
+    if cut := _share_cut(groups):
+        limits = f"generator.sampling.max_new_tokens = {config.generator.sampling.max_new_tokens}"
+        limits += " or task.max_turns" * config.task.has_environment
+        print(f"{cut:.1%} of the responses were cut by {limits} and judged as they stand", file=sys.stderr)
+
+
+def _share_cut(groups: Any) -> float:
+    """Share of responses that a limit ended: their answer may be missing, so that they count as wrong."""
+    ends = [response.finish_reason for group in groups for response in group.responses]
+    return ends.count("length") / len(ends)
 
 
 def _ratings(config: Any, groups: Any) -> Any:
@@ -286,7 +303,8 @@ def _line(group: Any, response: Any) -> dict[str, Any]:
     verdict = (
         {"reward": outcome.value} if hasattr(outcome, "value") else {"failed": outcome.kind, "detail": outcome.detail}
     )
-    return {"prompt": group.prompt.text, "answer": group.prompt.answer, "response": response.text} | verdict
+    said = {"response": response.text, "finish_reason": response.finish_reason}
+    return {"prompt": group.prompt.text, "answer": group.prompt.answer} | said | verdict
 
 
 def _compute_as_in_a_run(threads: int) -> None:
