@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -290,12 +291,17 @@ def _before(named: NamedModel, config: Any) -> dict[str, Any]:
         then, rows = load_config(named.run / "config.toml"), read_metrics(named.run)
     except LlamaRLError:  # of another version, or without its metrics: no reason to lose what was sampled
         return {}
-    if (then.evaluation.num_prompts, then.evaluation.samples_per_prompt, then.evaluation.temperature, then.task) != (
-        config.evaluation.num_prompts, config.evaluation.samples_per_prompt, config.evaluation.temperature, config.task
-    ):  # fmt: skip
+    if _asked(then) != _asked(config):
         return {}
     first = next((row for row in rows if row.get("eval/policy_version") == 0), {})
     return {"accuracy_before": first["eval/accuracy"]} if first.get("eval/accuracy") is not None else {}
+
+
+def _asked(config: Any) -> tuple[Any, ...]:
+    """What decides which questions are asked, in which words, and how responses are drawn and judged."""
+    how, sampling = config.evaluation, config.generator.sampling
+    of_run = how.num_prompts, how.samples_per_prompt, how.temperature, config.run.seed
+    return of_run, config.task, config.data, dataclasses.replace(sampling, temperature=1.0)
 
 
 def _line(group: Any, response: Any) -> dict[str, Any]:

@@ -94,3 +94,26 @@ def test_a_run_of_another_version_has_no_accuracy_before_and_costs_no_evaluation
     )
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/policy_version": 0, "eval/accuracy": 0.25}\n')
     assert eval_verb._before(SimpleNamespace(run=tmp_path), config) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"),
+    [
+        ("generator.sampling.max_new_tokens", 1024, False),
+        ("generator.sampling.top_p", 0.9, False),
+        ("data.system_prompt", "Think.", False),
+        ("run.seed", 7, False),
+        ("evaluation.temperature", 0.5, False),
+        ("generator.sampling.temperature", 0.5, True),
+        ("generator.engine.dtype", "bfloat16", True),
+        ("evaluation.threads", 3, True),
+    ],
+)
+def test_the_accuracy_before_is_told_only_where_it_was_asked_the_same(
+    key: str, value: object, same: bool, tmp_path: Path
+) -> None:
+    recipe = '[model]\npath = "bundled:tiny"\n[task]\nname = "steps"\n'
+    (tmp_path / "config.toml").write_text(recipe)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/policy_version": 0, "eval/accuracy": 0.25}\n')
+    config = load_config(tmp_path / "config.toml", [f"--{key}={json.dumps(value)}"])
+    assert bool(eval_verb._before(SimpleNamespace(run=tmp_path), config)) == same  # type: ignore[arg-type]
