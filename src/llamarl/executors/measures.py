@@ -11,8 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
-from llamarl.environments.answers import extract_answer, is_number
+from llamarl.environments.answers import extract_answer, is_number, last_number, tidy
 from llamarl.types import RIGHT, Group, Response, Score
 
 __all__ = ["Measure", "answered", "best_of", "majority", "mean_of", "measures", "pass_at_k"]
@@ -104,7 +105,10 @@ def answered(groups: Sequence[Group]) -> float:
 
 
 def _voted(text: str, numeric: bool) -> str | None:
-    return extract_answer(text, numeric=numeric) or next(reversed(text.strip().splitlines()), "").strip() or None
+    """What a response votes for: equal numbers, and formulas that LaTeX shows alike, are one answer however written."""
+    said = extract_answer(text, numeric=numeric) or next(reversed(text.strip().splitlines()), "")
+    number = last_number(said) if numeric else None
+    return str(Decimal(number).normalize()) if number else "".join(tidy(said).split()) or None
 
 
 def _is_judged(response: Response) -> bool:

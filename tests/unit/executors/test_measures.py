@@ -49,6 +49,21 @@ def test_the_majority_is_the_most_frequent_answer_not_the_most_frequent_text() -
     assert majority(_group(*unjudged).responses, numeric=True)  # who has no verdict does not vote
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "numeric"),
+    [
+        (["1000", "1,000", "\\$1000", "1000.00"], "900", True),
+        (["18", "18 dollars", "x = 18", "18\\text{ apples}"], "9", True),
+        (["\\frac{1}{2}", "\\dfrac{1}{2}", "\\frac{1}{2}\\,", "\\tfrac{1}{2}"], "\\frac{1}{3}", False),
+    ],
+)
+def test_one_answer_in_other_spellings_is_one_vote_more(right: list[str], wrong: str, numeric: bool) -> None:
+    said = [(f"\\boxed{{{one}}}", 1.0) for one in right]
+    assert majority(_group(*[(f"\\boxed{{{wrong}}}", 0.0)] * 3, *said).responses, numeric=numeric)
+    other = [(f"\\boxed{{{one}}}", 0.0) for one in (wrong, wrong, "-18", "-18", "-18")]
+    assert not majority(_group(*said[:2], *other).responses, numeric=numeric)
+
+
 def test_the_best_is_the_one_that_is_rated_highest() -> None:
     responses = _group(("a", 0.0), ("b", 1.0), ("c", 0.0)).responses
     assert best_of(responses, [0.1, 0.9, 0.2]) and not best_of(responses, [0.9, 0.1, 0.2])
