@@ -41,7 +41,7 @@ from llamarl.observability.metrics import (
     read_warnings,
 )
 from llamarl.observability.rollouts import ROLLOUTS_FOLDER, cut_after
-from llamarl.observability.sinks import GuardedSink, PrometheusSink, RowSink, TensorBoardSink
+from llamarl.observability.sinks import GuardedSink, PrometheusSink, TensorBoardSink
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trace import TRACE_FILE, TraceWriter, idle_share
 from llamarl.observability.trained_tokens import TRAINED_FOLDER
@@ -153,7 +153,7 @@ class Recorder:
             (int(one["step"]), str(one["text"])) for one in read_warnings(self.run_dir) if one["kind"] != "restart"
         ]
         self._causes = Causes()
-        self._sinks: list[RowSink] = []
+        self._sinks: list[PrometheusSink | GuardedSink] = []
         if resume_after_tick is not None:
             for name in (ROLLOUTS_FOLDER, TRAINED_FOLDER):
                 cut_after(self.run_dir / name, max(resume_after_tick, written_until))
@@ -285,7 +285,7 @@ class Recorder:
         self._trace.close()
         self._curves.close()
         for sink in self._sinks:
-            sink.close()
+            sink.close(stopped)
         self.console.finish(self.summary(stopped))
 
     def _write(self, tick: int, items: Mapping[str, _Timed]) -> Row:

@@ -80,6 +80,7 @@ class GuardedSink:
         if missing := [name for name in ("write", "close") if not callable(getattr(sink, name, None))]:
             raise ConfigError(f"{self._where}: a sink has write(row) and close(); this one lacks {', '.join(missing)}")
         self._sink: RowSink = sink
+        self._close: Callable[[str], None] = sink.close if name in BUILT_IN else lambda stopped: sink.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One row; after a failure nothing."""
@@ -87,9 +88,9 @@ class GuardedSink:
         if not self._failed:
             self._try(lambda: self._sink.write(dict(row)), "write(row)")
 
-    def close(self) -> None:
-        """The sink is closed whether or not it has failed."""
-        self._try(self._sink.close, "close()")
+    def close(self, stopped: str = "") -> None:
+        """The sink is closed whether or not it has failed; a library's is told by what the run was stopped, if it was."""
+        self._try(lambda: self._close(stopped), "close()")
 
     def _try(self, call: Callable[[], None], doing: str) -> None:
         try:
@@ -200,39 +201,36 @@ class PrometheusSink:
             value = values.get(name)
             gauge.labels(self._run).set(math.nan if value is None else float(value))
 
-    def close(self) -> None:
+    def close(self, stopped: str = "") -> None:
         """End the server; idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
-class _Tracked:
-    """A run of a library that has W&B's calls."""
-
-    _run: Any
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Send one row."""
-        self._run.log(_finite(row), step=int(row["step"]))
-
-    def close(self) -> None:
-        """Flush; idempotent."""
-        self._run.finish()
-
-
-class Wandb(_Tracked):
+class Wandb:
     """Weights & Biases. Its run is remembered in ``RUN/wandb_id``, so that a resumed run goes on in the same curves."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
         project, memory = os.environ.get("WANDB_PROJECT", "llamarl"), run_dir / "wandb_id"
+        known = _remembered(memory)  # it may have been renamed since
+        name = None if known else os.environ.get("WANDB_NAME", run_dir.name)
         self._run = importlib.import_module("wandb").init(
-            project=project, id=_remembered(memory), resume="allow", dir=str(run_dir), config=config, name=run_dir.name
+            project=project, id=known, resume="allow", dir=str(run_dir), config=config, name=name
         )
         _remember(memory, self._run.id)
 
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Send one row; without ``commit`` it would be held back until the next."""
+        if row["step"] >= self._run.starting_step:  # those that its run has it would refuse, each with a warning
+            self._run.log(_finite(row), step=int(row["step"]), commit=True)
 
-class Trackio(_Tracked):
+    def close(self, stopped: str = "") -> None:
+        """Flush; idempotent."""
+        self._run.finish(exit_code=int(bool(stopped)))
+
+
+class Trackio:
     """trackio, which finds the run of a resume by its name, that of the folder."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], resume_after_tick: int | None) -> None:
@@ -242,6 +240,14 @@ class Trackio(_Tracked):
         )
         library = importlib.import_module("trackio")
         self._run = library.init(project=project, name=run_dir.name, resume=resume, config=config, embed=False)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Send one row."""
+        self._run.log(_finite(row), step=int(row["step"]))
+
+    def close(self, stopped: str = "") -> None:
+        """Flush; idempotent."""
+        self._run.finish()
 
 
 class MLflow:
@@ -279,9 +285,9 @@ class MLflow:
             self._id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()]
         )
 
-    def close(self) -> None:
+    def close(self, stopped: str = "") -> None:
         """The run is over; idempotent."""
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, status="FAILED" if stopped else "FINISHED")
 
 
 class OpenTelemetry:
@@ -305,7 +311,7 @@ class OpenTelemetry:
             gauge = self._meter.create_gauge(f"llamarl.{name}")
             gauge.set(math.nan if value is None else value, self._labels)
 
-    def close(self) -> None:
+    def close(self, stopped: str = "") -> None:
         """Send the last row."""
         self._provider.shutdown()
 

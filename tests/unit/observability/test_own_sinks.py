@@ -111,7 +111,8 @@ class Library:
             known["get_metric_history"] = [SimpleNamespace(step=step) for step in self.steps]
             return known[name] if name in known else self
 
-        return {"id": "abc", "run_id": "abc", "info": self, "entities": self}.get(name, call)
+        known = {"id": "abc", "run_id": "abc", "info": self, "entities": self, "starting_step": len(self.steps)}
+        return known.get(name, call)
 
     def all(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
@@ -125,7 +126,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     for name in ("wandb", "trackio", "mlflow", *(f"opentelemetry.{module}" for module in OTLP)):
         monkeypatch.setitem(sys.modules, name, cast(Any, made))
-    for name in ("WANDB_PROJECT", "TRACKIO_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "TRACKIO_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     return made
 
@@ -155,6 +156,8 @@ def test_wandb_and_trackio_get_each_row_and_a_resume_goes_on_in_the_same_run(
     assert new["project"] == "llamarl" and new["name"] == tmp_path.name and new["config"]["run"]["seed"] == 7
     if name == "wandb":
         assert [(one["id"], one["resume"]) for one in (new, resumed)] == [(None, "allow"), ("abc", "allow")]
+        assert resumed["name"] is None  # a run that was renamed keeps its new name
+        assert all(of["commit"] for _, of in library.all("log"))  # seen at once, not when the next row comes
     else:
         assert [one["resume"] for one in (new, resumed)] == ["never", "allow"]
     assert [(row.get("lr"), of["step"]) for (row,), of in library.all("log")] == [(0.5, 0), (None, 1), (0.25, 2)]
@@ -171,7 +174,7 @@ def test_mlflow_gets_recipe_and_rows_and_a_resume_goes_on_in_the_same_run(tmp_pa
     metrics = [[one for one in of["metrics"] if one[0] == "lr"] for _, of in rows]
     assert [[(value, step) for _, value, _, step in of] for of in metrics] == [[(0.5, 0)], [], [(0.25, 2)]]
     assert library.all("update_run") == [(("abc",), {"status": "RUNNING"})]
-    assert library.all("set_terminated") == [(("abc",), {})] * 2
+    assert library.all("set_terminated") == [(("abc",), {"status": "FINISHED"})] * 2
 
 
 def test_mlflow_gets_no_row_again_that_its_run_has_before_a_resume(tmp_path: Path, library: Library) -> None:
@@ -179,6 +182,28 @@ def test_mlflow_gets_no_row_again_that_its_run_has_before_a_resume(tmp_path: Pat
     tracked(tmp_path, "mlflow")
     _, *rows = library.all("log_batch")
     assert [{step for *_, step in of["metrics"]} for _, of in rows] == [{0}, {1}]
+
+
+def test_wandb_gets_no_row_that_its_run_has_and_a_new_run_the_name_that_is_set(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    library.steps = [0, 1]
+    made = BUILT_IN["wandb"](tmp_path, {}, 0)
+    for step in (1, 2):
+        made.write({"step": step, "lr": 0.5})
+    assert library.all("init")[0][1]["name"] == "mine"
+    assert [of["step"] for _, of in library.all("log")] == [2]
+
+
+@pytest.mark.parametrize(("stopped", "code", "status"), [("", 0, "FINISHED"), ("by an error", 1, "FAILED")])
+def test_a_run_that_did_not_reach_its_end_is_marked_as_failed(
+    tmp_path: Path, library: Library, stopped: str, code: int, status: str
+) -> None:
+    config = ObservabilityConfig(console="none", tensorboard=False, trace=False, sinks=("wandb", "mlflow"))
+    Recorder(tmp_path, config, ["trainer"], 3, run_config={}).close(stopped)
+    assert library.all("finish") == [((), {"exit_code": code})]
+    assert library.all("set_terminated") == [(("abc",), {"status": status})]
 
 
 def test_opentelemetry_has_a_gauge_a_key_with_the_runs_name(tmp_path: Path, library: Library) -> None:
