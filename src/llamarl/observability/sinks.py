@@ -163,7 +163,7 @@ class _Unbuffered:
 
 
 class PrometheusSink:
-    """Serves the last row to Prometheus: a gauge a key, ``reward/mean`` as ``llamarl_reward_mean{run="NAME"}``."""
+    """Serves the last value of each key to Prometheus: a gauge a key, ``reward/mean`` as ``llamarl_reward_mean{run="NAME"}``."""
 
     def __init__(self, port: int, run: str) -> None:
         """
@@ -193,13 +193,13 @@ class PrometheusSink:
         self._thread.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Set every gauge; what the row does not say, or is not finite, is NaN."""
-        values = {"llamarl_" + re.sub(r"\W", "_", key, flags=re.ASCII): value for key, value in row.items()}
-        for name in values.keys() - self._gauges.keys():
-            self._gauges[name] = self._gauge(name, "of the last row", ["run"], registry=self._registry)
-        for name, gauge in self._gauges.items():
-            value = values.get(name)
-            gauge.labels(self._run).set(math.nan if value is None else float(value))
+        """Set the gauges of the row; what is not finite is NaN. What it does not say, as an accuracy between two
+        evaluations, stays: Prometheus may ask more seldom than rows come."""
+        for key, value in row.items():
+            name = "llamarl_" + re.sub(r"\W", "_", key, flags=re.ASCII)
+            if name not in self._gauges:
+                self._gauges[name] = self._gauge(name, "as last told", ["run"], registry=self._registry)
+            self._gauges[name].labels(self._run).set(math.nan if value is None else float(value))
 
     def close(self, stopped: str = "") -> None:
         """End the server; idempotent."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from waiting import wait_until
 from llamarl.bounded_server import MAX_CONNECTIONS
 from llamarl.controller.recorder import Recorder
 from llamarl.errors import ConfigError
+from llamarl.observability import sinks
 from llamarl.observability.metrics import read_metrics, read_warnings, strip_timing
 from llamarl.settings.observability import ObservabilityConfig
 
@@ -204,6 +207,17 @@ def test_prometheus_finds_the_last_row_until_the_run_ends(tmp_path: Path) -> Non
         connection.close()
     with socket.create_server(("0.0.0.0", port)):
         pass
+
+
+def test_prometheus_keeps_an_accuracy_between_two_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(sinks, "BoundedServer", lambda *_: SimpleNamespace(serve_forever=lambda: None))
+    sink = sinks.PrometheusSink(0, "mine")
+    sink.write({"step": 0, "eval/accuracy": 0.25, "grad_norm": 1.0})
+    sink.write({"step": 1, "grad_norm": None})
+    found = [sink._registry.get_sample_value(f"llamarl_{key}", {"run": "mine"}) for key in ("step", "eval_accuracy")]
+    assert found == [1.0, 0.25]
+    assert math.isnan(sink._registry.get_sample_value("llamarl_grad_norm", {"run": "mine"}))
 
 
 def _free_port() -> int:
