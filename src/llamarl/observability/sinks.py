@@ -18,7 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llamarl.bounded_server import BoundedServer, QuietHandler
-from llamarl.errors import ConfigError, DataError
+from llamarl.errors import ConfigError, DataError, LlamaRLError
 from llamarl.import_path import import_user, own_line
 from llamarl.observability.writing import append_all, replace_file, writes
 from llamarl.reading import read_text
@@ -62,6 +62,7 @@ class GuardedSink:
 
         Raises:
             ConfigError: It cannot be imported or made, or lacks a method: nothing has been lost yet.
+            LlamaRLError: It cannot be made where the run goes on: its server may be back at the next attempt.
         """
         self._where = f"observability.sinks {name!r}"
         self._warn = warn
@@ -73,9 +74,13 @@ class GuardedSink:
         except DataError as error:
             raise ConfigError(str(error)) from error
         except (Exception, SystemExit) as error:  # code that is not llamarl's may raise anything
-            raise ConfigError(
+            kind: type[LlamaRLError] = ConfigError
+            way_out = ""
+            if resume_after_tick is not None:
+                kind, way_out = LlamaRLError, "; try again, or go on without it (--observability.sinks)"
+            raise kind(
                 f"{self._where}, called as Sink(run_dir, config, resume_after_tick): "
-                f"{type(error).__name__}: {error}{own_line(error)}"
+                f"{type(error).__name__}: {error}{own_line(error)}{way_out}"
             ) from error
         if missing := [name for name in ("write", "close") if not callable(getattr(sink, name, None))]:
             raise ConfigError(f"{self._where}: a sink has write(row) and close(); this one lacks {', '.join(missing)}")

@@ -13,9 +13,9 @@ from made_run import Report
 
 from llamarl.config import validate
 from llamarl.controller.recorder import Recorder
-from llamarl.errors import ConfigError
+from llamarl.errors import ConfigError, LlamaRLError
 from llamarl.observability.metrics import read_metrics, read_warnings
-from llamarl.observability.sinks import BUILT_IN
+from llamarl.observability.sinks import BUILT_IN, GuardedSink
 from llamarl.settings.observability import TRACKERS, ObservabilityConfig
 
 GOOD = """
@@ -86,6 +86,21 @@ def test_a_sink_that_fails_is_left_out_and_named_and_the_run_goes_on(
 def test_a_sink_that_cannot_be_made_is_refused_before_the_first_tick(tmp_path: Path, source: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run(tmp_path, source)
+
+
+@pytest.mark.parametrize(("resume", "status"), [(None, 2), (-1, 1), (4, 1)])
+def test_a_tracker_whose_server_is_away_refuses_a_new_run_and_lets_a_resume_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: int | None, status: int
+) -> None:
+    """A loop and a scheduler start again what ended with 1, and not what was refused."""
+
+    def init(**_: Any) -> None:
+        raise TimeoutError("Run initialization has timed out")
+
+    monkeypatch.setitem(sys.modules, "wandb", cast(Any, SimpleNamespace(init=init)))
+    with pytest.raises(LlamaRLError, match="TimeoutError: Run initialization has timed out") as told:
+        GuardedSink("wandb", tmp_path, {}, resume, lambda **_: None)
+    assert told.value.exit_code == status
 
 
 def test_a_sink_without_an_import_path_is_refused() -> None:
