@@ -272,13 +272,23 @@ class MLflow:
             self._have = max((one.step for one in self._client.get_metric_history(known, "time/step_s")), default=-1)
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llamarl")
-        experiment = self._client.get_experiment_by_name(name)
-        of = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        self._id = self._client.create_run(of, run_name=run_dir.name).info.run_id
+        self._id = self._client.create_run(self._experiment(name), run_name=run_dir.name).info.run_id
         params = [mlflow.entities.Param(key, str(value)[:6000]) for key, value in _flat(config) if str(value)]
         for first in range(0, len(params), self._MOST_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + self._MOST_PARAMS])
         _remember(memory, self._id)
+
+    def _experiment(self, name: str) -> str:
+        """Its id; made where it is new, unless another run that begins now was faster."""
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except Exception:
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send one row."""

@@ -1,5 +1,6 @@
 """``observability.sinks``: they get every row, and one that fails is left out and named, and ends no run."""
 
+import contextlib
 import json
 import math
 import sys
@@ -190,6 +191,23 @@ def test_mlflow_gets_recipe_and_rows_and_a_resume_goes_on_in_the_same_run(tmp_pa
     assert [[(value, step) for _, value, _, step in of] for of in metrics] == [[(0.5, 0)], [], [(0.25, 2)]]
     assert library.all("update_run") == [(("abc",), {"status": "RUNNING"})]
     assert library.all("set_terminated") == [(("abc",), {"status": "FINISHED"})] * 2
+
+
+@pytest.mark.parametrize("made_by_another", [True, False])
+def test_an_mlflow_experiment_that_another_run_makes_meanwhile_is_taken(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch, made_by_another: bool
+) -> None:
+    found = iter([None, SimpleNamespace(experiment_id="8") if made_by_another else None])
+
+    def create(name: str) -> str:
+        raise RuntimeError("RESOURCE_ALREADY_EXISTS")
+
+    monkeypatch.setattr(library, "get_experiment_by_name", lambda name: next(found), raising=False)
+    monkeypatch.setattr(library, "create_experiment", create, raising=False)
+    refused = contextlib.nullcontext() if made_by_another else pytest.raises(RuntimeError, match="RESOURCE_ALREADY")
+    with refused:
+        BUILT_IN["mlflow"](tmp_path, {}, None)
+    assert [of for of, _ in library.all("create_run")] == [("8",)] * made_by_another
 
 
 def test_mlflow_gets_no_row_again_that_its_run_has_before_a_resume(tmp_path: Path, library: Library) -> None:
