@@ -150,7 +150,9 @@ class Run:
         from llamarl.controller.begun import begun_config
         from llamarl.controller.resume import resume_run
 
-        resume_run(begun_config(self.dir, read_settings(None, dotted(settings))))
+        config = begun_config(self.dir, read_settings(None, dotted(settings)))
+        self.__dict__.pop("llm", None)  # its final policy will be another
+        resume_run(config)
         return Run(self.dir)
 
     def __repr__(self) -> str:

@@ -23,6 +23,17 @@ def test_metrics_are_columns_that_pandas_reads_as_such() -> None:
     assert "c" not in metrics and metrics.get("c") is None
 
 
+def test_a_run_that_went_on_answers_by_its_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(MadeRun(ticks=2).write(tmp_path / "run"))
+    policies = iter(["policy 1", "policy 2"])
+    monkeypatch.setattr("llamarl.api.llm.LLM", lambda folder: next(policies))
+    monkeypatch.setattr("llamarl.controller.begun.begun_config", lambda folder, settings: run.config)
+    monkeypatch.setattr("llamarl.controller.resume.resume_run", lambda config: None)
+    assert [run.llm, run.llm] == ["policy 1", "policy 1"]
+    run.resume(num_ticks=4)
+    assert [run.llm] == ["policy 2"]
+
+
 def test_rollouts_of_a_tick_are_a_list_with_the_advantages_that_were_trained(tmp_path: Path) -> None:
     made = MadeRun(ticks=2, outcome=lambda t, g, s: Failure(kind="timeout", detail="2 s") if s == 0 else float(s))
     run = Run(made.write(tmp_path / "run"))
