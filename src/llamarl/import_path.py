@@ -35,6 +35,7 @@ __all__ = [
     "absolute_import_path",
     "call",
     "check",
+    "forget_files",
     "import_user",
     "load_module",
     "own_line",
@@ -43,6 +44,7 @@ __all__ = [
     "source_file",
 ]
 
+_USERS = "llamarl_user_"
 _DYNAMIC = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr", "__getattr__"})
 """A module that uses one of these may have names that its source does not show."""
 
@@ -267,8 +269,14 @@ def _split(import_path: str) -> tuple[str, str]:
     return where, attribute
 
 
+def forget_files() -> None:
+    """Read files of the user's anew when they are named next: a notebook's may have been edited since its last run."""
+    for name in [name for name in sys.modules if name.startswith(_USERS)]:
+        del sys.modules[name]
+
+
 def _load_file(path: Path, import_path: str) -> ModuleType:
-    name = f"llamarl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{_USERS}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.api.run import train
 from llamarl.environments.functions import how_to_call
 from llamarl.environments.worker import _first_lines
 from llamarl.errors import ConfigError, DataError
@@ -27,6 +28,19 @@ def test_a_file_is_loaded_once_and_its_classes_travel_by_pickle(tmp_path: Path) 
     payload_class = resolve(f"{path}:Payload")
     assert resolve(f"{path}:Payload") is payload_class
     assert type(pickle.loads(pickle.dumps(payload_class()))) is payload_class
+
+
+def test_the_next_run_of_a_program_reads_a_file_that_was_edited_since_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(*given: object) -> None:
+        raise ConfigError(str(resolve(f"{path}:f")()))
+
+    monkeypatch.setattr("llamarl.api.settings.run_config", config)
+    for value in ("old", "mended"):
+        path = write(tmp_path, f"def f():\n    return {value!r}\n")
+        with pytest.raises(ConfigError, match=value):
+            train("tiny")
 
 
 def test_files_of_one_name_in_two_folders_do_not_meet(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from llamarl.config import RunConfig, load_config
 from llamarl.errors import ConfigError
+from llamarl.import_path import forget_files
 from llamarl.reading import user_path
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class Run:
         from llamarl.controller.begun import begun_config
         from llamarl.controller.resume import resume_run
 
+        forget_files()
         config = begun_config(self.dir, read_settings(None, dotted(settings)))
         self.__dict__.pop("llm", None)  # its final policy will be another
         resume_run(config)
@@ -191,6 +193,7 @@ def train(recipe: str | os.PathLike[str] | None = None, **settings: Any) -> Run:
     from llamarl.controller.prepare import start_fork_servers
     from llamarl.runtime.fork_server import end_unused_servers
 
+    forget_files()
     config = run_config(recipe, settings)
     start_fork_servers(config)
     try:
