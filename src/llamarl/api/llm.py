@@ -103,7 +103,9 @@ def open_policy(
 
 
 def _toml(value: Any) -> str:
-    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)  # nan, inf
+    if isinstance(value, float):  # nan, inf
+        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=lambda one: str(one).removeprefix("torch."))
 
 
 def _with_room(config: RunConfig, tokens: int) -> RunConfig:
@@ -131,8 +133,8 @@ class LLM:
         path: Hugging Face folder, run folder (its policy and settings), LoRA adapter folder, the id of a model of the
             Hugging Face Hub (``org/name`` or ``org/name@REVISION``), or ``bundled:tiny``.
         base: Base model of an adapter; None: the one that it names.
-        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is one.
-        dtype: To compute in, such as ``bfloat16``; None: the run's, else float32
+        device: ``cpu``, ``cuda``, or ``auto`` for CUDA where there is one; torch's own too.
+        dtype: To compute in, such as ``bfloat16`` or ``torch.bfloat16``; None: the run's, else float32
             on a CPU and ``auto`` on CUDA.
         quantization: ``none``, ``int8`` (CPU) or ``fp8`` (CUDA); None: the run's, else none.
         trust_remote_code: Whether the folder's tokenizer may be code of its own.

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
-from llamarl.api.llm import LLM, Completion
+from llamarl.api.llm import LLM, Completion, open_policy
 from llamarl.errors import ConfigError, DataError
 
 
@@ -24,6 +25,17 @@ def test_one_response_as_long_as_the_model_takes_has_room_on_a_cpu(monkeypatch: 
     monkeypatch.setattr("llamarl.settings.engine.CPU_CACHE_BYTES", 1 << 12)
     (one,) = LLM("bundled:tiny").generate("a3", max_new_tokens=254, temperature=0)
     assert one.tokens
+
+
+def test_types_and_devices_of_torch_are_taken() -> None:
+    def generator(dtype: Any) -> Any:
+        device = ("device", torch.device("cpu"))
+        settings = {"generator.engine.dtype": ("dtype", dtype), "generator.device": device}
+        return open_policy("bundled:tiny", settings=settings)[1].generator
+
+    assert (generator(torch.bfloat16).engine.dtype, generator(None).device) == ("bfloat16", "cpu")
+    with pytest.raises(ConfigError, match="^dtype: expected .*'bfloat16'.*, got 'int8'"):
+        generator(torch.int8)
 
 
 @pytest.mark.parametrize(
