@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -274,7 +275,7 @@ class LLM:
                 sample_index=sample,
                 prompt_tokens=prompt,
                 params=params[index],
-                seed=derive_seed(seed, index, sample),
+                seed=derive_seed(operator.index(seed), index, sample),
             )
             for index, prompt in enumerate(tokens)
             for sample in range(samples)

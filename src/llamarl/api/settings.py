@@ -128,6 +128,8 @@ def _plain(value: Any, key: str) -> Any:
         return [_plain(inner, key) for inner in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return value.tolist()
     return import_path_of(value, key) if callable(value) else value
 
 

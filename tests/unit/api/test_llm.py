@@ -4,6 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -25,6 +26,11 @@ def test_one_response_as_long_as_the_model_takes_has_room_on_a_cpu(monkeypatch: 
     monkeypatch.setattr("llamarl.settings.engine.CPU_CACHE_BYTES", 1 << 12)
     (one,) = LLM("bundled:tiny").generate("a3", max_new_tokens=254, temperature=0)
     assert one.tokens
+
+
+def test_a_seed_of_numpy_is_the_same_seed(llm: LLM) -> None:
+    seed: Any = numpy.int64(3)
+    assert llm.sequences(["a3"], seed=seed)[0].seed == llm.sequences(["a3"], seed=3)[0].seed
 
 
 def test_types_and_devices_of_torch_are_taken() -> None:

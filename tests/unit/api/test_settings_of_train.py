@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 import tomli_w
 
@@ -87,6 +88,13 @@ def test_a_resume_takes_several_rewards_and_tasks_as_the_start_did(tmp_path: Pat
         (f"{tmp_path}/r.py:g", 2.0),
     ]
     assert dotted({"task": [{"name": "steps"}]}) == {"task.name": "mixture", "task.mixture": [{"name": "steps"}]}
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"num_ticks": numpy.int64(3), "optimizer": {"lr": numpy.float32(0.5)}, "seed": numpy.array([1, 2])[1]}
+    plain = dotted(given)
+    assert plain == {"run.num_ticks": 3, "optimizer.lr": 0.5, "run.seed": 2}
+    assert [type(value) for value in plain.values()] == [int, float, int]
 
 
 def test_a_cluster_leaves_the_nodes_that_the_same_call_names() -> None:
