@@ -292,7 +292,7 @@ def _download(repo: str, revision: str, patterns: list[str], key: str, kind: str
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, tqdm
 
-    shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None and sys.stderr.isatty()
+    shown = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None and getattr(sys.stderr, "isatty", bool)()
     (enable_progress_bars if shown else disable_progress_bars)()
     try:
         return Path(

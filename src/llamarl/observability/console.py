@@ -70,7 +70,8 @@ class ConsoleReporter:
         stream = file if file is not None else sys.stdout
         kind = config.console
         if kind == "auto":
-            kind = "rich" if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb") else "plain"
+            is_terminal = getattr(stream, "isatty", bool)()  # some notebooks' streams do not say
+            kind = "rich" if is_terminal and os.environ.get("TERM", "") not in ("", "dumb") else "plain"
         live = kind == "rich"
         self._log, self._lock = -1, threading.Lock()  # a descriptor follows the file where the folder is moved
         if log is not None and kind != "none":

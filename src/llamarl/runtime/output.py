@@ -100,5 +100,6 @@ class OutputReader:
         try:
             target.write(text)
             target.flush()
-        except (OSError, ValueError):  # the user closed the controller's own output (`| head`): nowhere left to say so
+        except (OSError, ValueError, AttributeError):  # the user closed the controller's own output (`| head`), or it
+            # began without one: nowhere left to say so
             return

@@ -211,8 +211,14 @@ def test_the_end_names_the_causes_of_failed_rewards() -> None:
     assert "  rewards failed   47; 40 x exception: ValueError: no number; 7 x timeout: too slow" in lines
 
 
-def test_a_plain_run_reads_from_head_to_end() -> None:
-    out = io.StringIO()
+class _Stream(io.StringIO):
+    """As some notebooks have it."""
+
+    isatty = property()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("out", [io.StringIO(), _Stream()])
+def test_a_plain_run_reads_from_head_to_end(out: io.StringIO) -> None:
     reporter = ConsoleReporter(ObservabilityConfig(console="auto"), JOB, 60, file=out)
     summary = RunSummary()
     for tick in range(4):

@@ -93,6 +93,16 @@ def test_a_console_that_lacks_a_letter_shows_the_line_without_it(monkeypatch: py
     assert shown.read() == "[reward] first\n[reward] é ? 1\n"
 
 
+def test_ranks_of_a_program_without_an_output_are_read_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # `>&-`
+    reader = OutputReader()
+    pipe = reader.pipe("reward", "stdout")
+    os.write(pipe, b"a line\n")
+    os.close(pipe)
+    reader.close(timeout_s=2.0)
+    assert not reader._buffers
+
+
 def test_a_line_that_never_ends_is_shown_in_pieces_and_not_gathered(capsys: pytest.CaptureFixture[str]) -> None:
     reader = OutputReader()
     pipe = reader.pipe("reward", "stdout")
