@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import inspect
 import linecache
+import os
 import re
 import symtable
 import sys
@@ -96,8 +97,8 @@ def _own_folders(imports: Sequence[str]) -> list[str]:
     """Where modules that are imported lie which are no part of this Python, such as those beside a script: a command
     that goes on with the run does not look there by itself."""
     modules = [sys.modules.get(line.split()[1].partition(".")[0]) for line in imports]
-    files = [Path(file).resolve() for module in modules if (file := getattr(module, "__file__", None))]
-    folders = {(file.parent.parent if file.name == "__init__.py" else file.parent) for file in files}
+    places = [getattr(module, "__path__", None) or [getattr(module, "__file__", None) or ""] for module in modules]
+    folders = {Path(place).resolve().parent for some in places for place in some if os.path.exists(place)}
     python = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix)}
     return sorted(str(folder) for folder in folders if not python & {folder, *folder.parents})
 

@@ -124,11 +124,14 @@ print(import_path_of(reward), reward("", "<ab>3</ab>", ""))
     assert (done.stdout.strip(), value) == ("5.0", "5.0"), done
 
 
-def test_modules_beside_a_script_are_found_from_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "my_parsing.py").write_text("def parsed(text):\n    return float(text)\n")
-    script = """
+@pytest.mark.parametrize("module", ["my_parsing", "a_folder.of_modules.parsing"])
+def test_modules_beside_a_script_are_found_from_elsewhere(tmp_path: Path, module: str) -> None:
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("def parsed(text):\n    return float(text)\n")
+    script = f"""
 import math
-from my_parsing import parsed
+from {module} import parsed
 def reward(prompt, response, answer):
     return math.ceil(parsed(response))
 from llamarl.api.functions import import_path_of
