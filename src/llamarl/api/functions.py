@@ -51,7 +51,7 @@ def import_path_of(function: Callable[..., Any] | str, key: str = "reward") -> s
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
-        alone = bool(file) and not _needs_its_package(function, module)
+        alone = os.path.isfile(file or "") and not _needs_its_package(function, module)
         return f"{Path(str(file)).resolve() if alone else function.__module__}:{function.__name__}"
     text = standalone_source(function, key)
     stem = f"{function.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"

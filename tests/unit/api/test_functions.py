@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,14 @@ def test_a_function_of_a_module_is_named_by_its_file() -> None:
 
 
 def test_text_is_taken_as_it_is() -> None:
+def test_a_function_of_a_module_in_a_zip_is_named_by_its_module(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        archive.writestr("zipped_judge.py", "def reward(completions):\n    return [1.0]\n")
+    script = "import sys\nfrom llamarl.api.functions import import_path_of\nsys.path.insert(0, 'code.zip')\n"
+    done = run_script(tmp_path, script + "from zipped_judge import reward\nprint(import_path_of(reward))")
+    assert done.stdout.strip() == "zipped_judge:reward", done
+
+
     assert import_path_of("my.module:f") == "my.module:f"
 
 
