@@ -109,6 +109,8 @@ def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], s
     seen.add(owner.__name__)
     try:
         source = _cell_of(owner) or textwrap.dedent(inspect.getsource(owner))
+        if not re.search(rf"^(async def|def|class) {owner.__name__}\b", source, re.MULTILINE):
+            raise OSError("its lines hold another now")  # its file was edited, or Python took the shell's own
     except (OSError, TypeError) as error:
         raise ConfigError(
             f"{key}: the source of {owner.__name__} is not known ({error}): put it into a file and name it as "
@@ -131,8 +133,8 @@ def _collect(owner: Any, key: str, imports: list[str], definitions: list[str], s
 
 
 def _cell_of(owner: Any) -> str:
-    """The source of a class of a notebook, which does not know its cell; empty: it is none."""
-    if not isinstance(owner, type) or getattr(sys.modules.get(owner.__module__), "__file__", None):
+    """The source of a class of a notebook or shell, which does not know its cell; empty: it is none."""
+    if not isinstance(owner, type):
         return ""
     cells = [entry[2] for entry in linecache.cache.values() if len(entry) == 4 and entry[1] is None]
     for lines in reversed(cells):  # the newest first

@@ -145,11 +145,11 @@ print(import_path_of(reward))
     assert done.stdout.strip() == "4", done
 
 
-def test_a_class_of_a_notebook_goes_with_it_as_it_was_last_defined(tmp_path: Path) -> None:
-    script = """
-import linecache
+@pytest.mark.parametrize("main", ["del __file__", "__file__ = linecache.__file__"], ids=["jupyter", "marimo"])
+def test_a_class_of_a_notebook_goes_with_it_as_it_was_last_defined(tmp_path: Path, main: str) -> None:
+    script = f"import linecache\n{main}  # its cells are known by their lines alone"
+    script += """
 from llamarl.api.functions import import_path_of
-del __file__  # a notebook has none, and its cells are known by their lines alone
 CELLS = [
     "class Mark:\\n    sign = '?'",
     "import enum\\nclass Mark(enum.Enum):\\n    sign = '#'",
@@ -174,6 +174,7 @@ print(import_path_of(reward), reward("", "#?#", ""))
         ("import_path_of(''.join)", "no plain function"),
         ("handle = open(__file__)\ndef f(p, r, a): return handle.read()\nimport_path_of(f)", "uses handle"),
         ("exec('def f(p, r, a): return 0.0')\nimport_path_of(f)", "source of f is not known"),
+        ("def f(p, r, a): return 0.0\nopen(__file__, 'w').write('def g(): pass\\n' * 9)\nimport_path_of(f)", "f is not known"),
         ("def outer():\n    x = object()\n    def f(p, r, a): return x\n    return f\nimport_path_of(outer())", "plain function"),
     ],
 )  # fmt: skip
@@ -191,7 +192,6 @@ def test_a_function_of_a_module_is_named_by_its_file() -> None:
     assert import_path_of(a_reward_of_a_module) == f"{Path(__file__).resolve()}:a_reward_of_a_module"
 
 
-def test_text_is_taken_as_it_is() -> None:
 def test_a_function_of_a_module_in_a_zip_is_named_by_its_module(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
         archive.writestr("zipped_judge.py", "def reward(completions):\n    return [1.0]\n")
@@ -200,6 +200,7 @@ def test_a_function_of_a_module_in_a_zip_is_named_by_its_module(tmp_path: Path) 
     assert done.stdout.strip() == "zipped_judge:reward", done
 
 
+def test_text_is_taken_as_it_is() -> None:
     assert import_path_of("my.module:f") == "my.module:f"
 
 
