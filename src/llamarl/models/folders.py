@@ -114,6 +114,8 @@ def _refuse_foreign_code(folder: Path, key: str) -> None:
             raise ModelError.at(
                 key, f": {folder}/config.json names another file in its place, {name}: remove that line"
             )
+        if name == "attribute_map" and value:  # under which any name could stand for those below
+            raise ModelError.at(key, f": {folder}/config.json gives its lines other names, {name}: remove that line")
         if name == "transformers_weights" and not str(value).endswith(".safetensors"):
             raise ModelError.at(key, f": {folder}/config.json names weights {value!r:.80}: only safetensors are read")
         if "attn_implementation" in name or "experts_implementation" in name:

@@ -179,6 +179,16 @@ def test_a_configuration_that_stands_in_for_config_json_is_refused(tmp_path: Pat
         load_model_config(folder)
 
 
+def test_a_kernel_under_another_name_is_never_fetched(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("bundled:tiny"), folder)
+    change(folder / "config.json", attribute_map={})  # says nothing
+    load_model_config(folder)
+    change(folder / "config.json", attribute_map={"note": "_attn_implementation_internal"}, note="evil/kernel")
+    with pytest.raises(ModelError, match="gives its lines other names, attribute_map"):
+        load_model_config(folder)
+
+
 @pytest.mark.parametrize("named", ["sub/p.safetensors", "../p.safetensors", "/p.safetensors"])
 def test_weights_lie_in_the_folder_itself_and_no_pipe_at_any_depth(named: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
