@@ -611,9 +611,9 @@ def find_missing(config: RunConfig) -> Iterator[Mistake]:
             "observability.prometheus_port",
             "needs the package prometheus_client: pip install 'llamarl[prometheus]', or leave it out",
         )
-    variable = config.judge.api_key_env
-    if variable and not os.environ.get(variable):
-        yield Mistake("judge.api_key_env", f"names {variable}, which is not set here: export it, or leave the key out")
+    if why := config.judge.why_no_key():
+        text = f"names {config.judge.api_key_env}, which {why} here: export it, or leave the key out"
+        yield Mistake("judge.api_key_env", text)
     yield from task_mistakes(config.task, config.run.seed)
     for key, import_path in config.own_code:
         if not key.startswith("task."):  # of those the task has spoken

@@ -48,13 +48,12 @@ class JudgeExecutor(Stateless, BaseExecutor):
             self.judge = EngineJudge(self.settings, self.config.judge_engine, device=self.context.device)
             return
         variable = self.settings.api_key_env
-        key = os.environ.get(variable, "").strip() if variable else ""  # files of secrets end in a newline
-        if variable and not key:  # on another host: here the checks before the run have seen it
+        if why := self.settings.why_no_key():  # on another host: here the checks before the run have seen it
             raise ConfigError(
-                f"judge.api_key_env names {variable}, which is not set where this judge is: on a cluster it has the environment "
+                f"judge.api_key_env names {variable}, which {why} where this judge is: on a cluster it has the environment "
                 "of its node (of Ray: export it before ray start)"
             )
-        self.judge = ServerJudge(self.settings, api_key=key)
+        self.judge = ServerJudge(self.settings, api_key=os.environ.get(variable, "").strip())
         if self.context.run_dir is not None:
             self._folder = RunIdentity.of(self.context.run_dir)
             file = self.context.run_dir / "verdicts" / f"{self.name}-{self.context.rank}.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -417,6 +418,16 @@ class JudgeConfig:
     def asked(self) -> bool:
         """Whether the job has one."""
         return bool(self.path or self.url)
+
+    def why_no_key(self) -> str:
+        """What is wrong with the key in this process's environment; empty if nothing, or none is named.
+
+        Python says a header that it cannot send in its error, and so the key: it is looked at before.
+        """
+        key = os.environ.get(self.api_key_env, "").strip()  # files of secrets end in a newline
+        if not self.api_key_env or key.isascii() and key.isprintable() and key:
+            return ""
+        return "holds several lines, or what no key holds," if key else "is not set"
 
     def _mistakes(self) -> Iterator[Mistake]:
         if self.path and self.url:

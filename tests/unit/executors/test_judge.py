@@ -448,6 +448,17 @@ def test_a_key_that_is_not_set_is_missed_before_a_run(monkeypatch: pytest.Monkey
     assert any("names NO_SUCH_KEY, which is not set here" in str(mistake) for mistake in find_missing(config))
 
 
+def test_a_key_of_several_lines_is_refused_without_a_word_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("s3cret\nOTHER=1", "\u201cs3cret\u201d"):
+        monkeypatch.setenv("JUDGE_KEY", key)
+        config = validate({"judge": {"url": "http://x/v1", "model": "m", "api_key_env": "JUDGE_KEY"}})
+        (told,) = [str(mistake) for mistake in find_missing(config) if "JUDGE_KEY" in str(mistake)]
+        assert "which holds several lines, or what no key holds, here" in told and "s3cret" not in told
+        with pytest.raises(ConfigError, match="names JUDGE_KEY, which holds several lines") as refused:
+            executor(url="http://127.0.0.1:1/v1", model="m", api_key_env="JUDGE_KEY")
+        assert "s3cret" not in str(refused.value)
+
+
 def test_a_key_that_only_the_controller_has_is_missed_before_a_judge_elsewhere_asks_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
