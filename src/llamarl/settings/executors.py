@@ -434,6 +434,8 @@ class JudgeConfig:
             yield Mistake("url", "stands beside path: a judge is one or the other, so leave one out", ("path",))
         if self.url and not re.match(r"https?://[^/\s]+", self.url):
             yield Mistake("url", f"must begin with http:// or https:// and name a host, got {self.url!r}")
+        if "@" in self.url.partition("://")[2].partition("/")[0]:
+            yield Mistake("url", "holds a name or password, which reports would show: api_key_env names a key")
         if self.url and not self.model:
             yield Mistake("model", "is empty: name the model that the server at url shall ask", ("url",))
         if not self.url and (self.model or self.api_key_env):

@@ -426,6 +426,7 @@ def test_a_question_that_its_engine_cannot_hold_fails_the_sample() -> None:
     ("settings", "mistake"),
     [
         ({"url": "localhost:8000", "model": "m"}, "judge.url must begin with http:// or https://"),
+        ({"url": "http://me:s3cret@x/v1", "model": "m"}, "judge.url holds a name or password"),
         ({"url": "http://x/v1"}, "judge.model is empty"),
         ({"url": "http://x/v1", "model": "m", "path": "y"}, "judge.url stands beside path"),
         ({"model": "m"}, "judge.url is empty, but model or api_key_env is of a server"),
