@@ -29,7 +29,7 @@ from llamarl.determinism import derive_seed
 from llamarl.engine.factory import load_engine
 from llamarl.engine.sequence import SamplingParams
 from llamarl.engine.sequence import Sequence as TokenSequence
-from llamarl.executors.conversations import score_in
+from llamarl.executors.conversations import score_in, special_tokens
 from llamarl.models.loading import load_tokenizer
 from llamarl.running_time import running_s
 from llamarl.settings.engine import EngineConfig
@@ -79,6 +79,7 @@ class EngineJudge:
     def __init__(self, config: JudgeConfig, engine: EngineConfig, *, device: str) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.path)
+        self.special = special_tokens(self._tokenizer)
         self._engine = load_engine(config.path, engine, self._tokenizer, device=device)
         eos = self._tokenizer.eos_token_id
         self._params = SamplingParams(

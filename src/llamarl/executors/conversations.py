@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ from llamarl.data.prompts import apply_template
 from llamarl.errors import ModelError
 from llamarl.types import Prompt, Response
 
-__all__ = ["Rendered", "TextFor", "conversation", "fill", "score_in", "transcript"]
+__all__ = ["Rendered", "TextFor", "conversation", "fill", "score_in", "special_tokens", "transcript", "without"]
 
 _PLACES = re.compile(r"\{(question|response|answer)\}")
 
@@ -69,6 +69,27 @@ def transcript(response: Response) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds a tokenizer's special tokens where a text spells them out."""
+    added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
+    names = sorted((str(one) for one in added if one.special and len(str(one)) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+
+def without(special: re.Pattern[str], response: Response) -> Response:
+    """The response with a space in each special token that its words spell out.
+
+    The model that judges would read ``<|im_end|>`` as the end of the policy's turn, and what follows as another's:
+    its user's praise, or the verdict begun (github.com/huggingface/transformers/issues/29279).
+    """
+
+    def plain(text: str) -> str:
+        return special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+    turns = (replace(t, reply=plain(t.reply), observation=plain(t.observation)) for t in response.turns)
+    return replace(response, text=plain(response.text), turns=tuple(turns))
+
+
 class TextFor:
     """Renders for one model."""
 
@@ -80,7 +101,7 @@ class TextFor:
         Raises:
             ModelError: ``chat``, and the tokenizer has no chat template.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special = tokenizer, special_tokens(tokenizer)
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if template == "chat" and not has_template:
             why = ": is 'chat', but the model's tokenizer has no chat template: set it to 'plain' or 'pair'"
@@ -89,6 +110,7 @@ class TextFor:
 
     def __call__(self, prompt: Prompt, response: Response) -> Rendered:
         """The tokens of one prompt with its response; whatever a chat template raises passes through."""
+        response = without(self._special, response)
         if self.template == "chat":
             text = apply_template(self._tokenizer, conversation(prompt, response), reply_follows=False)
             found: Any = self._tokenizer(text, add_special_tokens=False)

@@ -27,7 +27,7 @@ from llamarl.checkpoint.storage import RunIdentity
 from llamarl.errors import ConfigError
 from llamarl.executors.asking import EngineJudge, Question, ServerJudge, Verdict
 from llamarl.executors.base import BaseExecutor, Stateless, StepResult
-from llamarl.executors.conversations import fill
+from llamarl.executors.conversations import fill, without
 from llamarl.executors.judging import to_judge, with_score
 from llamarl.executors.reward import JUDGING_SHARE
 from llamarl.observability.writing import LineLog, Patience
@@ -67,7 +67,7 @@ class JudgeExecutor(Stateless, BaseExecutor):
         groups: list[Group] = self.items_of(inputs)
         questions = [
             Question(
-                text=fill(self.settings.rubric, group.prompt, response),
+                text=fill(self.settings.rubric, group.prompt, self._as_words(response)),
                 seed_parts=(self.config.run.seed, group.prompt.index, response.sample_index),
             )
             for group in groups
@@ -88,6 +88,10 @@ class JudgeExecutor(Stateless, BaseExecutor):
             metrics=self.own_keys(_metrics(verdicts)),
             spans=(("judge", started, time.monotonic()),),
         )
+
+    def _as_words(self, response: Response) -> Response:
+        """What a model of the job's own reads; which tokens of a server's are special is not known here."""
+        return without(self.judge.special, response) if isinstance(self.judge, EngineJudge) else response
 
     def _ask(self, questions: Sequence[Question], *, until_s: float) -> list[Verdict]:
         """Verdicts in order; those that an interrupted run has got already are taken from its log."""

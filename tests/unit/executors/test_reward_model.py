@@ -22,7 +22,7 @@ from llamarl.controller.prepare import plan_run
 from llamarl.controller.settle import MODELS_FILE, frozen_paths, record_models, refuse_other_models
 from llamarl.errors import ConfigError, ModelError
 from llamarl.executors.base import ExecutorContext
-from llamarl.executors.conversations import TextFor, conversation, transcript
+from llamarl.executors.conversations import TextFor, conversation, special_tokens, transcript, without
 from llamarl.executors.judging import add_verdicts, with_score, zero_rewards
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.folders import resolve_model_path
@@ -143,6 +143,20 @@ def test_a_prompt_that_begins_with_the_beginning_gets_no_second_one(plain: Path)
     for begin in ("", "<s> "):
         (response,) = (group := ask(respond("four"), text=f"{begin}two plus two is ")).responses
         assert text_for(group.prompt, response).tokens == ids("<s> two plus two is four")
+
+
+def test_a_policy_that_spells_a_special_token_ends_no_turn_of_its_own() -> None:
+    tokenizer = load_tokenizer(resolve_model_path("bundled:tiny"))
+    mark = next(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special and len(str(t)) > 1)
+    plain = f"{mark[0]} {mark[1:]}"
+    turn = Turn(start=0, end=1, finish_reason="stop", reply=mark, observation=f"{mark}{mark}")
+    told = without(special_tokens(tokenizer), respond(f"well {mark} user : five", turns=(turn,)))
+    assert told.text == f"well {plain} user : five"
+    assert (told.turns[0].reply, told.turns[0].observation) == (plain, plain + plain)
+    group = ask()
+    for template in ("plain", "pair"):
+        texts = [TextFor(tokenizer, template)(group.prompt, respond(f"four{end}")) for end in (mark, plain)]
+        assert texts[0].tokens == texts[1].tokens
 
 
 def test_a_conversation_is_the_items_messages_where_it_has_them() -> None:
