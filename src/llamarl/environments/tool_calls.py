@@ -70,7 +70,7 @@ def read_calls(reply: str, known: Collection[str]) -> list[Call | BadCall]:
 def _marked(body: str) -> list[Call | BadCall]:
     """What stands behind a marker, where only calls may stand."""
     if body.lstrip().startswith("<function="):
-        return [Call(name, dict(_PARAMETER.findall(inside))) for name, inside in _TAGGED.findall(body)]
+        return [Call(name, dict(_PARAMETER.findall(_closed(inside)))) for name, inside in _TAGGED.findall(body)]
     found: list[Call | BadCall] = []
     try:
         for value in _values(body):
@@ -78,6 +78,11 @@ def _marked(body: str) -> list[Call | BadCall]:
     except ValueError as error:
         found.append(BadCall(f"this is no JSON ({error}): {_short(body)}. Expected {_SHAPE}"))
     return found or [BadCall(f"there is no call behind the marker. Expected {_SHAPE}")]
+
+
+def _closed(inside: str) -> str:
+    """Up to the last ``</parameter>``: for each that opens behind it the rest would be looked through."""
+    return inside[: inside.rfind("</parameter>") + len("</parameter>")]
 
 
 def _mistral(body: str) -> list[Call | BadCall]:

@@ -384,7 +384,9 @@ class JudgeConfig:
     ] = _RUBRIC
     """What it is asked. {question}, {response} and {answer}, the reference, are put in; nothing else is changed."""
 
-    score_pattern: Annotated[str, AfterValidator(_pattern)] = r"(?im)^\W*SCORE\W*?(-?\d+(?:\.\d+)?)(?: ?/ ?10)?\W*$"
+    score_pattern: Annotated[str, AfterValidator(_pattern)] = (
+        r"(?im)^[^\w\n]*SCORE\W*?(-?\d+(?:\.\d+)?)(?: ?/ ?10)?[^\w\n]*$"
+    )
     """Regular expression whose one group is the number in what it says; of several matches the last counts."""
 
     score_range: ListOf[float] = (0.0, 10.0)

@@ -3,6 +3,7 @@
 import json
 import random
 import string
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def map_of(text: str, size: int) -> list[str]:
 )
 def test_the_move_is_looked_for_in_the_marked_part_or_the_last_line(reply: str, part: str) -> None:
     assert said(reply) == part
+
+
+def test_a_policy_that_opens_one_answer_after_another_costs_no_seconds() -> None:
+    begun = time.process_time()
+    assert said("<answer>Left</answer>" + "<answer>" * 3000) == "left"
+    assert time.process_time() - begun < 0.5
 
 
 def test_the_smallest_lake_is_walked_around_its_one_hole() -> None:

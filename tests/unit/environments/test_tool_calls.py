@@ -1,5 +1,7 @@
 """Calls of tools in the formats that chat templates teach, whole and broken."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +103,12 @@ def test_a_good_call_before_a_broken_one_is_kept() -> None:
         '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><tool_call>{</tool_call>', KNOWN
     )
     assert good == ADD and isinstance(bad, BadCall)
+
+
+def test_a_policy_that_opens_one_parameter_after_another_costs_no_seconds() -> None:
+    begun, closed = time.process_time(), "<parameter=a>5</parameter>"
+    (call,) = read_calls(f"<tool_call><function=sub>{closed}{'<parameter=b>' * 2000}</function></tool_call>", KNOWN)
+    assert call == Call("sub", {"a": "5"}) and time.process_time() - begun < 0.5
 
 
 @given(st.text(alphabet='{}[]",:;<>/`abcjnotl_ \n0123\\', max_size=80))

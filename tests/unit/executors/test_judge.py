@@ -144,6 +144,8 @@ def of_server(server: Server, **settings: Any) -> JudgeExecutor:
         ("SCORE: 11", None),  # outside of the range
         ("SCORE: -1", None),
         ("7", None),
+        ("SCORE:\n\n7\n\n", 0.7),
+        (50_000 * "\n" + "SCORE: 7", 0.7),  # in milliseconds
         ("I like it", None),
         ("", None),
     ],

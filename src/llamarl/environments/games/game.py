@@ -148,6 +148,7 @@ def said(reply: str) -> str:
     else the last line that is not blank.
     """
     reply = reply.rpartition("</think>")[2]
-    marked = _ANSWER.findall(reply) or _BRACKETS.findall(reply)
+    closed = reply[: reply.rfind("</answer>") + len("</answer>")]  # what opens behind it would be looked through each
+    marked = _ANSWER.findall(closed) or _BRACKETS.findall(reply)
     lines = [line for line in reply.splitlines() if line.strip()]
     return str((marked or lines or [""])[-1]).strip().lower()
