@@ -110,6 +110,22 @@ def test_a_description_that_was_changed_is_kept_and_one_of_another_kind_is_told(
     assert "cluster.yaml describes no machines that ssh reaches, as llamarl cluster up does: KeyError('auth')" in told
 
 
+def test_the_token_is_nobody_elses_from_its_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token, umasks = tmp_path / "token", []
+
+    def run(words: list[str], umask: int = 0o022, **_: object) -> subprocess.CompletedProcess[bytes]:
+        if words[1] == "get-auth-token":
+            umasks.append(umask)
+            token.touch()
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "_TOKEN", token)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["cluster", "up", "localhost"]) == 0
+    assert umasks == [0o077]
+
+
 def test_without_ray_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
     token = _TOKEN.expanduser()
     if not token.exists():
         make = [str(own / "ray"), "get-auth-token", "--generate"]
-        subprocess.run(make, env=environment, check=True, stdout=subprocess.DEVNULL)
-    token.chmod(0o600)  # Ray leaves it to be read by every user of the machine
+        subprocess.run(make, env=environment, check=True, stdout=subprocess.DEVNULL, umask=0o077)
+    token.chmod(0o600)  # one that Ray made by itself can be read by every user of the machine
     bin_dir = args.bin or str(own)
     wanted = description_of_cluster(hosts, user=args.user or getpass.getuser(), key=args.key, bin_dir=bin_dir)
     if file.exists() and yaml.safe_load(file.read_text(encoding="utf-8")) != wanted:
