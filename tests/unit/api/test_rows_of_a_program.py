@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import threading
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ def test_one_conversation_is_a_list_of_one_as_one_text_is(monkeypatch: pytest.Mo
     monkeypatch.setattr(LLM, "sequences", lambda self, prompts, **rest: asked.append(prompts) or [])
     monkeypatch.setattr(LLM, "decode", lambda self, sequences: iter(()))
     talk, llm = [{"role": "user", "content": "hi"}], LLM.__new__(LLM)
+    llm._one_call = threading.Lock()
     for prompts in ("hi", ["hi"], talk, [talk], [talk, "hi"], []):
         llm.generate(prompts)
     assert asked == [["hi"], ["hi"], [talk], [talk], [talk, "hi"], []]

@@ -1,9 +1,5 @@
 """A decoder cut into stages: who holds what, under which names, and that nothing is computed otherwise."""
 
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -13,7 +9,6 @@ from llamarl.models import stages
 from llamarl.models.attention import PACKED_ATTENTION, PackedSequences, attending
 from llamarl.models.sizes import layers_of_stages
 from llamarl.models.stages import Stage, check_stages, cut_into_stage
-from llamarl.trainer import pipeline
 
 
 def test_layers_by_hand() -> None:
@@ -90,22 +85,3 @@ def test_a_parameter_that_no_stage_holds_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stages, "layers_of_stages", lambda layers, num_stages: [range(0, 1), range(2, 3)])
     with pytest.raises(ModelError, match="no stage holds model.layers.1"):
         check_stages(tiny_model("llama", PACKED_ATTENTION), 2)
-
-
-# Waiting for another stage.
-
-
-class _Work:
-    def __init__(self) -> None:
-        self.limits: list[Any] = []
-
-    def wait(self, *limit: Any) -> None:
-        self.limits += limit or [None]
-
-
-@pytest.mark.parametrize(("is_cuda", "expected"), [(True, None), (False, timedelta(minutes=30))])
-def test_the_host_waits_with_a_limit_on_the_cpu_and_not_at_all_on_a_gpu(is_cuda: bool, expected: Any) -> None:
-    tensor: Any = SimpleNamespace(is_cuda=is_cuda)
-    work: Any = _Work()
-    pipeline._wait({3: (work, tensor)}, 3)
-    assert work.limits == [expected]
