@@ -86,7 +86,10 @@ def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[s
             "a step came with rows, or settings of torch (threads, precision of products, determinism), for which "
             "nothing was compiled before the first one, so its bits would depend on the run"
         )
-    return cast(Callable[..., Any], compile_fx.compile_fx(graph, list(inputs), config_patches=options))
+    try:
+        return cast(Callable[..., Any], compile_fx.compile_fx(graph, list(inputs), config_patches=options))
+    except torch._dynamo.exc.SkipFrame as error:  # bfloat16 on a card before Ampere: torch would not say what to do
+        raise RuntimeError(str(error)) from error
 
 
 def _forward(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from engine_runs import make_sequences
 from tiny_models import FAMILIES, SPARSE, tiny_model
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch._inductor.ir import MultiOutput
@@ -291,6 +292,19 @@ def test_a_layer_that_torch_cannot_take_whole_ends_the_step_with_the_settings_na
     """No piece of it goes uncompiled unsaid."""
     monkeypatch.setattr(LlamaRMSNorm, "forward", torch.compiler.disable(LlamaRMSNorm.forward))
     with pytest.raises(ConfigError, match='compiles LlamaDecoderLayer.*engine.attention = "copied" needs none'):
+        computed(make_runner("llama", tmp_path), 2)
+
+
+def test_a_card_without_bfloat16_ends_the_step_with_the_settings_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4, a V100: torch compiles no bfloat16 for them."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise SkipFrame("BF16 is not supported")  # as torch._inductor.compile_fx has it
+
+    monkeypatch.setattr(compile_fx, "compile_fx", refuse)
+    with pytest.raises(ConfigError, match='BF16 is not supported.*engine.attention = "copied" needs none'):
         computed(make_runner("llama", tmp_path), 2)
 
 
