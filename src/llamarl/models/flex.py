@@ -28,6 +28,9 @@ FLEX_ATTENTION = "llamarl_flex"
 """Name in transformers' attention interface."""
 BLOCK = 128
 """Rows of queries, and of keys, that the kernel takes or leaves out together."""
+_MOST_KINDS = 64
+"""Of calls that torch makes code for: with and without gradients, of one block and of more, for each window and soft cap
+of each model in the process."""
 
 
 class _Packing(Protocol):
@@ -140,10 +143,11 @@ def _kernel(device: str) -> Callable[..., Any]:
             _by_all_scores(query, *args, **how) if _needs_gradient(device, query) else call(query, *args, **how)
         )
     # "deterministic": no timing decides in which order a kernel adds, and with it the bits
-    kernel: Any = torch.compile(call, dynamic=True, options={"deterministic": True})
+    kernel: Any = torch.compile(call, dynamic=True, fullgraph=True, options={"deterministic": True})
 
     def compiled(*args: Tensor, **how: Any) -> Any:
-        with torch._dynamo.config.patch(specialize_float=True):  # torch cannot compile a soft cap that varies
+        # torch cannot compile a soft cap that varies, and past its limit it would compute all scores without a word
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_MOST_KINDS):
             return kernel(*args, **how)
 
     return compiled

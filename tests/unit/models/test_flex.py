@@ -1,13 +1,17 @@
 """``flex_attention`` in the trainer's rows, against attention worked out token by token in float64."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from tiny_models import tiny_model
 from torch import Tensor
 from training_fixtures import make_groups, write_model
 
+from llamarl.models import flex
 from llamarl.models.attention import PackedSequences, Segment, attending
 from llamarl.models.flex import BLOCK, flex_attention, visible_blocks
 from llamarl.settings.algorithms import AlgorithmConfig
@@ -78,6 +82,26 @@ def test_a_row_equals_float64_token_by_token_and_so_do_its_gradients(
         torch.testing.assert_close(
             ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5 * float(theirs.grad.abs().max())
         )
+
+
+def test_a_kind_of_call_past_torchs_limit_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own function, uncompiled, would hold the scores of all with all: 13 GB for 16,384 tokens of 12 heads."""
+    made: list[torch.fx.GraphModule] = []
+
+    def traced(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, options=None, **how: real(call, **({"backend": traced} | how)))
+    kernel = flex._kernel.__wrapped__("cuda")
+    packing, x = PackedSequences.of([0, 3, 5]), torch.randn(1, 2, 5, 16)
+    mask = flex._row_mask(packing.segments(), 5, torch.device("cpu"))
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for softcap in (None, 2.0):
+            score = flex._soft_cap(softcap)
+            kernel(x, x, x, score_mod=score, block_mask=mask, scale=0.25, enable_gqa=False)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("window", [1, 7, 127, 128, 129, 10_000])
