@@ -185,7 +185,7 @@ def _try_gpu(args: argparse.Namespace) -> int:
 
     name = "cuda" if args.device == "auto" else args.device
     if name.startswith("cuda") and not torch.cuda.is_available():
-        print("no CUDA device here: --device cpu tries the checks themselves")
+        print(f"{_why_no_gpu()}. --device cpu tries the checks themselves")
         return 1
     from llamarl.cli.gpu_checks import CHECKS
 
@@ -409,13 +409,24 @@ def _disk() -> str:
 def _cuda() -> str:
     import torch
 
+    if not torch.cuda.is_available():
+        raise RuntimeError(_why_no_gpu())
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _why_no_gpu() -> str:
+    import torch
+
     from llamarl.runtime.placement import may_have_gpus
 
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        why = "no CUDA device" if built or not may_have_gpus() else "a GPU, and a torch that is built for CPUs alone"
-        raise RuntimeError(f"{why}; runs use the CPU")
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    if may_have_gpus() and not (torch.version.cuda or torch.version.hip):
+        return "a GPU, and a torch that is built for CPUs alone; runs use the CPU"
+    if torch.cuda.device_count():  # it asks the driver's library, which answers where CUDA itself cannot begin
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            return f"a GPU that torch cannot use ({error}); runs that are not put on the CPU (device = 'cpu') end with this"
+    return "no CUDA device here; runs use the CPU"
 
 
 Episode = list[dict[str, Any]]

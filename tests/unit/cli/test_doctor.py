@@ -257,3 +257,17 @@ def test_a_gpu_and_a_torch_without_cuda_are_told(built: str | None, monkeypatch:
     monkeypatch.setattr("llamarl.runtime.placement.may_have_gpus", lambda: True)
     with pytest.raises(RuntimeError, match="no CUDA device" if built else "a torch that is built for CPUs alone"):
         _cuda()
+
+
+def test_a_driver_that_is_too_old_for_torch_is_told_in_torchs_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "no CUDA device; runs use the CPU", and the run was refused."""
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as the driver's library says
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(RuntimeError, match="a GPU that torch cannot use .The NVIDIA driver on your system is too old"):
+        _cuda()
