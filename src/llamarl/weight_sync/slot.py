@@ -30,6 +30,10 @@ MAX_ATTEMPTS = 3
 
 _POLL_S = (20e-6, 2e-4)  # first and longest pause between two looks at a slot that is being written
 _POLL_MIRROR_S = 1e-3
+_LOST_BETWEEN_GPUS = (
+    ", or copies from one GPU to another arrive wrong here, as where an IOMMU is on (pytorch issue 84803): then set "
+    "schedule.transport to shared_memory"
+)
 _CHECK_SOURCE_S = 0.05
 
 
@@ -157,9 +161,10 @@ class RemoteSlot:
         self.check_current(clock)
         names = sorted({region.parameter for region in self.catalog.blocks[index].regions})
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        or_copies = _LOST_BETWEEN_GPUS if self.handle.transport == "cuda_ipc" else ""
         raise WeightSyncError(
             f"{self.who}: {shown}: the bytes pulled {attempts} times do not match the manifest's checksum "
-            f"(block {index}); the source's memory was altered. This version is not served: resume the run"
+            f"(block {index}); the source's memory was altered{or_copies}. This version is not served: resume the run"
         )
 
     @property

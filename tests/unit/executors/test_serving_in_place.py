@@ -140,6 +140,17 @@ def test_flipped_byte_is_refused_and_the_engine_keeps_what_it_had() -> None:
     assert of.policy_version == 0 and sampled(of) == expected
 
 
+def test_copies_between_gpus_that_arrive_wrong_are_told_with_the_way_round_them() -> None:
+    """Where an IOMMU is on, they can be all zeros, in each run anew."""
+    edge, of = Edge(), engine()
+    version = edge.hand_over(1, weights(of, 1))
+    slot = version._slots[0]
+    slot.handle = dataclasses.replace(slot.handle, transport="cuda_ipc")
+    edge.slot.zero_()
+    with pytest.raises(WeightSyncError, match="an IOMMU.*set schedule.transport to shared_memory"):
+        serve(version, of)
+
+
 def test_parameters_asked_for_writing_are_own_copies_again() -> None:
     edge, of = Edge(), engine()
     sent = weights(of, 1)
