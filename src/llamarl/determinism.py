@@ -169,12 +169,7 @@ def import_folders() -> list[str]:
 def rank_environment(threads: int) -> dict[str, str]:
     """Of a rank on this machine. What torch and the group libraries read when they are imported
     must be there from the start."""
-    return {
-        **os.environ,
-        **environment(threads),
-        "PYTHONPATH": os.pathsep.join(import_folders()),
-        **LOOPBACK,
-    }
+    return {**os.environ, **environment(threads), "PYTHONPATH": os.pathsep.join(import_folders()), **LOOPBACK}
 
 
 _MASK = (1 << 64) - 1

@@ -39,16 +39,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = [
-    "GUARD",
-    "OutputTail",
-    "adopt_orphans",
-    "divide",
-    "end_process",
-    "end_with_parent",
-    "hide_memory",
-    "spawn",
-]
+__all__ = ["GUARD", "OutputTail", "adopt_orphans", "divide", "end_process", "end_with_parent", "hide_memory", "spawn"]
 
 GUARD = "llamarl-guard"
 """What ``ps -o comm`` and ``top`` show of a guard."""

@@ -234,14 +234,7 @@ class TickPlan:
 
 
 def plan_tick(
-    left: Ints,
-    completed_at: Ints,
-    deadlines: Ints,
-    *,
-    now: int,
-    tick: int,
-    prompts_per_step: int,
-    slots: int,
+    left: Ints, completed_at: Ints, deadlines: Ints, *, now: int, tick: int, prompts_per_step: int, slots: int
 ) -> TickPlan:
     """Decode from ``now`` on until the groups to deliver are complete.
 

@@ -154,12 +154,7 @@ def test_a_cluster_comes_up_over_ssh_runs_a_job_and_ends() -> None:
             assert f"then: ssh {head} {command}" in up.stdout
             more = [*SHORT, "--run.dir", "/tmp/run", "--on", "trainer=1"]
             job = ["ssh", "-i", str(folder / "login"), head, command.replace("RECIPE", "tiny"), *more]
-            done = subprocess.run(
-                hosts.as_user(job),
-                capture_output=True,
-                text=True,
-                timeout=240,
-            )
+            done = subprocess.run(hosts.as_user(job), capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stdout + done.stderr
             assert f"trainer on {worker}" in done.stdout
             down = llamarl(hosts, folder, "cluster", "down")

@@ -45,12 +45,7 @@ class CommandLine:
     """Starts ``llamarl`` as a user would, in a process of its own (``run``: forked from one that has imported torch)."""
 
     def train(
-        self,
-        run_dir: Path,
-        settings: dict[str, Any] | None = None,
-        *flags: str,
-        recipe: Path = RECIPE,
-        **options: Any,
+        self, run_dir: Path, settings: dict[str, Any] | None = None, *flags: str, recipe: Path = RECIPE, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         return self.run(["train", str(recipe), *flags, *arguments(run_dir, settings or {})], **options)
 

@@ -149,10 +149,7 @@ def test_a_teacher_of_another_tokenizer_is_refused_by_name(llamarl: CommandLine,
         ({**SELF, "algorithm.advantage": '"group_mean"'}, "that has no teacher to be shown answers: leave it out"),
         ({**SELF, "reference.fsdp": 2}, "it takes each version whole: set reference.fsdp and reference.tp to 1"),
         ({**SELF, "lora.rank": 2, "lora.hand_over": '"adapter"'}, "a policy that teaches itself takes whole weights"),
-        (
-            {"reference.template": json.dumps("{answer}" * 300)},
-            "reference.template makes a prompt of ",
-        ),
+        ({"reference.template": json.dumps("{answer}" * 300)}, "reference.template makes a prompt of "),
         ({"reference.path": '"bundled:tiny"', "algorithm.kl_coef": 0.1}, "the reference model is the teacher"),
         (
             {"reference.path": '"bundled:tiny"', "algorithm.teacher_top_k": 44},

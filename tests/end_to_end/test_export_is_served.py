@@ -70,11 +70,7 @@ def tokens(groups: list[Group]) -> Sampled:
     "case", [case if case in IN_SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 )
 def test_evaluating_a_run_repeats_its_own_last_evaluation_to_the_token(
-    case: str,
-    bfloat16_tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, bfloat16_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampled: list[Sampled] = []
     original = evaluator.sample_groups

@@ -73,12 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("tiny.toml", {**INLINE, "lora.rank": 4, "optimizer.lr": 2e-3}),
     "reward model": (
         "tiny.toml",
-        {
-            **INLINE,
-            "reward_model.path": '"SCORER"',
-            "reward_model.name": '"scorer"',
-            "reward_model.weight": 0.5,
-        },
+        {**INLINE, "reward_model.path": '"SCORER"', "reward_model.name": '"scorer"', "reward_model.weight": 0.5},
     ),
     "episodes": ("mastermind.toml", {**INLINE, "schedule.max_staleness": 2}),
     "replicas": (

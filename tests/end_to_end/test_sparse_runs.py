@@ -35,11 +35,7 @@ def test_a_resumed_run_with_replay_has_the_bits_of_an_unbroken_one(llamarl: Comm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "meshes",
-    [{"trainer.tp": 2}, {"trainer.ep": 2, "trainer.pp": 2}],
-    ids=["tp", "ep x pp"],
-)
+@pytest.mark.parametrize("meshes", [{"trainer.tp": 2}, {"trainer.ep": 2, "trainer.pp": 2}], ids=["tp", "ep x pp"])
 def test_experts_over_ranks_of_both_sides_train_as_on_one(
     llamarl: CommandLine, tmp_path: Path, meshes: dict[str, int]
 ) -> None:

@@ -47,11 +47,7 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 def sequences() -> list[Sequence]:
     """Three groups of three; one is greedy, one at another temperature than 1."""
-    kinds = (
-        {"temperature": 0.0},
-        {"temperature": 0.9},
-        {"temperature": 1.0},
-    )
+    kinds = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0})
     return [
         Sequence(
             prompt_index=i,
@@ -120,10 +116,7 @@ def generate(folder: Path, family: str, tp: int, layout: ParallelLayout | None) 
         alone = json.loads((folder / f"{family}-1-0.json").read_text())
         token_bytes = alone["token_bytes"] // min(tp, 2)
     config = EngineConfig(
-        block_size=4,
-        kv_cache_bytes=NUM_KV_TOKENS * token_bytes,
-        max_sequences=8,
-        max_batch_tokens=24,
+        block_size=4, kv_cache_bytes=NUM_KV_TOKENS * token_bytes, max_sequences=8, max_batch_tokens=24
     )
     engine = NativeEngine(folder / family, config, eos_token_ids=(), layout=layout, note_experts=family in SPARSE)
 

@@ -136,8 +136,7 @@ def with_reference(groups: list[Group], model: Path, *, named: bool = False) -> 
 
     return [
         dataclasses.replace(
-            group,
-            responses=tuple(dataclasses.replace(r, **noted(group, r.tokens)) for r in group.responses),
+            group, responses=tuple(dataclasses.replace(r, **noted(group, r.tokens)) for r in group.responses)
         )
         for group in groups
     ]

@@ -202,10 +202,7 @@ def test_checks_of_the_world_are_asked_beside_other_mistakes_but_not_of_keys_tha
             "task.rewards: expected a list of tables, each headed by the name in two brackets, [[ ]], got "
             "{'function': 'a.py:f'} (dict)",
         ),
-        (
-            {"optimizer": {"lr": float("nan")}},
-            "optimizer.lr must be a finite number, got nan (Peak learning rate)",
-        ),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr must be a finite number, got nan (Peak learning rate)"),
         ({"run": {"dir": ""}}, "run.dir must name a folder, such as runs/{name}, got ''"),
         (
             {"run": {"dir": "runs/{seed}"}},

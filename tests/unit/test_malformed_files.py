@@ -219,8 +219,7 @@ READERS = {
     "rollouts": Reader(in_run("rollouts/tick_000003.jsonl"), lambda file: list(read_rollouts(file.parent))),
     "rollouts of a measured run": Reader(in_run("rollouts/tick_000003.jsonl"), lambda file: plain_run(file.parents[1])),
     "rollouts that a plan looks at": Reader(
-        in_run("rollouts/tick_000003.jsonl"),
-        lambda file: lengths_of_run(file.parents[1]),
+        in_run("rollouts/tick_000003.jsonl"), lambda file: lengths_of_run(file.parents[1])
     ),
     "event log": Reader(events, resume_events),
     "trace": Reader(trace, lambda file: TraceWriter(file, ("generator",), resume_after_tick=1).close()),

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from llamarl.settings.algorithms import AlgorithmConfig
 
-__all__ = [
-    "MOST_LOG_RATIO",
-    "LossFunction",
-    "TokenBatch",
-    "TokenLosses",
-    "sequence_means",
-    "sequence_sums",
-]
+__all__ = ["MOST_LOG_RATIO", "LossFunction", "TokenBatch", "TokenLosses", "sequence_means", "sequence_sums"]
 
 MOST_LOG_RATIO = 20.0
 """Where log ratios without another bound are cut: a ratio of e^20, some 5e8, far above any bound

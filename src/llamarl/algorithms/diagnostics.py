@@ -19,11 +19,7 @@ MAXIMA = ("ratio/max",)
 
 @torch.no_grad()
 def token_statistics(
-    policy_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    entropy: Tensor,
-    clipped: Tensor,
-    sampled: Tensor | None = None,
+    policy_logprobs: Tensor, behavior_logprobs: Tensor, entropy: Tensor, clipped: Tensor, sampled: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Sums (and maxima) over the trained tokens of one micro-batch; scalars on the device.
 

@@ -35,14 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.snapshot import MANIFEST, Checkpoint, FileRecord, Manifest, checksum_file
-from llamarl.checkpoint.written import (
-    files_below,
-    sync_folder,
-    sync_path,
-    what_is_wrong,
-    why_not_whole,
-    write_synced,
-)
+from llamarl.checkpoint.written import files_below, sync_folder, sync_path, what_is_wrong, why_not_whole, write_synced
 from llamarl.determinism import platform_facts
 from llamarl.errors import CheckpointError, RunFolderLost
 from llamarl.reading import read_bytes

@@ -244,13 +244,7 @@ def _compare(args: argparse.Namespace) -> int:
         [[str(tokenizer.decode([t])) for t in s.tokens] for s in sequences],
         rho=rho,
     )
-    verdict = judge(
-        found,
-        rho=rho,
-        dtype=engine.dtype,
-        quantization=quantization,
-        trainer_dtype=config.trainer.dtype,
-    )
+    verdict = judge(found, rho=rho, dtype=engine.dtype, quantization=quantization, trainer_dtype=config.trainer.dtype)
     if args.json:
         facts: dict[str, Any] = {
             "model": config.model.path,

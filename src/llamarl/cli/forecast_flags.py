@@ -149,11 +149,7 @@ def options_of(args: argparse.Namespace, max_segments: int) -> Options:
         raise PlanError(f"--precision: unknown {', '.join(unknown)}; known are {', '.join(BYTES_PER_WEIGHT)}")
     if max_segments < 1:
         raise PlanError(f"--max-segments must be at least 1, got {max_segments}")
-    return Options(
-        precisions=precisions,
-        max_segments=max_segments,
-        oversubscription=float(min(2, max_segments)),
-    )
+    return Options(precisions=precisions, max_segments=max_segments, oversubscription=float(min(2, max_segments)))
 
 
 def _read_source(

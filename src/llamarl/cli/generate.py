@@ -120,12 +120,7 @@ def _refused(args: argparse.Namespace) -> Iterator[Mistake]:
                 yield Mistake("--output", f"{args.output} is the file of --input: answers would replace the prompts")
 
 
-def _generate(
-    args: argparse.Namespace,
-    llm: LLM,
-    requests: list[_Request],
-    output: OutputFile | None,
-) -> int:
+def _generate(args: argparse.Namespace, llm: LLM, requests: list[_Request], output: OutputFile | None) -> int:
     """How many answers failed."""
     from llamarl.data.prompts import holds_unknown, unknown_text_warning, unknown_token_id
 

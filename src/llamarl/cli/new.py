@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} is there already and holds something: give the name of a new folder")
     files = {
         "recipe.toml": _template("recipe.toml").format(
-            folder=folder,
-            run_dir=json.dumps(f"runs/{folder.resolve().name}", ensure_ascii=False),
+            folder=folder, run_dir=json.dumps(f"runs/{folder.resolve().name}", ensure_ascii=False)
         ),
         "questions.jsonl": "".join(json.dumps(question) + "\n" for question in _questions()),
         "reward.py": _template("reward.py"),

@@ -141,11 +141,7 @@ def refuse_bound(
 
 
 def copy_history(
-    source: Path,
-    checkpoint: Checkpoint,
-    run_dir: Path,
-    described: Mapping[str, Any],
-    changed: Sequence[Difference],
+    source: Path, checkpoint: Checkpoint, run_dir: Path, described: Mapping[str, Any], changed: Sequence[Difference]
 ) -> Checkpoint:
     """Give the new run in ``run_dir`` a past: the checkpoint under its own description, rows and events up to it.
 

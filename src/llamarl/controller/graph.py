@@ -256,10 +256,7 @@ class WeightEdge:
 
 
 def choose_transports(
-    config: RunConfig,
-    graph: Graph,
-    *,
-    hosts: Mapping[str, Sequence[str]] | None = None,
+    config: RunConfig, graph: Graph, *, hosts: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[Graph, tuple[WeightEdge, ...]]:
     """``graph`` with a transport on each weights edge, and what there is to know of these edges.
 

@@ -29,14 +29,7 @@ from llamarl.determinism import joint_facts
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, TransferError
 from llamarl.executors.base import ExecutorSpec
 from llamarl.roles import present_roles
-from llamarl.runtime.host_placement import (
-    Machine,
-    layouts,
-    spread,
-    unlike,
-    what_changed,
-    why_no_room,
-)
+from llamarl.runtime.host_placement import Machine, layouts, spread, unlike, what_changed, why_no_room
 from llamarl.runtime.hosts.cluster import Cluster, find_cluster
 from llamarl.runtime.hosts.launcher import HostLauncher
 from llamarl.runtime.placement import ColocatedGroup, Gpu, Placement, all_gpus, place, share_of, stand_in

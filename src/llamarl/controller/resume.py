@@ -18,12 +18,7 @@ from llamarl.controller.fork import FORKED_FROM
 from llamarl.controller.journaled import load_journal
 from llamarl.controller.notices import done_again, left_behind, reached_policy
 from llamarl.controller.preflight import check_reward
-from llamarl.controller.prepare import (
-    Prepared,
-    absolute_dir,
-    describe_plan,
-    prepare,
-)
+from llamarl.controller.prepare import Prepared, absolute_dir, describe_plan, prepare
 from llamarl.controller.products import incomplete_products, tick_of_products, write_products
 from llamarl.controller.run import execute, mirror_of, num_rows, save_settings
 from llamarl.controller.run_folder import CONFIG_FILE, RunFolder, held, refuse_if_held

@@ -20,16 +20,7 @@ from llamarl.controller.marking import Firing, Marking
 from llamarl.controller.recovery import Recovery, Redo
 from llamarl.controller.saving import Saving
 from llamarl.errors import DeadlineExceeded, ExecutorFailed, LlamaRLError
-from llamarl.runtime.base import (
-    Death,
-    JobStart,
-    News,
-    Order,
-    Overdue,
-    ProcessesDied,
-    Report,
-    SetupReport,
-)
+from llamarl.runtime.base import Death, JobStart, News, Order, Overdue, ProcessesDied, Report, SetupReport
 
 if TYPE_CHECKING:
     from llamarl.runtime.processes import ProcessRuntime

@@ -319,12 +319,7 @@ def make_player(
         return engine
     template = TurnTemplate(tokenizer, config.data)
     return EpisodeEngine(
-        engine,
-        environments,
-        template,
-        tokenizer,
-        reply_delay=config.generator.reply_delay,
-        on_arrival=on_arrival,
+        engine, environments, template, tokenizer, reply_delay=config.generator.reply_delay, on_arrival=on_arrival
     )
 
 

@@ -20,16 +20,7 @@ from llamarl.environments.episode import Observation, Step
 from llamarl.frames import BrokenFrame, frame
 from llamarl.types import Failure, Score
 
-__all__ = [
-    "Answer",
-    "Answered",
-    "Ready",
-    "Refused",
-    "pack_request",
-    "parse_reply",
-    "plain_text",
-    "reply_text",
-]
+__all__ = ["Answer", "Answered", "Ready", "Refused", "pack_request", "parse_reply", "plain_text", "reply_text"]
 
 MAX_REPLY_BYTES = 1 << 26
 KIND = 0

@@ -78,8 +78,7 @@ class JudgeExecutor(Stateless, BaseExecutor):
         found = iter(verdicts)
         judged = [
             dataclasses.replace(
-                group,
-                responses=tuple(self._judged(r, next(found)) if to_judge(r) else r for r in group.responses),
+                group, responses=tuple(self._judged(r, next(found)) if to_judge(r) else r for r in group.responses)
             )
             for group in groups
         ]

@@ -155,9 +155,7 @@ def judge(found: Mismatch, *, rho: float, dtype: str, quantization: str, trainer
         if found.effective < _LEAST_EFFECTIVE:
             why.append(f"weighted tokens are worth {found.effective:.0%} of their number")
         return Verdict(
-            safe=False,
-            sentence=f"Not safe: {'; '.join(why)}.",
-            advice=_closer(dtype, quantization, trainer_dtype),
+            safe=False, sentence=f"Not safe: {'; '.join(why)}.", advice=_closer(dtype, quantization, trainer_dtype)
         )
     if kl <= _SMALL_KL and found.clipped <= _FEW_CLIPPED:
         return Verdict(safe=True, sentence="Safe: generator and trainer are the same policy to rounding.", advice=())

@@ -86,8 +86,7 @@ class RewardModelExecutor(Stateless, BaseExecutor):
         scores = iter(found)
         return [
             dataclasses.replace(
-                group,
-                responses=tuple(self._rated(r, one, scores) for r, one in zip(group.responses, row, strict=True)),
+                group, responses=tuple(self._rated(r, one, scores) for r, one in zip(group.responses, row, strict=True))
             )
             for group, row in zip(groups, read, strict=True)
         ]

@@ -185,11 +185,7 @@ def _check_engine(folder: Path, model: PreTrainedModel, sequences: list[TokenSeq
     ways: list[list[str]] = [[] for _ in sequences]
     way = "prefill"
     try:
-        config = EngineConfig(
-            kv_cache_bytes=1 << 24,
-            max_batch_tokens=_BATCH_TOKENS,
-            max_sequences=4,
-        )
+        config = EngineConfig(kv_cache_bytes=1 << 24, max_batch_tokens=_BATCH_TOKENS, max_sequences=4)
         engine = NativeEngine(folder, config, device="cpu", eos_token_ids=())
         engine.add(sequences[:2])
         steps = 0

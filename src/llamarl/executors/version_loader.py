@@ -57,13 +57,7 @@ class VersionLoader:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        lora: LoraConfig,
-        layout: AnyLayout | None = None,
-        *,
-        rank: int = 0,
-        model_path: str,
+        self, engine: Engine, lora: LoraConfig, layout: AnyLayout | None = None, *, rank: int = 0, model_path: str
     ) -> None:
         self._engine = engine
         self._layout = layout

@@ -205,8 +205,7 @@ def find_hardware(name: str) -> Hardware:
         hint = f"the nearest is {_ALIASES.get(near[0], near[0])!r}; " if near else ""
         raise PlanError(f"unknown hardware {name!r}: {hint}known are {', '.join(device_names())}")
     return Hardware(
-        device=Device(**{**table["device"][key], "name": key}),
-        efficiency=Efficiency(**table["efficiency"]),
+        device=Device(**{**table["device"][key], "name": key}), efficiency=Efficiency(**table["efficiency"])
     )
 
 

@@ -26,14 +26,7 @@ from llamarl.forecast.model import ModelSpec
 from llamarl.forecast.search import Workload, trainer_demand
 from llamarl.forecast.ticks import TrainerTime, trainer_tick
 
-__all__ = [
-    "Failures",
-    "GeneratorCost",
-    "Scenario",
-    "TrainerCost",
-    "Variation",
-    "scenario_from_recipe",
-]
+__all__ = ["Failures", "GeneratorCost", "Scenario", "TrainerCost", "Variation", "scenario_from_recipe"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -175,10 +168,7 @@ class Scenario:
         return validate(
             {
                 "run": {"num_ticks": self.num_ticks, "seed": self.seed},
-                "schedule": {
-                    "prompts_per_step": self.prompts_per_step,
-                    "max_staleness": self.max_staleness,
-                },
+                "schedule": {"prompts_per_step": self.prompts_per_step, "max_staleness": self.max_staleness},
                 "generator": {
                     "group_size": self.group_size,
                     "max_segments": self.max_segments,
@@ -256,10 +246,7 @@ def scenario_from_recipe(
     if config.schedule.colocated and not cpu:
         memory = trainer_memory(hardware, work.model, trains, trainer_demand(work))
         load_s = turns_s(hardware, work.model, layout, memory["parameters"] + memory["optimizer"], load_s)
-    devices = {
-        "generator": own.dp * layout.tp * threads["generator"],
-        "trainer": trains.devices * threads["trainer"],
-    }
+    devices = {"generator": own.dp * layout.tp * threads["generator"], "trainer": trains.devices * threads["trainer"]}
     sharing = f"; {sum(devices.values())} threads share {cores} cores" if shared else ""
     scenario = Scenario(
         title=f"{work.model.name}, as the recipe says, {hardware.device.title}{sharing}",

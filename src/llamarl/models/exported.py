@@ -21,14 +21,7 @@ from llamarl.errors import ConfigError, ModelError
 from llamarl.models.folders import resolve_model_path
 from llamarl.reading import read_toml, user_path
 
-__all__ = [
-    "EXPORT_FILE",
-    "ExportFacts",
-    "NamedModel",
-    "find_model",
-    "why_incomplete",
-    "write_export",
-]
+__all__ = ["EXPORT_FILE", "ExportFacts", "NamedModel", "find_model", "why_incomplete", "write_export"]
 
 EXPORT_FILE = "llamarl.json"
 _FORMAT = 1

@@ -463,11 +463,7 @@ def shards_of_all_stages(
 
 
 def shard_box(
-    shape: Sequence[int],
-    cuts: Sequence[Cut],
-    layout: ParallelLayout,
-    rank: int,
-    stages: Collection[int] | None = None,
+    shape: Sequence[int], cuts: Sequence[Cut], layout: ParallelLayout, rank: int, stages: Collection[int] | None = None
 ) -> tuple[tuple[int, int], ...]:
     """Global (start, stop) a dimension of what ``rank`` holds of a parameter cut by ``cuts``, in that order.
 

@@ -73,11 +73,7 @@ class MetricsLog(LineLog):
     """Writes rows; see the module. One process writes."""
 
     def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        resume_after_tick: int | None = None,
-        *,
-        patience: Patience | None = None,
+        self, run_dir: str | os.PathLike[str], resume_after_tick: int | None = None, *, patience: Patience | None = None
     ) -> None:
         """
         Args:

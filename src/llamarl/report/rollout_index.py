@@ -292,8 +292,4 @@ def index_columns(indexes: Sequence[TickIndex], chosen: Mapping[int, Sequence[in
             columns[name] += [number(name, value) for value in getattr(index, name)]
         for name in ("oldest", "newest"):  # as staleness
             columns[name] += [index.tick - value if value >= 0 else -1 for value in getattr(index, name)]
-    return {
-        "groups": groups,
-        **columns,
-        "tables": {name: list(values) for name, values in tables.items()},
-    }
+    return {"groups": groups, **columns, "tables": {name: list(values) for name, values in tables.items()}}

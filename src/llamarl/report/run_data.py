@@ -24,13 +24,7 @@ from llamarl.observability.rollouts import ROLLOUTS_FOLDER, tick_files
 from llamarl.observability.summary import RunSummary
 from llamarl.observability.trained_tokens import TrainedResponse, read_trained_files, trained_files
 from llamarl.report.page import encode_block
-from llamarl.report.rollout_index import (
-    TickIndex,
-    choose_groups,
-    detail_of_tick,
-    index_columns,
-    index_file,
-)
+from llamarl.report.rollout_index import TickIndex, choose_groups, detail_of_tick, index_columns, index_file
 from llamarl.report.run_files import RunFiles, read_run
 from llamarl.report.texts import find_tokenizer, piece_reader
 from llamarl.report.timeline import channels_of, timeline_columns

@@ -22,16 +22,7 @@ from llamarl.linux_calls import new_memory, pidfd_open
 from llamarl.process_tree import spawn
 from llamarl.runtime.fork_server import ForkServer
 
-__all__ = [
-    "Child",
-    "Killed",
-    "PlainChild",
-    "Stores",
-    "cause_of_death",
-    "is_stopped",
-    "raise_open_files",
-    "start_rank",
-]
+__all__ = ["Child", "Killed", "PlainChild", "Stores", "cause_of_death", "is_stopped", "raise_open_files", "start_rank"]
 
 _POLL_S = 0.002
 _MOST_FILES = 1 << 16

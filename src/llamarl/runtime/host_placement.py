@@ -23,15 +23,7 @@ from dataclasses import dataclass, field
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
 
-__all__ = [
-    "Machine",
-    "Units",
-    "layouts",
-    "spread",
-    "unlike",
-    "what_changed",
-    "why_no_room",
-]
+__all__ = ["Machine", "Units", "layouts", "spread", "unlike", "what_changed", "why_no_room"]
 
 _ALWAYS_ALIKE = ("llamarl", "python")
 

@@ -44,14 +44,7 @@ from llamarl.transports.segments import Segment, SegmentHandle, is_elsewhere, op
 from llamarl.transports.slots import HEADER_BYTES, SlotState, parse_header
 from llamarl.weight_sync.slot import SlotHandle
 
-__all__ = [
-    "JOURNAL_FOLDER",
-    "MAX_PAST_BYTES",
-    "MAX_PAST_SEGMENTS",
-    "Resumed",
-    "TickLog",
-    "copy_to_controller",
-]
+__all__ = ["JOURNAL_FOLDER", "MAX_PAST_BYTES", "MAX_PAST_SEGMENTS", "Resumed", "TickLog", "copy_to_controller"]
 
 JOURNAL_FOLDER = "journal"
 """In the run's folder."""

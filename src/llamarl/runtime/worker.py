@@ -29,15 +29,7 @@ from llamarl.channels.base import ChannelKind, ChannelSpec, Handle, Receiver, Se
 from llamarl.checkpoint.snapshot import FileRecord
 from llamarl.determinism import pin
 from llamarl.errors import CheckpointError, ConfigError, LlamaRLError, SourceGone
-from llamarl.executors.base import (
-    Elastic,
-    Executor,
-    ExecutorContext,
-    ExecutorSpec,
-    Journaled,
-    StepResult,
-    is_journaled,
-)
+from llamarl.executors.base import Elastic, Executor, ExecutorContext, ExecutorSpec, Journaled, StepResult, is_journaled
 from llamarl.import_path import load_module, resolve
 from llamarl.progress import forget
 from llamarl.runtime.base import News, Order

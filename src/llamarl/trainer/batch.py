@@ -399,11 +399,7 @@ def _proximal_logprobs(sequences: Sequence[TrainingSequence], device: torch.devi
 
 
 def training_sequence(
-    group: Group,
-    response: Response,
-    advantage: float,
-    index: int,
-    of_tokens: npt.NDArray[np.float64] | None = None,
+    group: Group, response: Response, advantage: float, index: int, of_tokens: npt.NDArray[np.float64] | None = None
 ) -> TrainingSequence:
     """One trainable response of the ``index``-th group.
 

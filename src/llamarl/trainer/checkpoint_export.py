@@ -45,12 +45,7 @@ _FILE_BYTES = 4 << 30
 
 
 def export_checkpoint(
-    checkpoint: Path,
-    config: RunConfig,
-    out: Path,
-    *,
-    export_dtype: str | None = None,
-    adapter: bool = False,
+    checkpoint: Path, config: RunConfig, out: Path, *, export_dtype: str | None = None, adapter: bool = False
 ) -> ExportFacts:
     """Write the policy of a checkpoint as a Hugging Face folder, adapters merged.
 

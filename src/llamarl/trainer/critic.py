@@ -153,11 +153,7 @@ class Critic(ShardedModel[ValueModel]):
         value, target, error, targets2, errors2 = (total / max(1.0, count) for total in totals)
         spread = targets2 - target**2
         explained = 1.0 - (errors2 - error**2) / spread if spread > 1e-12 else 0.0
-        return {
-            "critic/explained_variance": explained,
-            "critic/value_mean": value,
-            "critic/return_mean": target,
-        }
+        return {"critic/explained_variance": explained, "critic/value_mean": value, "critic/return_mean": target}
 
     def _sum(self, values: Sequence[float]) -> list[float]:
         """Each value added up over the data-parallel ranks."""

@@ -42,12 +42,7 @@ from torch import Tensor
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer.batch import Microbatch
 
-__all__ = [
-    "Action",
-    "Links",
-    "run_stage",
-    "schedule",
-]
+__all__ = ["Action", "Links", "run_stage", "schedule"]
 
 Action = tuple[Literal["F", "B"], int]
 """Forward or backward pass, and of which micro-batch."""

@@ -63,11 +63,7 @@ class StagedState:
 
 
 def stage(
-    tensors: Mapping[str, Tensor],
-    shards: Mapping[str, ParameterShard],
-    values: Mapping[str, Any],
-    *,
-    copy: bool = True,
+    tensors: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], values: Mapping[str, Any], *, copy: bool = True
 ) -> StagedState:
     """Freeze ``tensors`` (``kind/NAME``): copies in host memory, so that training may go on.
 
@@ -150,9 +146,7 @@ def share_out(held: Sequence[Mapping[str, tuple[_Box, int]]]) -> dict[tuple[str,
 
 
 def read_state(
-    folder: Path,
-    shards_of: Callable[[str], Mapping[str, ParameterShard]],
-    only: Collection[str] | None = None,
+    folder: Path, shards_of: Callable[[str], Mapping[str, ParameterShard]], only: Collection[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """This rank's parts, on the CPU, of a state that any layout wrote. Reads only what it needs;
     talks to no other rank.
@@ -176,9 +170,7 @@ def read_state(
 
 
 def read_tensors(
-    folder: Path,
-    shards_of: Callable[[str], Mapping[str, ParameterShard]],
-    only: Collection[str] | None = None,
+    folder: Path, shards_of: Callable[[str], Mapping[str, ParameterShard]], only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of ``read_state``, each when it is asked for, in the order of ``only``: hundreds of files are opened once."""
     with _reading(folder), contextlib.ExitStack() as files:

@@ -32,11 +32,7 @@ class StepStatistics:
     """Counts and sums of one optimizer step over all data-parallel ranks."""
 
     def __init__(
-        self,
-        sequences: Sequence[TrainingSequence],
-        policy_version: int,
-        layout: ParallelLayout,
-        device: torch.device,
+        self, sequences: Sequence[TrainingSequence], policy_version: int, layout: ParallelLayout, device: torch.device
     ) -> None:
         """
         Args:
@@ -64,13 +60,7 @@ class StepStatistics:
         oldest = torch.tensor(int(staleness.max(initial=0)), device=device)
         self._max_staleness = int(layout.max_over_data(oldest).item())
 
-    def add(
-        self,
-        values: Mapping[str, Tensor],
-        *,
-        num_computed: int,
-        num_trained: int,
-    ) -> None:
+    def add(self, values: Mapping[str, Tensor], *, num_computed: int, num_trained: int) -> None:
         """Add one micro-batch's sums (and maxima), and its numbers of input tokens and of trained tokens."""
         self._num_computed += num_computed
         self._num_observed += num_trained

@@ -32,12 +32,7 @@ from llamarl.observability.ledger import scored_tokens
 from llamarl.progress import watch
 from llamarl.settings.algorithms import AlgorithmConfig
 from llamarl.settings.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from llamarl.trainer.batch import (
-    Microbatch,
-    TrainingSequence,
-    make_sequences,
-    token_weight,
-)
+from llamarl.trainer.batch import Microbatch, TrainingSequence, make_sequences, token_weight
 from llamarl.trainer.building import build_policy, layout_of
 from llamarl.trainer.computes import Computes, Staged, Threaded
 from llamarl.trainer.objective import microbatch_loss

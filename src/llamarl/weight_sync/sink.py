@@ -86,13 +86,7 @@ class Puller:
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        num_sink_ranks: int,
-        transport: SinkTransport,
-        name: str = "weights",
-        fan_out: bool = False,
+        self, *, rank: int, num_sink_ranks: int, transport: SinkTransport, name: str = "weights", fan_out: bool = False
     ) -> None:
         self.rank = rank
         self.num_sink_ranks = num_sink_ranks
@@ -330,10 +324,7 @@ class WeightVersion:
         return [self._slots[rank] for rank in ranks]
 
     def load_into(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        layout: AnyLayout | None = None,
-        deadline_s: float | None = None,
+        self, tensors: Mapping[str, torch.Tensor], layout: AnyLayout | None = None, deadline_s: float | None = None
     ) -> int:
         """Pull exactly the slices this rank holds, straight from every source rank, into its live tensors.
 

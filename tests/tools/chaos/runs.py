@@ -73,13 +73,7 @@ def play(words: Sequence[str], log: Path, *, limit_s: float) -> float:
 
 
 def play_struck(
-    words: Sequence[str],
-    run_dir: Path,
-    log: Path,
-    blows: Sequence[Blow],
-    *,
-    limit_s: float,
-    most_failures: int = 3,
+    words: Sequence[str], run_dir: Path, log: Path, blows: Sequence[Blow], *, limit_s: float, most_failures: int = 3
 ) -> StruckRun:
     """Run ``llamarl train`` with ``words``, strike, and resume it where it ended, until it has ended well.
 
@@ -113,12 +107,7 @@ def play_struck(
 
 
 def _strike_until_end(
-    process: subprocess.Popen[bytes],
-    run_dir: Path,
-    ahead: list[Blow],
-    outcome: StruckRun,
-    until: float,
-    seen: set[int],
+    process: subprocess.Popen[bytes], run_dir: Path, ahead: list[Blow], outcome: StruckRun, until: float, seen: set[int]
 ) -> bool:
     """Until the process has ended; takes from ``ahead`` what has fallen. Whether the controller was struck."""
     reached: dict[int, float] = {}  # rows -> when there were as many

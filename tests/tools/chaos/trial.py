@@ -22,12 +22,7 @@ class Trial:
     limit_s: float = 3600.0
 
 
-def strike_and_compare(
-    trial: Trial,
-    undisturbed: Path,
-    alone_s: float,
-    run_dir: Path,
-) -> tuple[StruckRun, list[str]]:
+def strike_and_compare(trial: Trial, undisturbed: Path, alone_s: float, run_dir: Path) -> tuple[StruckRun, list[str]]:
     """The struck run in ``run_dir``, which is new, and what of it differs from the run in ``undisturbed``, which took ``alone_s``."""
     rows = read_metrics(undisturbed)
     if not rows:
@@ -41,11 +36,5 @@ def strike_and_compare(
         words += ["--deadlines.step_s", f"{max(20.0, 20 * tick_s):.0f}"]
         words += ["--deadlines.setup_s", f"{max(30.0, 2 * alone_s):.0f}"]
     log = run_dir.with_name(run_dir.name + ".log")
-    outcome = play_struck(
-        words,
-        run_dir,
-        log,
-        blows,
-        limit_s=trial.limit_s,
-    )
+    outcome = play_struck(words, run_dir, log, blows, limit_s=trial.limit_s)
     return outcome, differences(run_dir, undisturbed)

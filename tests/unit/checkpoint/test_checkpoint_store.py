@@ -382,10 +382,7 @@ def test_canonical_json_refuses_nan() -> None:
         canonical_json({"a": float("nan")})
 
 
-@pytest.mark.parametrize(
-    ("every", "due"),
-    [(0, [9]), (4, [3, 7, 9]), (5, [4, 9])],
-)
+@pytest.mark.parametrize(("every", "due"), [(0, [9]), (4, [3, 7, 9]), (5, [4, 9])])
 def test_checkpoints_are_due_after_each_full_count_of_ticks_and_at_the_end(every: int, due: list) -> None:
     config = CheckpointConfig(every=every)
     assert [tick for tick in range(10) if config.is_due(tick, 10)] == due

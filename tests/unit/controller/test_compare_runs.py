@@ -32,11 +32,7 @@ def made(folder: Path, rows: list[dict[str, Any]], weights: bytes = b"w") -> Pat
             b"w",
             "OTHER BITS than SOURCE, from tick 1 on: reward/mean is 0.25, there 0.5",
         ),
-        (
-            [ROW, {**ROW, "entropy": 1.0}],
-            b"w",
-            "OTHER BITS than SOURCE, from tick 1 on: entropy is 1.0, there None",
-        ),
+        ([ROW, {**ROW, "entropy": 1.0}], b"w", "OTHER BITS than SOURCE, from tick 1 on: entropy is 1.0, there None"),
         ([], b"w", "no tick of SOURCE was repeated: nothing is known of its bits"),
         ([ROW, ROW], b"other", "OTHER BITS than SOURCE: the rows are equal, model/model.safetensors differs"),
     ],

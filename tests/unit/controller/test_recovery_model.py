@@ -43,12 +43,7 @@ class World:
     """One state of the job, and the runtime of the code that is checked. Small values, copied for each step that may follow."""
 
     def __init__(
-        self,
-        graph: Graph,
-        num_ticks: int,
-        num_deaths: int,
-        saved: frozenset[int],
-        far: frozenset[str] = frozenset(),
+        self, graph: Graph, num_ticks: int, num_deaths: int, saved: frozenset[int], far: frozenset[str] = frozenset()
     ) -> None:
         self.graph, self.due, self.far = graph, saved, far
         self.names = [spec.name for spec in graph.executors]

@@ -92,10 +92,7 @@ def test_a_run_of_a_version_that_had_other_keys_is_told_from_a_slip_in_a_recipe(
 
 
 def test_other_libraries_or_another_processor_are_refused_unless_asked_for(
-    tmp_path: Path,
-    executed: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
     checkpointed(run_dir, monkeypatch, {**platform_facts(), "torch": "2.0.1", "processor": "x86_64 Other avx2"})
@@ -501,10 +498,7 @@ def test_a_fork_of_a_constant_rate_ends_a_falling_one_with_its_own_ticks(
 
 
 def test_a_fork_without_its_checkpoint_is_not_begun_anew_by_a_resume(
-    tmp_path: Path,
-    executed: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, executed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, forked = tmp_path / "run", tmp_path / "fork"
     checkpointed(source, monkeypatch, platform_facts())

@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.controller.run_folder import (
-    CONFIG_FILE,
-    held,
-    refuse_a_run,
-    refuse_if_held,
-    who_holds,
-)
+from llamarl.controller.run_folder import CONFIG_FILE, held, refuse_a_run, refuse_if_held, who_holds
 from llamarl.errors import ConfigError, RunFolderLost
 from llamarl.observability.rollouts import remove_partial
 

@@ -93,10 +93,7 @@ def test_each_refusal_names_its_way_out() -> None:
 def test_a_branch_stays_the_commit_that_it_was_when_the_run_began_and_tables_keep_what_is_not_said_anew() -> None:
     commit, other = f"org/m@{'a' * 40}", f"org/m@{'b' * 40}"
     table = f"org/rows@{'a' * 40}"
-    begun = {
-        "model": {"path": commit},
-        "task": {"mixture": [{"name": "gsm8k", "data": table}, {"weight": 2.0}]},
-    }
+    begun = {"model": {"path": commit}, "task": {"mixture": [{"name": "gsm8k", "data": table}, {"weight": 2.0}]}}
     given = {"model": {"path": "org/m@main"}, "task": {"mixture": [{"name": "gsm8k"}, {"weight": 3.0}]}}
     went_on = settings_on_top(begun, given)
     assert went_on["model"] == {"path": commit}

@@ -244,11 +244,7 @@ def test_plain_text_begins_with_one_token_of_the_beginning_and_is_not_ended() ->
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     tokenizer._tokenizer.post_processor = TemplateProcessing("<bos> $A <eos>", None, [("<bos>", bos), ("<eos>", eos)])
     own = tokenizer("1+", add_special_tokens=False)["input_ids"]
-    for text, expected in (
-        ("1+", [bos, *own]),
-        ("<bos>1+", [bos, *own]),
-        ("", [bos]),
-    ):
+    for text, expected in (("1+", [bos, *own]), ("<bos>1+", [bos, *own]), ("", [bos])):
         assert plain_tokens(tokenizer, text).tolist() == expected, text
 
 

@@ -176,10 +176,7 @@ def test_rounding_to_fp8_is_fused_and_no_further_from_the_model_than_it_was(
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [
-        ("gemma2", 2),
-        *(pytest.param(family, kinds, marks=pytest.mark.long) for family, kinds in COMPILED.items()),
-    ],
+    [("gemma2", 2), *(pytest.param(family, kinds, marks=pytest.mark.long) for family, kinds in COMPILED.items())],
 )
 def test_a_kind_of_layer_is_compiled_once_for_one_row_and_once_for_more(
     family: str, kinds: int, tmp_path: Path

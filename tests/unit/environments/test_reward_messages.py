@@ -15,13 +15,7 @@ from llamarl.config import validate
 from llamarl.environments.episode import Observation, Step
 from llamarl.environments.functions import NotANumber, as_score, how_to_call
 from llamarl.environments.jobs import checked_step
-from llamarl.environments.messages import (
-    Answered,
-    Ready,
-    Refused,
-    parse_reply,
-    reply_text,
-)
+from llamarl.environments.messages import Answered, Ready, Refused, parse_reply, reply_text
 from llamarl.environments.pool import split_into_batches
 from llamarl.environments.worker_process import WorkerProcess, worker_environment
 from llamarl.errors import ConfigError, DataError

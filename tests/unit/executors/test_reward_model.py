@@ -121,11 +121,7 @@ def test_the_score_is_that_of_prompt_and_response_times_the_weight(plain: Path) 
         assert response.outcome is None and response.verdict is not None
         assert response.verdict.parts == {"reward_model": pytest.approx(expected, abs=1e-5)}
         assert response.verdict.value == pytest.approx(0.5 * expected, abs=1e-5)
-    assert metrics == {
-        "reward_model/num_scored": 2,
-        "reward_model/num_tokens": 5 + 6,
-        "reward_model/num_failed": 0,
-    }
+    assert metrics == {"reward_model/num_scored": 2, "reward_model/num_tokens": 5 + 6, "reward_model/num_failed": 0}
 
 
 def test_a_chat_template_renders_question_and_response_as_a_conversation(chatting: Path) -> None:

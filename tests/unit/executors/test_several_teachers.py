@@ -50,8 +50,7 @@ def teacher(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], **more: An
 
 
 @pytest.mark.parametrize(
-    ("options", "scored"),
-    [({}, [True] * 4), ({"tasks": ["countdown"]}, [False, True, False, True])],
+    ("options", "scored"), [({}, [True] * 4), ({"tasks": ["countdown"]}, [False, True, False, True])]
 )
 def test_groups_of_its_tasks_are_scored_and_all_are_handed_on_in_order(
     options: dict[str, Any], scored: list[bool], monkeypatch: pytest.MonkeyPatch

@@ -48,9 +48,7 @@ from llamarl.trainer.reward_scoring import RewardScorer
 from llamarl.trainer.step import Trainer
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"head_dim": 8, "num_local_experts": 4},
-}
+OTHERS: dict[str, dict[str, Any]] = {"gpt_oss": {"head_dim": 8, "num_local_experts": 4}}
 """Architectures that transformers knows and llamarl is known not to compute."""
 _SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip

@@ -14,15 +14,7 @@ import pytest
 from made_run import Report
 
 from llamarl.controller.recorder import Recorder
-from llamarl.observability.findings import (
-    WINDOW,
-    Causes,
-    NewFindings,
-    few_causes,
-    find_in_rows,
-    find_wrong,
-    remedy,
-)
+from llamarl.observability.findings import WINDOW, Causes, NewFindings, few_causes, find_in_rows, find_wrong, remedy
 from llamarl.observability.metrics import WarningLog, read_warnings
 from llamarl.settings.observability import ObservabilityConfig
 

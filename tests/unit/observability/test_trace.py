@@ -53,10 +53,7 @@ def test_a_span_that_ended_before_its_tick_lies_there_unless_the_file_began_late
     trace = TraceWriter(tmp_path / "trace.json", ["a"])
     trace.step("a", 0, 1.0, 2.0, spans=[("restart", 0.0, 1.0)])
     trace.step("a", 1, 5.0, 6.0, spans=[("restart", 2.5, 5.0)])
-    assert _slices(tmp_path / "trace.json", "span") == [
-        (1, "restart", 100000.0, 0.0),
-        (1, "restart", 1600000.0, 2.5e6),
-    ]
+    assert _slices(tmp_path / "trace.json", "span") == [(1, "restart", 100000.0, 0.0), (1, "restart", 1600000.0, 2.5e6)]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=4, max_size=4))

@@ -7,22 +7,13 @@ import pytest
 
 from llamarl.errors import DataError, LlamaRLError
 from llamarl.observability.rollouts import cut_after
-from llamarl.observability.trained_tokens import (
-    TRAINED_FOLDER,
-    TrainedResponse,
-    read_trained,
-    write_trained,
-)
+from llamarl.observability.trained_tokens import TRAINED_FOLDER, TrainedResponse, read_trained, write_trained
 
 
 def _response(prompt: int, sample: int, logprobs: list[float]) -> TrainedResponse:
     values = np.array(logprobs, np.float32)
     return TrainedResponse(
-        prompt_index=prompt,
-        sample_index=sample,
-        advantage=0.1 * sample,
-        policy_logprobs=values,
-        clipped=values < -1.0,
+        prompt_index=prompt, sample_index=sample, advantage=0.1 * sample, policy_logprobs=values, clipped=values < -1.0
     )
 
 

@@ -9,13 +9,7 @@ from made_run import MadeRun, decode_block
 from llamarl.observability.findings import FLAGS
 from llamarl.observability.rollouts import read_rollouts, tick_files
 from llamarl.report.page import encode_block
-from llamarl.report.rollout_index import (
-    TickIndex,
-    choose_groups,
-    detail_of_tick,
-    index_columns,
-    index_file,
-)
+from llamarl.report.rollout_index import TickIndex, choose_groups, detail_of_tick, index_columns, index_file
 from llamarl.report.texts import find_tokenizer, flags_of, is_repetitive, other_script, piece_reader
 from llamarl.types import Failure, Turn
 

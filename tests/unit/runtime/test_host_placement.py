@@ -6,12 +6,7 @@ from llamarl.config import load_config, validate
 from llamarl.controller.graph import llamarl_graph
 from llamarl.errors import ConfigError
 from llamarl.executors.base import ExecutorSpec
-from llamarl.runtime.host_placement import (
-    Machine,
-    layouts,
-    spread,
-    unlike,
-)
+from llamarl.runtime.host_placement import Machine, layouts, spread, unlike
 from llamarl.runtime.placement import ColocatedGroup, place, share_of, stand_in
 from llamarl.settings.job import host_settings, hosts_named
 
@@ -145,12 +140,7 @@ def test_one_kind_of_device_an_executor() -> None:
 def test_a_colocated_pair_shares_the_devices_of_its_host() -> None:
     group = ColocatedGroup(members=("g", "r", "t"), sharing=("g", "t"))
     executors = [spec("g", 1, "cuda", 0), spec("r", threads=1), spec("t", 1, "cuda", 0)]
-    placement = place(
-        executors,
-        [machine("a", 4, 2), machine("b")],
-        {"g": (0,), "r": (1,), "t": (0,)},
-        colocated=group,
-    )
+    placement = place(executors, [machine("a", 4, 2), machine("b")], {"g": (0,), "r": (1,), "t": (0,)}, colocated=group)
     assert [(one.device, one.threads) for one in placement.executors] == [("cuda:0", 4), ("cpu", 1), ("cuda:0", 4)]
     assert any("a: g and t are co-located" in line for line in placement.notes())
 
@@ -159,10 +149,7 @@ def test_unlike_machines_are_refused_unless_allowed_but_never_another_llamarl() 
     alike = [machine("a"), machine("b")]
     assert unlike(alike, allow=False) == []
     odd = [machine("a"), machine("b", processor="arm", torch="2.12")]
-    assert unlike(odd, allow=False) == [
-        "processor: a has 'x86 avx2', b 'arm'",
-        "torch: a has '2.13', b '2.12'",
-    ]
+    assert unlike(odd, allow=False) == ["processor: a has 'x86 avx2', b 'arm'", "torch: a has '2.13', b '2.12'"]
     assert unlike(odd, allow=True) == []
     assert unlike([machine("a"), machine("b", llamarl="2")], allow=True) == ["llamarl: a has '1', b '2'"]
     assert unlike([machine("a"), machine("b", python="3.11.2")], allow=True) == []

@@ -18,13 +18,7 @@ from llamarl.errors import CheckpointError, ConfigError, DataError, DeadlineExce
 from llamarl.executors.base import ExecutorContext, ExecutorSpec, StepResult
 from llamarl.models import device_memory
 from llamarl.runtime.base import JobStart, News, Order
-from llamarl.runtime.rank_plans import (
-    combine_reports,
-    combine_setups,
-    executor_failed,
-    plan_workers,
-    with_states,
-)
+from llamarl.runtime.rank_plans import combine_reports, combine_setups, executor_failed, plan_workers, with_states
 from llamarl.runtime.tick_record import State
 from llamarl.runtime.worker import (
     RankFailure,

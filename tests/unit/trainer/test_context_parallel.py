@@ -14,12 +14,7 @@ from llamarl.model_support import FAMILIES
 from llamarl.models.parallel import ParallelLayout
 from llamarl.trainer import building
 from llamarl.trainer.batch import TrainingSequence, make_microbatch
-from llamarl.trainer.context_parallel import (
-    CONTEXT_ATTENTION,
-    ContextRanks,
-    RowOverRanks,
-    check_context_parallel,
-)
+from llamarl.trainer.context_parallel import CONTEXT_ATTENTION, ContextRanks, RowOverRanks, check_context_parallel
 
 
 def _rank(rank: int, of: int) -> ContextRanks:
@@ -42,10 +37,7 @@ def _sequence(tokens: list[int], positions: list[int], *, prompt: int, group: in
 
 def test_each_rank_has_its_tokens_and_the_trained_tokens_that_they_predict() -> None:
     # row: 1 2 | 3 4 5 | 6 6, its prompt shared: tokens 3 and 6 are both predicted at place 1
-    sequences = [
-        _sequence([1, 2, 3, 4, 5], [1, 2, 4], prompt=2),
-        _sequence([1, 2, 6, 6], [1, 3], prompt=2),
-    ]
+    sequences = [_sequence([1, 2, 3, 4, 5], [1, 2, 4], prompt=2), _sequence([1, 2, 6, 6], [1, 3], prompt=2)]
     first, second, third = (
         make_microbatch(
             sequences, [0.5, 0.25], torch.device("cpu"), share_prompts=True, replay=True, context=_rank(r, 3)

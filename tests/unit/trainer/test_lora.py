@@ -171,8 +171,7 @@ def test_resume_gives_the_same_bits(model_folder: Path, tmp_path: Path) -> None:
 
 def test_mistakes_are_named(model_folder: Path) -> None:
     with pytest.raises(
-        ModelError,
-        match="lora.targets: qkv may have no adapter in LlamaForCausalLM, but q_proj, k_proj",
+        ModelError, match="lora.targets: qkv may have no adapter in LlamaForCausalLM, but q_proj, k_proj"
     ):
         make(model_folder, LoraConfig(rank=2, targets=("q_proj", "qkv")))
     with pytest.raises(ConfigError, match="lora.rank must be >= 0"):

@@ -102,10 +102,7 @@ def test_a_peer_that_drips_is_cut_off_at_the_deadline_of_the_whole() -> None:
 
 
 def test_a_server_that_is_not_ours_is_told_from_one_of_another_version() -> None:
-    answers = {
-        b"SSH-2.0-OpenSSH_9.2".ljust(48): "no llamarl process",
-        b"llamarl-key-9\n".ljust(48): "another version",
-    }
+    answers = {b"SSH-2.0-OpenSSH_9.2".ljust(48): "no llamarl process", b"llamarl-key-9\n".ljust(48): "another version"}
     for head, words in answers.items():
         _, dialled = both(lambda connection, head=head: connection.sendall(head), dial())  # type: ignore[misc]
         assert isinstance(dialled, KeyRefused) and words in str(dialled)
