@@ -161,7 +161,7 @@ def companion_files(folder: Path, *, key: str = "model.path") -> list[Path]:
         if not any(fnmatchcase(file.name, pattern) for pattern in _COMPANIONS):
             continue
         target = Path(os.path.realpath(file))
-        if target.is_symlink():
+        if os.path.islink(target):
             raise ModelError.at(key, f": {file} cannot be read: it is a link that leads to itself")
         if not any(target.is_relative_to(home) for home in homes):
             raise ModelError.at(

@@ -194,6 +194,9 @@ def test_a_link_that_leads_out_of_the_model_is_refused_and_one_into_the_hubs_cac
     (folder / "merges.txt").symlink_to("merges.txt")
     with pytest.raises(ModelError, match=r"merges\.txt cannot be read"):
         companion_files(folder)
+    (folder / "LICENSE").symlink_to("/" + "x" * 300)  # as one behind a folder that is closed to this user
+    with pytest.raises(ModelError, match="LICENSE is a link to .*, outside of the model"):
+        companion_files(folder)
 
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
