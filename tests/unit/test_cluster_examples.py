@@ -1,5 +1,6 @@
 """examples/cluster, as far as it can be judged without Kubernetes: what its parts say of each other."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -149,15 +150,25 @@ def test_a_slurm_job_has_a_folder_for_ray_that_no_other_user_has_made_and_whose_
     assert folder == f"/tmp/ray-{os.getuid()}" and len(f"{folder}/{session}") < 108
 
 
-@pytest.mark.parametrize(("preempted", "asked"), [("2026-11-28T03:34:10", "requeue 7\n"), ("None", "")])
-def test_a_slurm_job_that_ends_as_it_is_preempted_is_queued_again(
-    slurm: Callable[[], list[str]], tmp_path: Path, preempted: str, asked: str
+@pytest.mark.parametrize(
+    ("preempted", "done", "asked"),
+    [
+        ("2026-11-28T03:34:10", False, "requeue 7\n"),
+        ("2026-11-28T03:34:10", True, ""),  # in its grace time, or long after others had suspended it
+        ("None", False, ""),
+    ],
+)
+def test_a_slurm_job_that_is_preempted_before_its_run_is_done_is_queued_again(
+    slurm: Callable[[], list[str]], tmp_path: Path, preempted: str, done: bool, asked: str
 ) -> None:
     shown = f"PreemptEligibleTime=2026-11-28T03:30:00 PreemptTime={preempted}"
     told = f'case $2 in hostnames) echo n0 ;; job) echo {shown} ;; *) echo "$@" >>asked ;; esac'
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{told}\n")
     (tmp_path / "asked").touch()
-    slurm()
+    if not done:
+        (tmp_path / "no_cluster").touch()
+    with contextlib.nullcontext() if done else pytest.raises(subprocess.CalledProcessError):
+        slurm()
     assert (tmp_path / "asked").read_text() == asked
 
 
