@@ -333,7 +333,16 @@ def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTr
     if hasattr(tokenizer, "backend_tokenizer"):
         with contextlib.suppress(Exception):  # the library's plain one: the vocabulary lacks what the class counts on
             read = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    return tokenizer if read == expected else PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    if read == expected:
+        return tokenizer
+    loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    left_to_class = {
+        name: token
+        for name, token in tokenizer.special_tokens_map.items()
+        if name not in loaded.special_tokens_map and of_file.token_to_id(token) is not None
+    }
+    loaded.add_special_tokens(left_to_class)  # such as the end
+    return loaded
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
