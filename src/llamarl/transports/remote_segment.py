@@ -105,6 +105,8 @@ class RemoteSegment:
         try:
             self._stream = self._stream or self._owner.dial(until, self._who)
             self._stream.ask(self.handle.nonce, offset, nbytes, until, self._who)
+        except _HungUp:  # as in ``read``, which asks for these bytes, and all that were expected, by itself
+            return self.close()
         except BaseException:
             self.close()
             raise

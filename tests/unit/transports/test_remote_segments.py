@@ -260,6 +260,26 @@ def test_a_reader_that_took_nothing_for_longer_than_its_owner_waits_reads_on(
     server.close()
 
 
+def test_a_reader_whose_connection_broke_before_it_asked_for_more_reads_on() -> None:
+    memory = memoryview(bytes(range(256)) * (1 << 17))
+    first, piece = memory.nbytes - (2 << 20), 1 << 20
+    server = SegmentServer(A, Limits(stall_s=0.1))
+    server.register(bytes(16), memory)
+    with being_at(B):
+        remote = RemoteSegment(SegmentHandle(1, 1, memory.nbytes, bytes(16), "a", server.endpoint), 5.0)
+    remote._owner.idle.clear()
+    remote.expect(0, first, 5.0)
+    wait_until(lambda: server.sent_bytes == first and not server._proved)
+    for offset in (first, first + piece):  # to the first the owner's kernel answers that there is nobody
+        remote.expect(offset, piece, 5.0)
+    into = np.zeros(memory.nbytes, np.uint8)
+    for offset, end in ((0, first), (first, first + piece), (first + piece, memory.nbytes)):
+        remote.read(offset, into[offset:end], 5.0, fresh=False)
+    assert into.data == memory
+    remote.close()
+    server.close()
+
+
 def test_half_a_request_is_not_waited_for_beyond_its_limit() -> None:
     server = SegmentServer(A, Limits(stall_s=0.1))
     connection = dial(server)
