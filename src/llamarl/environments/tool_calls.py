@@ -69,9 +69,10 @@ def read_calls(reply: str, known: Collection[str]) -> list[Call | BadCall]:
 
 def _marked(body: str) -> list[Call | BadCall]:
     """What stands behind a marker, where only calls may stand."""
-    if body.lstrip().startswith("<function="):
-        return [Call(name, dict(_PARAMETER.findall(_closed(inside)))) for name, inside in _TAGGED.findall(body)]
     found: list[Call | BadCall] = []
+    if body.lstrip().startswith("<function="):
+        found += [Call(name, dict(_PARAMETER.findall(_closed(inside)))) for name, inside in _TAGGED.findall(body)]
+        return found or [BadCall(f"this call has no name: {_short(body)}. Expected <function=NAME>...</function>")]
     try:
         for value in _values(body):
             found += _calls_in(value)

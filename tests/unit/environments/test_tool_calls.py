@@ -73,6 +73,7 @@ def test_calls_are_found(reply: str, calls: list[Call]) -> None:
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>', "no JSON"),
         ("<tool_call>add(1, 2)</tool_call>", "no JSON"),
+        ("<tool_call>\n<function=add\n</function>\n</tool_call>", "Expected <function=NAME>"),
         ("<tool_call></tool_call>", "no call behind the marker"),
         ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "no name"),
