@@ -68,7 +68,8 @@ def worker_environment(
         "PYTHONHASHSEED": "0",
     }
     if any(name.lower() in ("http_proxy", "all_proxy") for name in passed):  # which knows no agent's endpoint
-        past = f"{passed.get('no_proxy') or passed.get('NO_PROXY') or ''},127.0.0.1".lstrip(",")
+        past = passed.get("no_proxy") or passed.get("NO_PROXY") or ""
+        past = past if past.strip() == "*" else f"{past},127.0.0.1".lstrip(",")  # all hosts: by itself alone
         passed |= {"no_proxy": past, "NO_PROXY": past}
     return passed
 

@@ -179,6 +179,8 @@ def test_an_agents_endpoint_is_asked_past_the_proxy_that_a_recipe_passes_on() ->
     assert (alone["no_proxy"], alone["NO_PROXY"]) == ("127.0.0.1", "127.0.0.1")
     both = worker_environment(here, ("*_PROXY",), [])
     assert (both["no_proxy"], both["NO_PROXY"]) == (".lab,127.0.0.1", ".lab,127.0.0.1")
+    every = worker_environment({**here, "NO_PROXY": "*"}, ("*_PROXY",), [])
+    assert every["no_proxy"] == "*"  # in a list it says nothing
     assert "no_proxy" not in worker_environment(here, ("HTTPS_PROXY",), [])
 
 
