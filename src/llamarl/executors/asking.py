@@ -41,7 +41,7 @@ _JUDGE_SEED = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MAX_REPLY_BYTES = 4 << 20
 _MAX_DETAIL = 300
-_HERE = re.compile(r"https?://(localhost|127\.|\[::1\])")
+_HERE = re.compile(r"https?://(localhost|127\.[\d.]+|0\.0\.0\.0|\[::1\])(?![\w.-])")
 _PASSING_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Of a server that may answer a moment later."""
 

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,7 +25,7 @@ from llamarl.controller.preflight import find_missing
 from llamarl.controller.prepare import plan_run
 from llamarl.errors import ConfigError
 from llamarl.executors import asking
-from llamarl.executors.asking import Question, Verdict
+from llamarl.executors.asking import Question, ServerJudge, Verdict
 from llamarl.executors.base import ExecutorContext
 from llamarl.executors.conversations import fill, score_in
 from llamarl.executors.judge import JudgeExecutor, VerdictLog
@@ -192,6 +193,29 @@ def test_a_server_on_this_machine_is_asked_past_a_proxy(monkeypatch: pytest.Monk
     with serving(lambda number, body: completion("SCORE: 7")) as server:
         (response,), _ = judge(of_server(server, attempts=1), respond("four"))
     assert response.verdict is not None
+
+
+@pytest.mark.parametrize(
+    ("url", "direct"),
+    [
+        ("http://localhost:8000/v1", True),
+        ("http://127.0.0.1/v1", True),
+        ("http://0.0.0.0:8000", True),
+        ("http://[::1]:8000", True),
+        ("https://localhost", True),
+        ("http://localhost.example.org/v1", False),
+        ("http://127.example.org", False),
+        ("http://judge:8000/v1", False),
+    ],
+)
+def test_a_host_whose_name_begins_like_this_machines_has_its_proxy(
+    url: str, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    opener = ServerJudge(JudgeConfig(url=url, model="wise"))._open.__self__  # type: ignore[attr-defined]
+    assert not any(isinstance(one, urllib.request.ProxyHandler) and one.proxies for one in opener.handlers) == direct
 
 
 def test_a_server_that_is_busy_for_a_moment_is_asked_again() -> None:
