@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 
 from llamarl.environments.answers import extract_answer, is_number, last_number, tidy
 from llamarl.types import RIGHT, Group, Response, Score
@@ -108,7 +108,7 @@ def _voted(text: str, numeric: bool) -> str | None:
     """What a response votes for: equal numbers, and formulas that LaTeX shows alike, are one answer however written."""
     said = extract_answer(text, numeric=numeric) or next(reversed(text.strip().splitlines()), "")
     number = last_number(said) if numeric else None
-    return str(Decimal(number).normalize()) if number else "".join(tidy(said).split()) or None
+    return str(Fraction(number)) if number else "".join(tidy(said).split()) or None
 
 
 def _is_judged(response: Response) -> bool:

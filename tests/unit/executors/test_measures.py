@@ -64,6 +64,11 @@ def test_one_answer_in_other_spellings_is_one_vote_more(right: list[str], wrong:
     assert not majority(_group(*said[:2], *other).responses, numeric=numeric)
 
 
+def test_long_numbers_that_differ_at_their_end_are_several_answers() -> None:
+    said = [(str(10**30 + place), float(place == 9)) for place in (1, 2, 9, 9)]
+    assert majority(_group(*said).responses, numeric=True)
+
+
 def test_the_best_is_the_one_that_is_rated_highest() -> None:
     responses = _group(("a", 0.0), ("b", 1.0), ("c", 0.0)).responses
     assert best_of(responses, [0.1, 0.9, 0.2]) and not best_of(responses, [0.9, 0.1, 0.2])
