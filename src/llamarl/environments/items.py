@@ -450,10 +450,11 @@ def is_decoded(feature: Any) -> bool:
 
 
 def _saved(path: Path) -> dict[str, list[str]]:
-    """The files of each split where ``save_to_disk`` of ``datasets`` wrote the folder, which its ``load_dataset`` refuses."""
+    """The files of each split where ``save_to_disk`` of ``datasets`` wrote the folder, which its ``load_dataset`` refuses;
+    beside them lies what was computed of them later (``cache-*.arrow``)."""
     folders = {"train": path} | {folder.name: folder for folder in sorted(path.iterdir()) if folder.is_dir()}
     return {
-        name: sorted(map(str, folder.glob("*.arrow")))
+        name: [str(file) for file in sorted(folder.glob("*.arrow")) if not file.name.startswith("cache-")]
         for name, folder in folders.items()
         if (folder / "state.json").is_file()
     }
