@@ -105,7 +105,8 @@ def text_field(record: Mapping[str, Any], names: tuple[str, ...], where: str, *,
 def _asked(record: Mapping[str, Any]) -> str:
     """Name of the field that holds a record's question, a conversation before text; empty where none does."""
     talk = next((name for name in ("messages", *_TEXTS) if isinstance(record.get(name), list)), "messages")
-    return talk if talk in record else next((name for name in _TEXTS if name in record), "")
+    texts = sorted((name for name in _TEXTS if name in record), key=lambda name: record[name] is None)
+    return talk if talk in record else next(iter(texts), "")
 
 
 def question_of(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[str, str], ...] | None]:
@@ -131,7 +132,7 @@ def _words(record: Mapping[str, Any], where: str) -> tuple[str, tuple[Mapping[st
     """Those of a question, or of a conversation however it ends; errors as ``question_of``."""
     asked = _asked(record)
     if asked != "messages" and not isinstance(record.get(asked), list):
-        return text_field(record, _TEXTS, where), None
+        return text_field(record, (asked,) if asked else _TEXTS, where), None
     messages = read_messages(record, where, asked)
     return _joined(messages), messages
 

@@ -359,6 +359,12 @@ def test_a_question_stays_as_it_was_written_and_what_is_compared_is_trimmed(tmp_
         assert (item.question, item.answer) == (" a3 b9 =\n", "12")
 
 
+def test_a_prompt_that_is_null_leaves_its_place_to_the_question(tmp_path: Path) -> None:
+    rows = {"prompt": None, "question": "a", "answer": "1"}, {"prompt": "b", "question": "c", "answer": "1"}
+    task = make_task(TaskConfig(name="math", data=_file(tmp_path / "a.jsonl", *rows), eval_fraction=0.0), 0)
+    assert [task.item("train", place).question for place in range(2)] == ["a", "b"]
+
+
 def test_white_space_at_the_ends_makes_no_other_question(tmp_path: Path) -> None:
     held = _file(tmp_path / "eval.jsonl", {"question": f"{MATH['problem']}\n", "answer": "1"})
     train = _file(tmp_path / "train.jsonl", GSM8K, MATH)
