@@ -119,7 +119,7 @@ class Tool:
 
 def _is_told_in_json(schema: Mapping[str, Any]) -> bool:
     """Whether a value that is text may be a list, an object or null that is meant, and cannot be meant as text."""
-    kinds = {one.get("type") for one in (schema, *schema.get("anyOf", ()))}
+    kinds = {one.get("type", "string") for one in schema.get("anyOf", (schema,))}  # of no type: may be text
     return not kinds.isdisjoint(("array", "object", "null")) and "string" not in kinds
 
 

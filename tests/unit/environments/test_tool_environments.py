@@ -166,13 +166,14 @@ def test_lists_and_objects_in_text_are_taken_and_text_stays() -> None:
 
 
 def test_a_list_or_nothing_in_text_is_taken_where_it_may_be_left_out() -> None:
-    def find(rows: list[int] | None = None, most: int | None = 5, note: str | None = None) -> None:
+    def find(rows: list[int] | None = None, most: int | None = 5, note: str | None = None, key: Any | None = 0) -> None:
         """Find.
 
         Args:
             rows: Numbers.
             most: How many.
             note: Words.
+            key: Whatever.
         """
 
     assert Tool(find).checked({"rows": "[1, 2]", "most": "3", "note": "[4]"}) == {
@@ -181,6 +182,7 @@ def test_a_list_or_nothing_in_text_is_taken_where_it_may_be_left_out() -> None:
         "note": "[4]",
     }
     assert Tool(find).checked({"rows": "null", "most": "null"}) == {"rows": None, "most": None}
+    assert Tool(find).checked({"key": "12"}) == {"key": "12"}
 
 
 def test_the_range_of_an_annotated_parameter_is_shown_and_held() -> None:
