@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["BadCall", "Call", "read_calls"]
@@ -29,6 +29,8 @@ class Call:
     name: str
     arguments: dict[str, Any]
     id: str = ""
+    in_text: bool = field(default=False, compare=False)
+    """Whether its form has text alone for values: a number, a list or null is written as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ def _marked(body: str) -> list[Call | BadCall]:
     """What stands behind a marker, where only calls may stand."""
     found: list[Call | BadCall] = []
     if body.lstrip().startswith("<function="):
-        found += [Call(name, dict(_PARAMETER.findall(_closed(inside)))) for name, inside in _TAGGED.findall(body)]
+        tagged = [(name, dict(_PARAMETER.findall(_closed(inside)))) for name, inside in _TAGGED.findall(body)]
+        found += [Call(name, arguments, in_text=True) for name, arguments in tagged]
         return found or [BadCall(f"this call has no name: {_short(body)}. Expected <function=NAME>...</function>")]
     try:
         for value in _values(body):

@@ -1,5 +1,6 @@
 """Programs of the user's that ask an OpenAI-compatible endpoint, played as environments; they speak plain HTTP here."""
 
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -434,6 +435,26 @@ def test_replies_become_messages_with_calls_where_all_of_them_are_calls() -> Non
     assert assistant_message(thought, request, 0)["content"] == "<think>maybe <tool_call></think>"
     silent = read_request({"messages": [{"role": "user", "content": "?"}], "tools": [TOOL], "tool_choice": "none"})
     assert "tool_calls" not in assistant_message('{"name": "add", "arguments": {}}', silent, 0)
+
+
+def test_values_in_text_are_what_the_schema_of_the_agents_tool_says() -> None:
+    schemas = {
+        **{
+            "a": {"type": "integer"},
+            "b": {"type": ["boolean", "null"]},
+            "c": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+        },
+        **{"d": {"$ref": "#/$defs/D"}, "e": {"type": "string"}, "f": {}, "g": True, "h": {"type": "number"}},
+    }
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": schemas}}}
+    said = {"a": "1", "b": "True", "c": "null", "d": '{"x": 2}', "e": "3", "f": "4", "g": "5", "h": "many", "i": "6"}
+    reply = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in said.items())
+    for tools, wanted in (([tool], {**said, "a": 1, "b": True, "c": None, "d": {"x": 2}}), ([TOOL], said)):
+        request = read_request({"messages": [{"role": "user", "content": "?"}], "tools": tools})
+        (call,) = assistant_message(f"<tool_call><function=add>{reply}</function></tool_call>", request, 0)[
+            "tool_calls"
+        ]
+        assert json.loads(call["function"]["arguments"]) == wanted
 
 
 def test_what_clients_do_to_a_message_is_no_edit() -> None:

@@ -152,11 +152,36 @@ def assistant_message(reply: str, request: ChatRequest, turn: int) -> dict[str, 
             if own and ids.count(own) == 1
             else f"call{turn:03d}{place:02d}",  # 9 characters, as Mistral's have
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            "function": {"name": call.name, "arguments": json.dumps(_arguments(call, request), ensure_ascii=False)},
         }
         for place, (call, own) in enumerate(zip(calls, ids, strict=True))
     ]
     return message
+
+
+def _arguments(call: Call, request: ChatRequest) -> dict[str, Any]:
+    """Those of a call; in a form whose values are all text, what the tool's schema has as another type is made that."""
+    functions = [tool["function"] for tool in request.tools if call.in_text]
+    schema = next((one.get("parameters") for one in functions if one.get("name") == call.name), None)
+    known = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(known, Mapping):
+        return call.arguments
+    return {name: _of_type(value, known.get(name)) for name, value in call.arguments.items()}
+
+
+def _of_type(text: str, schema: Any) -> Any:
+    """What a text is by a parameter's schema; as it stands where that may be text, says nothing, or is another."""
+    parts = (schema.get("anyOf") or [schema]) if isinstance(schema, Mapping) else []
+    told = [one.get("type", "object" if "$ref" in one else "string") for one in parts if isinstance(one, Mapping)]
+    kinds = [kind for one in told for kind in (one if isinstance(one, list) else [one])]
+    if not kinds or "string" in kinds:
+        return text
+    if "boolean" in kinds and text in ("True", "False"):  # as templates write them
+        return text == "True"
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def completion(message: Mapping[str, Any], request: ChatRequest, turn: int) -> dict[str, Any]:
