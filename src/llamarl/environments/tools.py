@@ -118,9 +118,10 @@ class Tool:
 
 
 def _is_told_in_json(schema: Mapping[str, Any]) -> bool:
-    """Whether a value that is text may be a list, an object or null that is meant, and cannot be meant as text."""
+    """Whether a value that is text may be a list, an object, null or one of several numbers that is meant, and cannot be
+    meant as text."""
     kinds = {one.get("type", "string") for one in schema.get("anyOf", (schema,))}  # of no type: may be text
-    return not kinds.isdisjoint(("array", "object", "null")) and "string" not in kinds
+    return "string" not in kinds and ("enum" in schema or not kinds.isdisjoint(("array", "object", "null")))
 
 
 def _parsed(value: Any) -> Any:

@@ -150,17 +150,18 @@ def test_quoted_numbers_are_taken() -> None:
 
 
 def test_lists_and_objects_in_text_are_taken_and_text_stays() -> None:
-    def put(rows: list[int], facts: dict[str, int], note: str) -> None:
+    def put(rows: list[int], facts: dict[str, int], note: str, side: Literal[4, 6]) -> None:
         """Put.
 
         Args:
             rows: Numbers.
             facts: More.
             note: Words.
+            side: Of two.
         """
 
-    given = {"rows": "[1, 2]", "facts": '{"x": 3}', "note": "[4]"}
-    assert Tool(put).checked(given) == {"rows": [1, 2], "facts": {"x": 3}, "note": "[4]"}
+    given = {"rows": "[1, 2]", "facts": '{"x": 3}', "note": "[4]", "side": "6"}
+    assert Tool(put).checked(given) == {"rows": [1, 2], "facts": {"x": 3}, "note": "[4]", "side": 6}
     with pytest.raises(BadArguments, match="rows: Input should be a valid list"):
         Tool(put).checked({**given, "rows": "[1"})
 
