@@ -111,12 +111,14 @@ def _toml(value: Any) -> str:
 
 def _with_room(config: RunConfig, tokens: int) -> RunConfig:
     """Leave one sequence of ``tokens`` its room in the KV cache of a CPU, up to a quarter of the memory; it is taken as
-    it is used."""
+    it is used. Of other engines, which may know models of another make, nothing is changed."""
     from llamarl.models.loading import cache_shape, load_model_config
     from llamarl.runtime.placement import available_memory
     from llamarl.settings.engine import CPU_CACHE_BYTES
 
     engine = config.generator.engine
+    if not engine.kind.native or engine.kv_cache_bytes:
+        return config
     of_a_token = 2 * 4 * math.prod(cache_shape(load_model_config(config.model.path)))  # keys and values, in float32
     longest = of_a_token * (tokens + 2 * engine.block_size_on("cpu"))
     cache = max(CPU_CACHE_BYTES, min(longest, int(available_memory() / 4)))
@@ -184,7 +186,7 @@ class LLM:
         self._of_a_run = named.run is not None
         self._one_call = threading.Lock()
         device = resolve_device(config.generator.device)
-        if device == "cpu" and not config.generator.engine.kv_cache_bytes:
+        if device == "cpu":
             config = _with_room(config, self.context_length)
         self._engine = make_engine(config, self.tokenizer, device=device)
         if named.adapter is not None:

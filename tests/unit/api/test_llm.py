@@ -2,13 +2,15 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from llamarl.api.llm import LLM, Completion, open_policy
+from llamarl.api.llm import LLM, Completion, _with_room, open_policy
+from llamarl.config import load_config
 from llamarl.errors import ConfigError, DataError
 
 
@@ -26,6 +28,14 @@ def test_one_response_as_long_as_the_model_takes_has_room_on_a_cpu(monkeypatch: 
     monkeypatch.setattr("llamarl.settings.engine.CPU_CACHE_BYTES", 1 << 12)
     (one,) = LLM("bundled:tiny").generate("a3", max_new_tokens=254, temperature=0)
     assert one.tokens
+
+
+def test_room_is_made_in_no_engine_but_the_own(tmp_path: Path) -> None:
+    """A model without attention, of which another engine knows what it keeps."""
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    settings = [f"--model.path={tmp_path}", "--task.name=steps", "--generator.engine.name=my.py:Engine"]
+    config = load_config(None, settings)
+    assert _with_room(config, 1000) is config
 
 
 def test_a_seed_of_numpy_is_the_same_seed(llm: LLM) -> None:
