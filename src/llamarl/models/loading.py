@@ -336,10 +336,10 @@ def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTr
     if read == expected:
         return tokenizer
     loaded: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    left_to_class = {
+    left_to_class: dict[str, Any] = {
         name: token
         for name, token in tokenizer.special_tokens_map.items()
-        if name not in loaded.special_tokens_map and of_file.token_to_id(token) is not None
+        if name not in loaded.special_tokens_map and isinstance(token, str) and of_file.token_to_id(token) is not None
     }
     loaded.add_special_tokens(left_to_class)  # such as the end
     return loaded
